@@ -144,5 +144,5 @@ def _check_model(model: Any) -> None:
             )
     other_libraries.check_not_horovods(getattr(model, "optimizer", None))
     towers = towers_of(model)
-    if towers is not None and not towers.closed:
+    if towers is not None and not towers.session.closed:
         raise ValueError(f"Expected the factory to make a new model. Received: one that has {towers} already")

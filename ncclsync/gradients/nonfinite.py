@@ -42,15 +42,11 @@ def finite_flags(observer: Observer) -> tf.Tensor | None:
 
 
 class OnNonFinite:
-    """Raise or skip, as the user asked, when a gradient is not finite.
-
-    Attributes:
-        mode: "raise" or "skip"; None: no gradient is observed.
-    """
+    """Raise or skip, as the user asked, when a gradient is not finite."""
 
     def __init__(self, mode: str | None) -> None:
-        """Start before the first step; `mode` is `Health.on_nonfinite`."""
-        self.mode = mode
+        """Start before the first step; `mode` is `Health.on_nonfinite`: "raise" or "skip"."""
+        self._mode = mode
         self._files = 0
 
     def report(
@@ -80,7 +76,7 @@ class OnNonFinite:
                 first, _, before = found.get(owners[shard], (begin, end, ()))
                 found[owners[shard]] = (first, end, tuple(dict.fromkeys([*before, *bad])))
         error = NonFiniteError(found, *self._save(batch, np.array(indices)))
-        if self.mode == "raise":
+        if self._mode == "raise":
             raise error
         logger.warning("%s. The step was skipped: no tower's weights or optimizer state have changed", error)
 

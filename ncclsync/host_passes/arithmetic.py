@@ -36,32 +36,22 @@ WHOLE = 0  # instead of a repeat: of an input that has as many elements as the r
 
 @dataclasses.dataclass(frozen=True)
 class Expression:
-    """Hold the computation for each element: `ncs_expression` in C.
+    """Hold the computation for each element: `ncs_expression` in C."""
 
-    Attributes:
-        repeats: for each input, how many neighbouring elements of the result take the same element of it; or `WHOLE`.
-        outputs: their number.
-        sums: their number.
-        code: steps of (operation, register, register), the outputs' registers, then sums of (register,
-            period, whether it is a mean).
-    """
-
+    # For each input, how many neighbouring elements of the result take the same element of it; or `WHOLE`
     repeats: tuple[int, ...]
-    outputs: int
-    sums: int
+    outputs: int  # their number
+    sums: int  # their number
+    # Steps of (operation, register, register), the outputs' registers, then sums of (register, period, whether it is a
+    # mean)
     code: tuple[int, ...]
 
     def node(
         self, name: str, dtype: tf.DType, values: Sequence[str], controls: Iterable[str], alone: bool = False
     ) -> Any:
-        """Return a node that runs the expression.
+        """Return a node of this name that runs the expression on values of a dtype.
 
-        Args:
-            name: the node's.
-            dtype: of all values and results.
-            values: names of the inputs.
-            controls: further dependencies, written as a node's inputs.
-            alone: whether it runs on the calling thread only.
+        `controls` are further dependencies, written as a node's inputs; `alone`: it runs on the calling thread only.
         """
         node = tf.compat.v1.NodeDef(name=name, op=FUSED, input=[*values, *controls])
         attributes = {"T": dtype, "repeats": self.repeats, "outputs": self.outputs, "sums": self.sums}

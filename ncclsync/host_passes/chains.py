@@ -30,55 +30,30 @@ _JOINED = {"Add", "AddV2", "Relu"}
 
 @dataclasses.dataclass(frozen=True)
 class Sum:
-    """Describe an op that adds up an array over its first axes.
+    """Describe an op that adds up an array over its first axes."""
 
-    Attributes:
-        name: of the op.
-        values: the tensor that it adds up.
-        period: how many elements the result has.
-        shape: the result's.
-        is_mean: whether it divides by their number.
-    """
-
-    name: str
-    values: str
-    period: int
-    shape: tuple[int, ...]
-    is_mean: bool
+    name: str  # of the op
+    values: str  # the tensor that it adds up
+    period: int  # how many elements the result has
+    shape: tuple[int, ...]  # the result's
+    is_mean: bool  # whether it divides by their number
 
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """Name ops that can run as one.
+    """Name ops that can run as one."""
 
-    Attributes:
-        members: their names.
-        inputs: names of the tensors that it takes; the first has the results' shape.
-        outputs: names of the element-wise members whose results other ops take.
-        sums: the members that are sums and whose results other ops take.
-        awaited: names of further members with control dependents outside the chain.
-        dtype: of all tensors.
-        expression: the computation.
-    """
-
-    members: tuple[str, ...]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    sums: tuple[Sum, ...]
-    awaited: tuple[str, ...]
-    dtype: tf.DType
-    expression: Expression
+    members: tuple[str, ...]  # their names
+    inputs: tuple[str, ...]  # names of the tensors that it takes; the first has the results' shape
+    outputs: tuple[str, ...]  # names of the element-wise members whose results other ops take
+    sums: tuple[Sum, ...]  # the members that are sums and whose results other ops take
+    awaited: tuple[str, ...]  # names of further members with control dependents outside the chain
+    dtype: tf.DType  # of all tensors
+    expression: Expression  # the computation
 
 
 def find_chains(graph: StepGraph, shapes: Shapes, ops: Sequence[str], needed: Collection[str]) -> list[Chain]:
-    """Find the chains of one segment.
-
-    Args:
-        graph: the step.
-        shapes: of the segment's tensors.
-        ops: names of the segment's ops, inputs before consumers.
-        needed: names of ops that are used outside the segment, as results or as dependencies.
-    """
+    """Find the chains of a segment, given its ops, inputs before consumers, and those `needed` outside the segment."""
     consumers: dict[str, set[str]] = collections.defaultdict(set)
     awaiting: dict[str, set[str]] = collections.defaultdict(set)
     for name in ops:
@@ -234,9 +209,7 @@ def chain_nodes(
     """Yield the nodes that replace a chain; its outputs keep their names.
 
     Args:
-        graph: the step.
-        chain: of the segment.
-        ops: names of the segment's ops.
+        graph, chain, ops: the step, and a chain and the names of the ops of a segment.
         alone: whether it runs on one thread.
         name: of the op that does the arithmetic.
         named: returns the segment's name of a tensor, given the step's.

@@ -18,6 +18,7 @@ import tensorflow as tf
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.source_lines import user_line
 from ncclsync.ops import Collective, Share
+from ncclsync.ops.comparing import distance
 from ncclsync.program.graph import StepGraph, op_name
 from ncclsync.program.partition import Partition, Unshared, partition
 from ncclsync.program.program import Results
@@ -386,24 +387,13 @@ def _rows_between(batch: Any, begin: int, end: int) -> Any:
         return tf.nest.map_structure(taken, batch)
 
 
-def _numbers(value: tf.Tensor) -> np.ndarray:
-    return np.asarray(tf.cast(value, tf.float64) if value.dtype.is_floating else value)
-
-
 def _magnitude(value: Any) -> float:
     if not isinstance(value, tf.Tensor) or not (value.dtype.is_floating or value.dtype.is_complex):
         return 0.0
-    numbers = np.abs(_numbers(value))
+    numbers = np.abs(tf.cast(value, tf.complex128 if value.dtype.is_complex else tf.float64))
     return float(np.max(numbers[np.isfinite(numbers)], initial=0.0))
 
 
 def _differ(expected: Any, actual: Any, allowed: float) -> bool:
-    if expected.shape != actual.shape:
-        return True
-    one, other = _numbers(expected), _numbers(actual)
-    if one.dtype.kind not in "fc":
-        return not np.array_equal(one, other)
-    finite = np.isfinite(one)
-    if not np.array_equal(finite, np.isfinite(other)):
-        return True
-    return float(np.max(np.abs(one[finite] - other[finite]), initial=0.0)) > allowed
+    rounded = expected.dtype.is_floating or expected.dtype.is_complex
+    return expected.shape != actual.shape or float(distance(expected, actual)) > (allowed if rounded else 0.0)

@@ -1,5 +1,6 @@
 """Import the user's model factory, named on the command line, build its model, make data for it."""
 
+import argparse
 import importlib
 import importlib.util
 import os
@@ -7,6 +8,8 @@ import sys
 import types
 from collections.abc import Callable
 from typing import Any
+
+from ncclsync.tools.arguments import at_least
 
 
 class UsageError(Exception):
@@ -84,18 +87,26 @@ def _is_of_file(module: types.ModuleType, path: str) -> bool:
     return file is not None and os.path.realpath(file) == path
 
 
+def add_model_arguments(parser: argparse.ArgumentParser, batch_size: str) -> None:
+    """Add what names a model and says how to make data for it; `batch_size` is the help of `--batch-size`."""
+    parser.add_argument("factory", help="module:function or file.py:function that returns a compiled model")
+    parser.add_argument("--batch-size", type=at_least(1), metavar="N", help=batch_size)
+    parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="default %(default)s")
+    parser.add_argument(
+        "--open-size", type=at_least(1), default=32, metavar="N", help="of open dimensions, default %(default)s"
+    )
+
+
 def model_and_data(
-    factory: Callable, name: str, *, batch_size: int | None, default: int, batches: int, seed: int, open_size: int
+    given: argparse.Namespace, factory: Callable, default: int, batches: int
 ) -> tuple[Any, tuple[Any, ...], int]:
     """Build the model of a factory, undecorated, and random data for it; imports TensorFlow.
 
     Args:
+        given: by `add_model_arguments`.
         factory: from `load`.
-        name: of the factory, for messages.
-        batch_size: None: the model's own, or `default`.
-        default: for a model that declares none.
+        default: the batch size of a model that declares none.
         batches: how many to make.
-        seed, open_size: see `random_data`.
 
     Returns:
         The model, `(x, y)` or `(x,)`, and the batch size.
@@ -108,13 +119,13 @@ def model_and_data(
     from ncclsync.tools.verify.verification import undecorated
     from ncclsync.training.random_data import fixed_batch_size, random_data
 
-    keras.utils.set_random_seed(seed)
+    keras.utils.set_random_seed(given.seed)
     model = undecorated(factory)()
     if not isinstance(model, keras.Model) or not model.compiled:
-        raise UsageError(f"Expected {name} to return a compiled keras.Model. Received: {model!r}")
-    size = batch_size or fixed_batch_size(model) or default
+        raise UsageError(f"Expected {given.factory} to return a compiled keras.Model. Received: {model!r}")
+    size = given.batch_size or fixed_batch_size(model) or default
     try:
-        data = random_data(model, batches * size, batch_size=size, seed=seed, open_size=open_size)
+        data = random_data(model, batches * size, batch_size=size, seed=given.seed, open_size=given.open_size)
     except ValueError as error:
         raise UsageError(str(error)) from error
     return model, data, size

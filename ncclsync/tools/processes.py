@@ -8,13 +8,7 @@ from ncclsync.communicator.processes import Process
 
 
 def join(process: Process) -> Peers:
-    """Join the other processes; collective.
-
-    Args:
-        process: this one, as the launcher reports it.
-
-    Returns:
-        The peers that join them, with ranks as the launcher counts.
+    """Return the peers of this process, as the launcher reports it; ranks are the launcher's. Collective.
 
     Raises:
         NcclUnavailableError: mpi4py is missing, or its MPI does not see as many processes as the launcher has started.

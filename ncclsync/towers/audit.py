@@ -15,12 +15,12 @@ import numpy as np
 import tensorflow as tf
 
 from ncclsync.errors import AuditError
+from ncclsync.ops.comparing import EQUAL, first_difference
 from ncclsync.program.program import Exchange, Program, Segment
-from ncclsync.semantics.roles import Role, role_of
+from ncclsync.semantics.roles import Role
 from ncclsync.towers.state import TowerState
 
 _MOST_COMPUTED = 3  # how often each shard is computed; of two results that differ, the wrong one would not be known
-_EQUAL = -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Audit:
             program: whose variables have copies on the towers.
             towers: two at least in this process, each with a shard or more.
         """
-        count, owned = len(towers.devices), towers.layout.places
+        count, owned = len(towers.layout.devices), towers.layout.places
         self._program, self._towers = program, towers
         self._segments = program.segments[:-1]
         self._times = min(_MOST_COMPUTED, count)
@@ -63,9 +63,9 @@ class Audit:
         self._copies: dict[tuple[int, int], tuple[tf.Variable, tf.Variable]] = {}
         self._kept: list[dict[str, tf.Variable]] = [{} for _ in self.places]
         for name, variable in program.variables:
-            shared = role_of(variable, towers.options.exact_random) is Role.SAME
+            shared = towers.replicas.role_of(variable) is Role.SAME
             if name in written or (name in used and not shared):
-                each = towers.copies_of_shards(variable)
+                each = towers.replicas.of_shards(variable)
                 for place, kept in zip(self.places, self._kept, strict=True):
                     kept[name] = self._copy(each[place.shard], each[self._first[place.tower]].device, place)
         exchanges = [list(_sent(segment)) for segment in computed]
@@ -73,7 +73,7 @@ class Audit:
         with tf.device("/CPU:0"):
             # By tensor that is sent, shard and pair of those who compute it: the first element that differs.
             shape = [len(self._sent), len(self._owners), len(self._pairs)]
-            self._found = tf.Variable(tf.fill(shape, tf.constant(_EQUAL, tf.int64)), trainable=False)
+            self._found = tf.Variable(tf.fill(shape, tf.constant(EQUAL, tf.int64)), trainable=False)
 
     def _find_left_out(self) -> set[int]:
         """Return the numbers, from 1, of segments that must not run again, or take what such a one writes; warn once.
@@ -91,7 +91,7 @@ class Audit:
         if found:
             sent = [len(list(_sent(segment))) for segment in self._segments]
             left = sum(count for number, count in enumerate(sent, start=1) if number not in found)
-            self._towers.warn_once(
+            self._towers.session.warn_once(
                 "audit_every leaves out what is computed together with an op that must run once: "
                 f"{' and '.join([*lines][:3])}. Of the {sum(sent)} tensors that a tower sends, {left} are audited. "
                 "Move that op out of the step, and all are"
@@ -151,21 +151,21 @@ class Audit:
             AuditError: computations of a shard differ.
         """
         found = self._found.numpy()
-        if (found == _EQUAL).all():
+        if (found == EQUAL).all():
             return
-        self._found.assign(np.full_like(found, _EQUAL))
+        self._found.assign(np.full_like(found, EQUAL))
         culprits: set[int] = set()
         pairs: set[tuple[int, int]] = set()
         names: dict[str, None] = {}
         ranks = self._towers.layout.ranks
-        for k, shard in np.argwhere((found != _EQUAL).any(axis=2)):
+        for k, shard in np.argwhere((found != EQUAL).any(axis=2)):
             by = [ranks[(self._owners[shard] + i) % len(ranks)] for i in range(self._times)]
-            differ = [pair for pair, first in zip(self._pairs, found[k, shard], strict=True) if first != _EQUAL]
+            differ = [pair for pair, first in zip(self._pairs, found[k, shard], strict=True) if first != EQUAL]
             pairs.update((min(by[a], by[b]), max(by[a], by[b])) for a, b in differ)
             if self._times == _MOST_COMPUTED and len(differ) == 2:  # the third pair is equal
                 culprits.update(by[one] for one in set(differ[0]) & set(differ[1]))
             names.update(dict.fromkeys(self._name(self._sent[k], int(found[k, shard].max()))))
-        devices = {rank: self._towers.devices[i] for i, rank in enumerate(ranks)}
+        devices = {rank: self._towers.layout.devices[i] for i, rank in enumerate(ranks)}
         raise AuditError(step, sorted(pairs), sorted(culprits), list(names), devices)
 
     def _name(self, exchanges: Sequence[Exchange], element: int) -> list[str]:
@@ -178,7 +178,7 @@ class Audit:
         handles = dict(self._program.variables)
         variables = [handles[name] for name, result in self._program.updates if result == exchange.result]
         words = ["the gradient of" if variable.trainable else "the update of" for variable in variables]
-        names = map(" ".join, zip(words, self._towers.names_of(variables), strict=True))
+        names = map(" ".join, zip(words, self._towers.session.names_of(variables), strict=True))
         return list(names) or [f"what {exchange.line} sends"]
 
 
@@ -248,25 +248,3 @@ def _sent(segment: Segment) -> Iterator[Sequence[Exchange]]:
             yield bucket.exchanges
         else:
             yield from ([exchange] for exchange in bucket.exchanges)
-
-
-def _bits(value: tf.Tensor) -> tf.Tensor:
-    """Return the bytes of each element of a vector: [elements, bytes]."""
-    bits = tf.bitcast(value, tf.uint8)
-    return tf.reshape(bits, [tf.size(value), value.dtype.size])
-
-
-def first_difference(one: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
-    """Return the first element whose bits differ, in the order of memory; -1 if none does. In the host's memory."""
-    with tf.device("/CPU:0"):
-        one, other = tf.reshape(one, [-1]), tf.reshape(other, [-1])
-        both = tf.minimum(tf.size(one), tf.size(other))  # rows that are sent may be as many as were computed
-        is_longer = tf.size(one) != tf.size(other)
-        one, other = one[:both], other[:both]
-        if one.dtype == tf.string or one.dtype == tf.bool:
-            differ = tf.not_equal(one, other)
-        else:
-            differ = tf.reduce_any(tf.not_equal(_bits(one), _bits(other)), axis=1)
-        places = tf.cast(tf.where(differ)[:, 0], tf.int64)
-        last = tf.where(is_longer, tf.cast(both, tf.int64), tf.constant(_EQUAL, tf.int64))
-        return tf.concat([places, [last]], 0)[0]

@@ -65,7 +65,7 @@ class Exchanges:
         self._towers, self._shards, self._meter = towers, shards, meter
         self._layout, self._divided = towers.layout, towers.layout.divided is not None
         # Outside a graph everything has happened, and nothing is enqueued.
-        self._enqueues = towers.enqueues and not tf.executing_eagerly() and len(towers) > 1
+        self._enqueues = towers.session.enqueues and not tf.executing_eagerly() and len(towers) > 1
         self.recorded: list[tf.Operation] = []
         self.turns = Turns([shards.shares[0].total, *shards.whole], _described)
         self._called: list[Any] = []  # what has been exchanged
@@ -83,7 +83,7 @@ class Exchanges:
         if self._enqueues:
             return self._passed(self._launch([], [], done, anywhere))
         every = [*anywhere, *(one for each in done for one in each)]
-        return [[tf.group(*every)] if every else []] * len(self._towers.devices)
+        return [[tf.group(*every)] if every else []] * len(self._towers.layout.devices)
 
     def join(
         self,
@@ -198,14 +198,14 @@ class Exchanges:
         *,
         in_place: bool = False,
     ) -> device_ops.Launched:
-        communicator, devices = self._towers.communicator, self._towers.devices
+        communicator, devices = self._towers.communicator, self._towers.layout.devices
         before = [*self.turns.last, *anywhere]
         launched = device_ops.launch(columns, communicator, collectives, devices, done, before, in_place=in_place)
         self.turns.last = [launched.token]
         return launched
 
     def _passed(self, launched: device_ops.Launched) -> After:
-        return [[launched.passed(tower)] for tower in range(len(self._towers.devices))]
+        return [[launched.passed(tower)] for tower in range(len(self._towers.layout.devices))]
 
     def _run(self, call: _Call) -> list[list[list[tf.Tensor]]]:
         """Join buckets at once; return [s][B] lists of tensors, what each shard receives."""
@@ -331,8 +331,8 @@ def _join_one(call: _Call, tensors: Sequence[tf.Tensor], towers: TowerState, tur
 def _gather(tensors: Sequence[tf.Tensor], towers: TowerState) -> list[tf.Tensor]:
     """Concatenate the towers' rows, once for all towers of one device."""
     gathered: dict[str, tf.Tensor] = {}
-    for device in towers.devices:
+    for device in towers.layout.devices:
         if device not in gathered:
             with tf.device(f"/{device}"):
                 gathered[device] = tf.concat(tensors, axis=0)
-    return [gathered[device] for device in towers.devices]
+    return [gathered[device] for device in towers.layout.devices]

@@ -167,10 +167,10 @@ def explain_program(program: Program, towers: TowerState, rows: int | None) -> E
     for key, exchange in exchanges.items():
         if exchange.collective.divides:
             subjects[key] = "gradients" if exchange.collective.differs else "weights"
-    names = towers.names_of([variable for _, variable in program.variables])
+    names = towers.session.names_of([variable for _, variable in program.variables])
     variables, count = [], towers.layout.shards
     for name, (handle, variable) in zip(names, program.variables, strict=True):
-        role = role_of(variable, towers.options.exact_random)
+        role = towers.replicas.role_of(variable)
         result = updates.get(handle)
         whose = "shard" if towers.layout.divided else "tower"
         rule = _RULES[role].format(one=whose) if result is None else _words(exchanges[result])
@@ -214,15 +214,17 @@ def _compiled(program: Program, shards: Sequence[ShardRow], towers: TowerState) 
     count, by_rows = len(program.segments), sum(segment.takes_rows for segment in program.segments)
     sizes = sorted({max(1, one.end - one.begin) for one in shards}, reverse=True)  # at least a copy of a row
     of_these = f", of this batch {' and '.join(map(str, sizes))}" if sizes else ""
-    if not share(tuple(towers.devices)):
+    if not share(towers.layout.devices):
         total = ": each device compiles what it runs"
     elif sizes:
         total = f": {count + by_rows * (len(sizes) - 1)} compilations on any number of devices"
     else:
         total = ", on any number of devices"
+    # Parts of even size have one number of rows, or two that differ by one; by shares each tower may have its own.
+    most = towers.layout.shards if towers.layout.shares else min(2, towers.layout.shards)
     return (
         f"XLA compiles it as {count} programs, {by_rows} of these anew for each number of rows that a tower "
-        f"gets{of_these}{total}. A batch of another size has up to two other numbers."
+        f"gets{of_these}{total}. A smaller last batch of a fit takes up to {by_rows * most} more."
     )
 
 

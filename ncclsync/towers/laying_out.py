@@ -81,7 +81,7 @@ class _Run:
             # Of numbers in the host's memory, where the fractions need not lie. A batch without rows is tower 0's.
             samples = [shards.sizes[0] + tf.cast(shards.shares[0].total == 0, tf.int32), *shards.sizes[1:]]
             self._has_samples = [tf.minimum(count, 1) for count in samples]
-        handles = {name: towers.copies_of_shards(variable) for name, variable in program.variables}
+        handles = {name: towers.replicas.of_shards(variable) for name, variable in program.variables}
         self.values: list[dict[str, tf.Tensor]] = []
         for i, rank in enumerate(towers.layout.own_shards):
             arguments = [*components_of(shards.batches[i]), *shards.shares[rank]]
@@ -104,7 +104,7 @@ class _Run:
             saved = rollback.begin()
         if self._repeats is not None:
             saved = [*saved, *self._repeats.begun]
-        others: After = [[] for _ in self._towers.devices[1:]]
+        others: After = [[] for _ in self._towers.layout.devices[1:]]
         if not checks and not saved:
             return [[], *others]
         return self.exchanges.meet([saved, *others], checks)
@@ -123,7 +123,7 @@ class _Run:
         """
         # Before weights are written the host waits for the sums, where they must not be lost with a failure. A step
         # may write more than once: a divided optimizer its state before weights are gathered, a GAN for each optimizer.
-        waits = self._towers.keeps_weights and bool(segment.written)
+        waits = self._towers.session.owner.save is not None and bool(segment.written)
         if self._towers.layout.meets_processes and segment.written:
             after = self.exchanges.agree(after)
         sent: list[list[tf.Tensor]] = []
@@ -168,9 +168,9 @@ class _Run:
         """Let the step be complete, or undone if a gradient is not finite."""
         values = self.values[0]
         if self._program.noise is not None:
-            self._towers.noise.update(values[self._program.noise])
+            self._towers.watch.noise.update(values[self._program.noise])
         finite = None if self._program.finite is None else values[self._program.finite]
-        with tf.device(f"/{self._towers.devices[0]}"):
+        with tf.device(f"/{self._towers.layout.devices[0]}"):
             return rollback.end(tf.group(*after[0]), finite, self._shards.sizes)
 
 

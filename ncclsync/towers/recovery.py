@@ -82,19 +82,19 @@ class Rollback:
         """
         variables = dict(program.variables)
         self._report = report
-        with tf.device(f"/{towers.devices[0]}"):
+        with tf.device(f"/{towers.layout.devices[0]}"):
             self._saved = [
                 (group[0], tf.Variable(group[0].value(), trainable=False), group, undone)
                 for name, undone in program.rollback
                 for group in _restored(variables[name], towers)
             ]
             # Each process' first tower holds the sum that a metric's state is, and in a step tower 0 alone.
-            others = not towers.is_chief
+            others = not towers.layout.is_chief
             sums = [variable for _, variable in program.variables if others and role_of(variable) is Role.SUM]
             self._sums = [(variable, tf.Variable(variable.value(), trainable=False)) for variable in sums]
             # Says that a step is under way; also of one that writes nothing, if it may run again, or takes its batch
             # within the graph: its own iterator may end before that, and another one after it.
-            needed = self._saved or self._sums or towers.options.on_oom is not None or not feeds(towers.devices)
+            needed = self._saved or self._sums or towers.options.on_oom is not None or not feeds(towers.layout.devices)
             self._open = tf.Variable(False, trainable=False) if needed else None
 
     @property
@@ -163,8 +163,8 @@ def _restored(variable: tf.Variable, towers: TowerState) -> list[list[tf.Variabl
 
     All towers' copies are a group, or each is one where they differ. The first of a group is saved.
     """
-    copies = towers.copies(variable)
-    differ = role_of(variable, towers.options.exact_random) is not Role.SAME
+    copies = towers.replicas.of(variable)
+    differ = towers.replicas.role_of(variable) is not Role.SAME
     return [[copy] for copy in copies] if differ else [copies]
 
 

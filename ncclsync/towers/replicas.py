@@ -1,135 +1,268 @@
-"""Hold a variable of tower 0 with its copies on the other towers: how they relate, and who has written.
+"""Hold a copy of every variable of tower 0 on each other tower, in its role, and send what has changed."""
 
-`TowerState` owns them and sends values; `semantics/roles.py` says what a role means.
-"""
-
-from collections.abc import Callable
+import functools
+import itertools
+import weakref
+from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
-from ncclsync.errors import NcclSyncError
-from ncclsync.ops import current_context
-from ncclsync.semantics.holders import Holder
-from ncclsync.semantics.roles import Role
-from ncclsync.towers.in_flight import InFlight
+from ncclsync.communicator import native
+from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.gradients.partitions import Processes
+from ncclsync.gradients.sharded_optimizer import OptimizerSharding
+from ncclsync.ops import device_ops
+from ncclsync.semantics.roles import Role, role_of, start_value
+from ncclsync.towers.copies import Copies
+from ncclsync.towers.session import Session, most_bytes
+
+_MEMORY = {"CPU": 1, "GPU": 2}  # DLPack's codes, by kinds of devices
+_NAMED = 6  # variables in a message
 
 
-class Replicas(Holder):
-    """Hold one variable of tower 0 and its copies on the other towers; know when they are stale.
+class Replicas:
+    """Say who holds which copy of a variable, and which copies are stale. Tower 0's variables are the user's.
 
     Attributes:
-        role: how the copies relate.
-        copies: [N - 1] those of the other towers.
+        sharding: what divides the optimizers' state among the towers, if it is divided.
+        shared: ids of the variables that other towers of the process hold copies of, too.
     """
 
-    def __init__(
-        self,
-        variable: tf.Variable,
-        role: Role,
-        copies: list[tf.Variable],
-        pending: set[int],
-        shared: set[int],
-        in_flight: InFlight,
-        forget: Callable[[], None],
-    ) -> None:
-        """Track a variable.
+    def __init__(self, session: Session) -> None:
+        """Begin without variables."""
+        self._session, options, layout = session, session.options, session.layout
+        divides = options.shard_optimizer and layout.towers > 1
+        joined = Processes(layout.ranks, session.rows_of_all) if layout.meets_processes else None
+        self.sharding = OptimizerSharding(layout.towers, options.bucket_bytes, joined) if divides else None
+        self._held: dict[int, Copies] = {}  # by id of tower 0's variable
+        self._pending: set[int] = set()  # ids of those to be sent before the next step
+        self.shared: set[int] = set()
 
-        Args:
-            variable: tower 0's, which is not kept alive.
-            role: how the copies relate.
-            copies: [N - 1] those of the other towers.
-            pending: its id is added when the copies are stale.
-            shared: its id is added when other towers hold copies of the variable too.
-            in_flight: knows whether it rests on a collective that has not ended.
-            forget: is called when it is deleted.
+    def of(self, variable: tf.Variable) -> list[tf.Variable]:
+        """Return [n] the copies of tower 0's `variable`, one on each tower of this process, itself first.
+
+        Of what belongs to a shard there is one for each shard: metrics, random state and accumulated gradients.
+
+        Creates the copies on first use, with tower 0's value (a metric's state starts from zero, a random
+        seed from another one for each tower).
         """
-        super().__init__(variable, forget)
-        self._in_flight = in_flight
-        self._key = id(variable)
-        self.role = role
-        self.copies = copies
-        self._pending = pending
-        self._shared = shared
-        self._total: Callable[[list[tf.Tensor], str], tf.Tensor] | None = None
-        self._is_whole = False  # what this process' first tower holds, of parts
-        self.track()
-        if role is Role.PARTIAL:
-            self.track_reads()
-        elif in_flight.active:
-            self.hear_reads()
+        self._session.require_open()
+        held, role = self._held.get(id(variable)), self.role_of(variable)
+        if held is not None and len(held.copies) + 1 != len(self._holders(role)[0]):
+            self._forget_copies(id(variable))
+            held = None
+        if held is None:
+            copies = []
+            for place, value in self._values(variable, role):
+                if place == 0:
+                    tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
+                    continue
+                with tf.device(self._device_of(variable, place, role)):
+                    copies.append(tf.Variable(value, trainable=variable.trainable, dtype=variable.dtype))
+            # Compiling a model again makes a new optimizer: the copies go with the old one's variables.
+            forget = functools.partial(_forget, weakref.ref(self), id(variable))
+            held = Copies(variable, role, copies, self._pending, self.shared, self._session, forget)
+            self._held[id(variable)] = held
+            if tf_compat.has_flag(variable, "written_by_graph"):
+                self._pending.add(id(variable))
+        elif held.role is not role:
+            held.take_role(role)
+        return [variable, *held.copies]
 
-    def add_up_by(self, total: Callable[[list[tf.Tensor], str], tf.Tensor]) -> None:
-        """Let `total` add up what the towers of all processes hold, of whom these are not all."""
-        self._total = total
+    def of_shards(self, variable: tf.Variable) -> list[tf.Variable]:
+        """Return [s] the variable that each shard uses, a tower's weights or the shard's own; see `of`."""
+        copies, towers = self.of(variable), self._session.layout.tower_places
+        return copies if len(copies) == len(towers) else [copies[tower] for tower in towers]
 
-    def take_role(self, role: Role) -> None:
-        """Give the copies another role from the next step on, since a trace uses them so."""
-        self.gather_parts()
-        self.role = role
-        if role is Role.PARTIAL:
-            for copy in self.copies:
-                copy.assign(tf.zeros_like(copy))
-            self.track_reads()
-        else:
-            self._pending.add(self._key)
+    def role_of(self, variable: tf.Variable) -> Role:
+        """Return how the copies of a variable relate."""
+        return role_of(variable, self._session.options.exact_random)
 
     @property
-    def variable(self) -> tf.Variable:
-        """Return tower 0's variable, which this object must not keep alive."""
-        variable = self.held
-        if variable is None:
-            raise NcclSyncError("Expected a variable in use. Received: one that was deleted.")
-        return variable
+    def variables(self) -> list[tf.Variable]:
+        """Return tower 0's variables that have copies."""
+        return [held.variable for held in self._held.values()]
 
-    def gather_parts(self) -> None:
-        """Add up the towers' parts in tower 0's variable, so that it holds the whole.
+    @property
+    def identical(self) -> list[list[tf.Variable]]:
+        """Return the copies of each variable that must be identical on all towers, the first tower's first."""
+        return [[held.variable, *held.copies] for held in list(self._held.values()) if held.role is Role.SAME]
 
-        Where there are several processes, each one's first tower then holds it, until `keep_part`.
+    def lies_where_joined(self, variable: tf.Variable) -> bool:
+        """Return whether the communicator takes the copies of a variable of one role, and its dtype."""
+        devices = [self._device_of(variable, place) for place in range(len(self._session.layout.devices))]
+        kinds = [kind for kind, code in _MEMORY.items() if code in self._session.communicator.memory]
+        return variable.dtype.name in native.DTYPES and all(any(kind in one for kind in kinds) for one in devices)
+
+    def sync(self) -> None:
+        """Send to all towers what Python, or a step on other towers, wrote into tower 0 since the last step.
+
+        Joins them anew if a collective had failed.
+
+        Raises:
+            NcclError: a collective of an earlier step has failed, which has not been reported yet.
+            NcclSyncError: the towers are closed, the call is inside a `tf.function`, or variables are lost.
         """
-        if self.role is not Role.PARTIAL or self._is_whole:
-            return
-        if self._total is not None:
-            total = self._total([self._raw(one) for one in (self.variable, *self.copies)], self.variable.name)
-            self._is_whole = True
-            self._pending.add(self._key)
-            tf.raw_ops.AssignVariableOp(resource=self.variable.handle, value=total)
-            for copy in self.copies:
-                copy.assign(tf.zeros_like(copy))
-            return
-        for copy in self.copies:
-            part = copy.value()
-            with tf.device(self.variable.device):
-                tf.raw_ops.AssignAddVariableOp(resource=self.variable.handle, value=tf.identity(part))
-            copy.assign(tf.zeros_like(part))
+        session = self._session
+        session.require_open()
+        session.require_eager("towers to be read and trained")
+        session.in_flight.check()
+        session.communicator.reopen()
+        session.in_flight.raise_lost(self._names_of_lost)
+        if self._pending:
+            self.send([key for key in self._held if key in self._pending])  # in one order in all processes
+        if self.sharding is not None:
+            self.sharding.divide()
 
-    def _raw(self, variable: tf.Variable) -> tf.Tensor:
-        """Read a variable without anybody hearing of it."""
-        return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
+    def report_writes(self, written: frozenset[int]) -> None:
+        """Mark the variables that a step has written as stale for other `Towers` that hold copies.
 
-    def keep_part(self, is_root: bool) -> None:
-        """Let the first tower of this process hold its part again, before a step: nothing, unless it is tower 0."""
-        if self._is_whole:
-            self._is_whole = False
-            if not is_root:
-                value = tf.zeros(self.variable.shape, self.variable.dtype)
-                tf.raw_ops.AssignVariableOp(resource=self.variable.handle, value=value)
-
-    def before_access(self, replaces: bool = False) -> None:
-        """Let tower 0's variable hold the whole before Python reads or writes it."""
-        if tf.executing_eagerly() and current_context() is None:
-            if replaces:
-                self._in_flight.before_write(self._key)
-            else:
-                self._in_flight.before_read(self._key)
-            self.gather_parts()
+        Args:
+            written: ids of all variables that the step may have written.
+        """
+        for key in self.shared & written:
+            if not self._held[key].mark_others_stale():
+                self.shared.discard(key)  # the others are closed
 
     def mark_stale(self) -> None:
-        """Send the variable before the next step."""
-        # Metric state stays zero on the other towers, whatever tower 0 starts from. A partition
-        # differs from tower to tower.
-        if self.role not in (Role.SUM, Role.PARTITION):
-            self._pending.add(self._key)
+        """Send every variable again before the next step: a step has failed, or tower 0 has loaded values."""
+        if not self._session.layout.meets_processes:  # else they are added up when they are sent, by all processes
+            self.add_up_parts()
+        self._pending.update(self._held)
 
-    def mark_shared(self) -> None:
-        """Mark the others' copies as stale, from now on, when a step writes the variable."""
-        self._shared.add(self._key)
+    def send_unused(self, variables: Sequence[tf.Variable]) -> None:
+        """Let variables of which no step has made copies hold tower 0's values in all processes. Collective."""
+        session, is_chief = self._session, self._session.layout.is_chief
+        unused = [variable for variable in variables if id(variable) not in self._held]
+        own = [variable.numpy() for variable in unused] if is_chief else None
+        room = sum(map(most_bytes, unused))
+        values = session.of_all_processes(own, "variables that no step has used", room)[0]
+        if not is_chief:
+            for variable, value in zip(unused, values, strict=True):
+                variable.assign(value)
+
+    def add_up_parts(self) -> None:
+        """Let the first tower of each process hold what is divided among all towers. Collective, if there are such."""
+        for held in list(self._held.values()):
+            held.gather_parts()
+        if self._session.layout.meets_processes and self.sharding is not None:
+            self.sharding.make_whole()
+
+    def forget_shards(self) -> None:
+        """Drop the copies of what each shard has of its own: there will be others."""
+        for key, held in list(self._held.items()):
+            if held.role is not Role.SAME:
+                self._forget_copies(key)
+
+    def close(self) -> None:
+        """Free the other towers' copies."""
+        for held in list(self._held.values()):
+            held.untrack()
+        self._held.clear()
+        self._pending.clear()
+        self.shared.clear()
+
+    def send(self, keys: Sequence[int] | None = None) -> None:
+        """Send tower 0's values. One that has not arrived stays pending, or that a graph may write.
+
+        Where several processes only enqueue, what arrives is written when all of them have launched all of it.
+
+        Args:
+            keys: ids of tower 0's variables; None: all.
+        """
+        meets, is_chief = self._session.layout.meets_processes, self._session.layout.is_chief
+        agrees, arriving, sent = self._session.enqueues and meets, [], []
+        for key in list(self._held) if keys is None else keys:
+            held = self._held[key]
+            if (not held.copies and not meets) or held.role in (Role.PARTIAL, Role.PARTITION):
+                # Whoever holds parts of it, these towers or others, adds them up when it is read.
+                held.variable.value()
+                held.keep_part(is_chief)
+                self._pending.discard(key)
+                continue
+            self._pending.add(key)
+            # Freed before its successor is made: a variable's copies never take memory twice.
+            for copy in held.copies:
+                with tf.device(copy.device):
+                    tf.raw_ops.AssignVariableOp(resource=copy.handle, value=tf.zeros([0], copy.dtype))
+            copies = [held.variable, *held.copies]
+            for place, value in self._values(held.variable, held.role):
+                if agrees:
+                    arriving.append((copies[place], value))
+                else:
+                    tf.raw_ops.AssignVariableOp(resource=copies[place].handle, value=value)
+            if not tf_compat.has_flag(held.variable, "written_by_graph"):
+                sent.append(key)
+        if agrees:
+            self._session.communicator.agree(None, "the sending of variables")
+        for variable, value in arriving:
+            tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
+        self._pending.difference_update(sent)
+
+    def _values(self, variable: tf.Variable, role: Role) -> Iterator[tuple[int, tf.Tensor]]:
+        """Yield (place, value) for this process' towers, by their place among them, but for tower 0, from its value.
+
+        Identical values are broadcast into fresh tensors, which the copies then own: no staging buffer.
+        """
+        session, meets = self._session, self._session.layout.meets_processes
+        value, (_, ranks) = variable.value(), self._holders(role)
+        if len(ranks) == 1 and not meets:
+            return
+        session.communicator.reopen()
+        name = variable.name if meets else ""
+        if role is not Role.SAME or not self.lies_where_joined(variable):
+            if role in (Role.SAME, Role.SEED):
+                value = session.of_tower_0(variable, name)
+            for place, rank in enumerate(ranks):
+                # Each process' first tower holds a metric's sum between steps; see `Rollback`.
+                if rank > 0 and (place > 0 or role is not Role.SUM):
+                    yield place, start_value(value, role, rank)
+            return
+        buffers: list[tf.Tensor] = []
+        for place in range(len(ranks)):
+            with tf.device(self._device_of(variable, place)):
+                # Tower 0's value is no copy, unless other towers have their tower 0 elsewhere.
+                fresh = buffers or ranks[0] > 0
+                buffers.append(tf_compat.uninitialized(value.shape, value.dtype) if fresh else tf.identity(value))
+        if session.enqueues:
+            buffers = session.on_each_tower(self._write_in_place, buffers)
+        else:
+            session.communicator.broadcast(buffers, 0, label=name)
+        yield from itertools.islice(enumerate(buffers), 1 if ranks[0] == 0 else 0, None)
+
+    def _write_in_place(self, *values: tf.Tensor) -> list[tf.Tensor]:
+        """Write tower 0's value into the other towers' tensors, in a graph."""
+        session = self._session
+        return device_ops.broadcast(values, session.communicator, session.layout.devices, "a variable", in_place=True)
+
+    def _holders(self, role: Role) -> tuple[Sequence[str], range]:
+        """Return the devices and numbers of who has a copy of a variable of this role: of towers, or of shards."""
+        layout = self._session.layout
+        return (layout.devices, layout.ranks) if role is Role.SAME else (layout.shard_devices, layout.own_shards)
+
+    def _device_of(self, variable: tf.Variable, place: int, role: Role = Role.SAME) -> str:
+        """Return the device of a tower's copy: the tower's, unless the user keeps tower 0's on the CPU."""
+        device = self._holders(role)[0][place]
+        return variable.device if "CPU" in variable.device and "CPU" not in device else f"/{device}"
+
+    def _forget_copies(self, key: int) -> None:
+        """Drop a variable's copies; tower 0 alone holds it until copies are made again."""
+        held = self._held.pop(key)
+        held.gather_parts()
+        held.untrack()
+        self._pending.discard(key)
+
+    def _names_of_lost(self) -> str:
+        lost = [self._held[key].variable for key in self._session.in_flight.lost if key in self._held]
+        names = ", ".join(self._session.names_of(lost)[:_NAMED])
+        return names + (f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else "")
+
+
+def _forget(borrowed: "weakref.ref[Replicas]", key: int) -> None:
+    """Let replicas, if they are there, free the copies of a variable that was deleted."""
+    replicas = borrowed()
+    if replicas is not None:
+        replicas._held.pop(key, None)
+        replicas._pending.discard(key)
+        replicas._session.in_flight.before_write(key)  # its id may become another's, that no step has written
+        replicas.shared.discard(key)

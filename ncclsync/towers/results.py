@@ -70,7 +70,7 @@ def _gather_rows(pieces: Sequence[Any], sizes: Sequence[Any], towers: TowerState
             f"Received: {type(pieces[0]).__name__}. Return it dense, by to_tensor() or tf.sparse.to_dense"
         )
     kept = []
-    for device, piece, size in zip(towers.devices, pieces, sizes, strict=True):
+    for device, piece, size in zip(towers.layout.devices, pieces, sizes, strict=True):
         with tf.device(f"/{device}"):
             kept.append(concat_rows([piece], [size]))
     return gather_rows(kept, towers.communicator, "results", turns)

@@ -56,7 +56,6 @@ class TowerStep(TracedStep):
         self._digest: Callable[[], bytes | None] | None = None  # stands for its batches, if each process reads its own
         self._functions: dict[Key, StepFunction] = {}
         self._sizes: tf.Variable | None = None  # of `CountingDataset`, for the batches that come
-        self._layout = towers.layout  # that programs and functions are for
         self._audited: Audit | None = None  # by the steps that have run and are not counted
 
     def run_on_iterator(self, iterator: tf.data.Iterator) -> Any:
@@ -67,8 +66,8 @@ class TowerStep(TracedStep):
             NcclSyncError: the towers are closed.
             Exception: whatever a step raises on any tower. All towers' weights are then equal, and are
                 those from before that step or from after it.
-            DivergenceError: towers hold different values; see `TowerState`.
-            NonFiniteError: a gradient is not finite; see `TowerState`.
+            DivergenceError: towers hold different values; see `Watch`.
+            NonFiniteError: a gradient is not finite; see `Health`.
         """
         if self.towers.layout.meets_processes:
             if self._compared is None or self._compared() is not iterator:
@@ -77,12 +76,12 @@ class TowerStep(TracedStep):
                 self._digest = next((one.digest for one in counting if one.digest() is not None), None)
                 self._sizes = next((one.sizes for one in counting if one.sizes is not None), None)
             self.towers.communicator.reads_same_rows = self._digest is None
-        kind = OnFed if feeds(self.towers.devices) else OnIterator
-        watchers = self.towers.watchers
+        kind = OnFed if feeds(self.towers.layout.devices) else OnIterator
+        watchers = self.towers.watch.watchers
         done = 0
         while done < self.steps_per_execution:
             for watcher in watchers if done else ():
-                self.towers.watch_next(watcher)
+                self.towers.watch.watch_next(watcher)
             try:
                 made, results = self._run(kind, iterator)
             except NoBatchLeft:
@@ -121,10 +120,10 @@ class TowerStep(TracedStep):
         """
         towers = self.towers
         # Before anything is kept: the variables of another function's graph would be found by later steps.
-        towers.require_eager("fit, evaluate, predict and the _on_batch methods of a model on towers")
-        self._forget_functions_of_other_layouts()
-        audits = self.trains and towers.sentinel.is_audit_due(self._steps_per_call)
-        watchers = towers.next_watchers() if self.trains else []
+        towers.session.require_eager("fit, evaluate, predict and the _on_batch methods of a model on towers")
+        self._forget_other_layouts()
+        audits = self.trains and towers.watch.is_audit_due(self._steps_per_call)
+        watchers = towers.watch.next_watchers() if self.trains else []
         if audits:  # what is computed again is no part of a step's time
             watchers = []
         known = len(self._functions)
@@ -139,8 +138,8 @@ class TowerStep(TracedStep):
         try:
             with reporting, self.guarded(function):
                 steps, results = function.run(batches)
-                if towers.in_flight.active:
-                    towers.in_flight.add(function.written, results)
+                if towers.session.in_flight.active:
+                    towers.session.in_flight.add(function.written, results)
         except tf.errors.ResourceExhaustedError:
             batch = function.kept.batch() if function.rollback.undone else None
             rows = None if batch is None or towers.options.on_oom is None else rows_of(batch)
@@ -160,11 +159,12 @@ class TowerStep(TracedStep):
         """Return how many steps one call of the graph makes: where a step may have to run again, one."""
         return self.steps_per_execution if self.towers.options.on_oom is None else 1
 
-    def _forget_functions_of_other_layouts(self) -> None:
-        if self._layout is not self.towers.layout:
-            self._layout = self.towers.layout
-            self.programs.clear()
-            self._functions.clear()
+    def _forget_other_layouts(self) -> None:
+        old = [key for key in (*self.programs, *self._functions) if key.layout is not self.towers.layout]
+        for key in old:
+            self.programs.pop(key, None)
+            self._functions.pop(key, None)
+        if old:
             gc.collect()  # what the programs before kept on the towers, such as old weights, is in cycles
 
     def _function_for(self, kind: type[StepFunction], batches: Any, *, watched: bool, audits: bool) -> StepFunction:
@@ -176,7 +176,8 @@ class TowerStep(TracedStep):
         self.version = self.version_for(batches if kind is OnGiven else batches.element_spec)
         specs = self.specs_of(batches) if kind is OnGiven else batches.element_spec
         readers, sizes = tuple(self.readers()), id(self._sizes)  # a function keeps its variable: no other gets its id
-        key = Key(repr(specs), readers, self.version, watched, kind, self._steps_per_call, sizes, audits)
+        layout, steps = self.towers.layout, self._steps_per_call
+        key = Key(repr(specs), readers, self.version, watched, layout, kind, steps, sizes, audits)
         if key in self._functions:
             return self._functions[key]
         if watched:
@@ -195,9 +196,9 @@ class TowerStep(TracedStep):
         specs = grouped(without_optionals(batch_specs))
         program = self.program_of(specs, meter)
         for _, variable in program.variables:
-            self.towers.copies(variable)
+            self.towers.replicas.of(variable)
         for warning in program.warnings:
-            self.towers.warn_once(warning)
+            self.towers.session.warn_once(warning)
         known = (self._functions.get(key._replace(watched=watched, audits=False)) for watched in (True, False))
         other = next((one for one in known if one is not None and one.program is program), None)
         if other is not None:
@@ -233,45 +234,45 @@ class TowerStep(TracedStep):
             function: that runs; None: Python runs the step.
 
         Raises:
-            Exception: what `TowerState.cause_of` says of the step's error.
+            Exception: what `Session.cause_of` says of the step's error.
         """
-        towers = self.towers
+        session, replicas = self.towers.session, self.towers.replicas
         if function is not None:
             function.rollback.undone = False
-        towers.in_flight.take()  # what was raised before, outside a step
+        session.in_flight.take()  # what was raised before, outside a step
         try:
-            towers.sync()
-            with towers.interruptible():
+            replicas.sync()
+            with session.interruptible():
                 yield
         except NoBatchLeft:
-            towers.in_flight.settle()
+            session.in_flight.settle()
             raise
         except BaseException as error:
             self._mend(function)
-            cause = towers.cause_of(error, function.written if function and towers.in_flight.active else frozenset())
-            if isinstance(cause, tf.errors.CancelledError) and function and not towers.layout.meets_processes:
+            cause = session.cause_of(error, function.written if function and session.in_flight.active else frozenset())
+            if isinstance(cause, tf.errors.CancelledError) and function and not session.layout.meets_processes:
                 cause = self._find_what_cancelled(function) or cause
             if cause is error:
                 raise
             raise cause from (None if isinstance(cause, NonFiniteError) else cause.__cause__ or error)
         finally:
-            if towers.shared and function is not None:
-                towers.report_writes(function.written)
+            if replicas.shared and function is not None:
+                replicas.report_writes(function.written)
 
     def _mend(self, function: StepFunction | None) -> None:
         """Undo what a failed step wrote on its way, and let all towers start anew from tower 0."""
         if function is not None:
             function.rollback.restore()
-        self.towers.mark_stale()
+        self.towers.replicas.mark_stale()
 
     def _find_what_cancelled(self, function: StepFunction) -> BaseException | None:
         """Run the batch of a cancelled step again, outside a graph, one tower after another; return its error."""
-        self.towers.sync()
+        self.towers.replicas.sync()
         try:
             lay_out(function.program, self.towers, function.kept.batch(), function.rollback)
         except BaseException as error:
             self._mend(function)
-            return self.towers.cause_of(error)
+            return self.towers.session.cause_of(error)
         return None
 
     def count(self, steps: tf.Tensor | None) -> None:
@@ -280,14 +281,14 @@ class TowerStep(TracedStep):
         Raises:
             AuditError, DivergenceError: towers have computed, or hold, different numbers.
         """
-        if not self.trains or not self.towers.sentinel.active:
+        watch, health = self.towers.watch, self.towers.options.health
+        if not self.trains or (health.check_every is None and health.audit_every is None):
             return
         audit, self._audited = self._audited, None
         made = 1 if steps is None else int(steps)
         if audit is not None:
-            self.towers.sentinel.remember_audit(made)
-            audit.check(self.towers.sentinel.steps + made)
-        self.towers.count_steps(made)
+            audit.check(watch.audited(made))
+        watch.count(made)
 
     def _compare_batches(self, function: StepFunction) -> None:
         """See that all processes have run a step on the same batch, where the step itself does not.
@@ -315,21 +316,25 @@ class TowerStep(TracedStep):
         rows, towers, program = rows_of(function.kept.batch()) or 0, len(self.towers), function.program
         losses = losses_of(program.work, program.gradient_bytes(towers, rows), rows, towers)
         if rows < towers and has_groups(function.kept.batch()):
-            self.towers.warn_once(
+            self.towers.session.warn_once(
                 f"Exact, but {towers - rows} of {towers} towers have nothing to do: a batch has as many samples as its "
                 f"tensor with the fewest rows, {rows}. Give a value for the whole batch to each row, as tf.repeat "
                 "does, and take the first one's in the step"
             )
         elif losses.share > MOST_LOST:
             # Once for all sizes of batches, and for whoever calls the step.
-            self.towers.warn_once(str(losses), about=str(sorted(one.place for one in losses.places)))
+            self.towers.session.warn_once(str(losses), about=str(sorted(one.place for one in losses.places)))
 
     def last(self) -> tuple[Program, Any] | None:
-        """Return the program that was made last and ran, and the last batch that it got; None if none ran."""
+        """Return the program that was made last and ran, and the last batch that it got; None if none ran.
+
+        If another step did not fit the memory since, it is the program of more shards that will run next.
+        """
         if not self._functions:
             return None
-        function = list(self._functions.values())[-1]
-        return function.program, function.kept.batch()
+        key, function = list(self._functions.items())[-1]
+        batch = function.kept.batch()
+        return function.program if key.layout is self.towers.layout else self.program_of(fixed_specs(batch)), batch
 
 
 @contextlib.contextmanager
@@ -360,7 +365,7 @@ def _report_nonfinite(
         rows = tf.clip_by_value(rows, 0, (rows_of(given) or 1) - 1)
         given = tf.nest.map_structure(lambda one: tf.gather(one, rows), given)
     try:
-        state.on_nonfinite.report(finite, sizes, names, given, state.layout.owners)
+        state.watch.on_nonfinite.report(finite, sizes, names, given, state.layout.owners)
     except NonFiniteError as error:  # TensorFlow wraps it
-        state.in_flight.put(error)
+        state.session.in_flight.put(error)
         raise

@@ -16,7 +16,7 @@ from ncclsync.compat import other_libraries
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops.spans import STEPS, WAIT, Meter, NoBatchLeft, begin, hold, measured
 from ncclsync.program.program import Program
-from ncclsync.semantics.shards import Shards, components_of, grouped
+from ncclsync.semantics.shards import components_of, grouped
 from ncclsync.towers.audit import Audit
 from ncclsync.towers.feeding import Feeder, Staging, split_batch
 from ncclsync.towers.laying_out import lay_out
@@ -63,7 +63,7 @@ class StepFunction(abc.ABC):
     def graph(self) -> Callable:
         """Return the function of the graph, which is traced when this is first read."""
         with tf_compat.unobserved():
-            if self.towers.enqueues:  # the layout gives all ops their order
+            if self.towers.session.enqueues:  # the layout gives all ops their order
                 return tf_compat.unordered_function(self._body, self._signature)
             # tf.function itself looks at every variable in each call, to choose a trace.
             function = tf.function(self._body, input_signature=self._signature, autograph=False)
@@ -86,13 +86,10 @@ class StepFunction(abc.ABC):
     def _body(self, *given: tf.Tensor) -> Any:
         """Run what one call does, in the graph."""
 
-    def _step(self, batch: Any) -> Any:
-        """Run one step on all towers, in the graph; return its results."""
-        if not isinstance(batch, Shards):
-            batch = self.kept.keep(grouped(without_optionals(batch)))
-            if self.layout.held is not None:
-                batch = split_batch(batch, self.layout, self.meter)
-        return lay_out(self.program, self.towers, batch, self.rollback, self.meter, self.audit)
+    def _kept(self, batch: Any) -> Any:
+        """Keep a batch, in the graph; return it, or its shards where only this layout knows them."""
+        batch = self.kept.keep(grouped(without_optionals(batch)))
+        return batch if self.layout.held is None else split_batch(batch, self.layout, self.meter)
 
 
 class OnGiven(StepFunction):
@@ -108,7 +105,8 @@ class OnGiven(StepFunction):
 
     def _body(self, *given: tf.Tensor) -> Any:
         left = iter(given)
-        return self._step(tf.nest.map_structure(lambda spec: None if spec is None else next(left), self.specs))
+        batch = self._kept(tf.nest.map_structure(lambda spec: None if spec is None else next(left), self.specs))
+        return lay_out(self.program, self.towers, batch, self.rollback, self.meter, self.audit)
 
 
 class OnIterator(StepFunction):
@@ -133,7 +131,8 @@ class OnIterator(StepFunction):
         """Run `steps` steps, or as many as there are batches for; return what `run` does."""
         spec = tf.data.IteratorSpec(self.batch_specs)
         iterator = tf.nest.pack_sequence_as(spec, [handle], expand_composites=True)
-        logs = self._step(self._waited_for(iterator.get_next))
+        batch = self._kept(self._waited_for(iterator.get_next))
+        logs = lay_out(self.program, self.towers, batch, self.rollback, self.meter, self.audit)
         if self.steps == 1:
             return None, logs
 
@@ -145,7 +144,8 @@ class OnIterator(StepFunction):
             )
 
         def body(done, batch, _):
-            logs = self._step(batch.get_value())
+            batch = self._kept(batch.get_value())
+            logs = lay_out(self.program, self.towers, batch, self.rollback, self.meter, self.audit)
             with tf.control_dependencies(leaves_of(logs)):
                 done = done + 1
             # A batch that no step of this call will use stays in the iterator.
@@ -176,9 +176,9 @@ class OnFed(StepFunction):
 
     def run(self, batches: tf.data.Iterator) -> tuple[Any, Any]:
         """See `StepFunction.run`."""
-        feeder = self.towers.feeders.get(batches)
+        feeder = self.towers.session.feeders.get(batches)
         if feeder is None:
-            feeder = self.towers.feeders[batches] = Feeder(batches)
+            feeder = self.towers.session.feeders[batches] = Feeder(batches)
         done, results = 0, None
         while done < self.steps:
             try:
@@ -198,7 +198,8 @@ class OnFed(StepFunction):
         return self._staging.signature
 
     def _body(self, *given: tf.Tensor) -> Any:
-        return self._step(self._staging.shards(given))
+        shards = self._staging.shards(given)
+        return lay_out(self.program, self.towers, shards, self.rollback, self.meter, self.audit)
 
 
 def _next_batch(batch_specs: Any, handle: tf.Tensor) -> Any:

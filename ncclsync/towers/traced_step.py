@@ -28,6 +28,7 @@ from ncclsync.semantics.draws import check_draws
 from ncclsync.semantics.exactness import DRAWS, NORMALISES, Inexact
 from ncclsync.semantics.normalization import moments_of_layers
 from ncclsync.semantics.shards import fixed_specs, open_specs, ungrouped
+from ncclsync.towers.layout import Layout
 from ncclsync.towers.placement import check_xla_captures_nothing
 from ncclsync.towers.state import TowerState
 
@@ -59,6 +60,7 @@ class Key(NamedTuple):
         readers: the names of what reads the gradients.
         version: see `TracedStep.version_for`.
         watched: whether there are timestamps; in a program, if it packs.
+        layout: of the towers; a split for lack of memory makes another, of which everything is made anew.
         kind: a function's class.
         steps: how many a call of the function makes.
         sizes: the id of the variable with each tower's rows, where processes read their own.
@@ -69,6 +71,7 @@ class Key(NamedTuple):
     readers: tuple[str, ...]
     version: int
     watched: bool
+    layout: Layout
     kind: Any = None
     steps: int = 0
     sizes: int = 0
@@ -113,7 +116,7 @@ class TracedStep(abc.ABC):
 
     def make_program(self, specs: Any, meter: Meter | None) -> Program:
         """Trace the step for shards of these specs, and cut it; see `segment.compile_segment` for `meter`."""
-        self.towers.check_repeatable()
+        self.towers.session.check_repeatable()
         source = self.source(ungrouped(specs))
         try:
             program = self._trace_and_cut(source, specs, meter)
@@ -130,7 +133,7 @@ class TracedStep(abc.ABC):
                 raise
         lines = dict.fromkeys(one.unrepeatable for one in program.segments if one.unrepeatable)
         if self.towers.options.on_oom is not None and lines:
-            self.towers.warn_once(
+            self.towers.session.warn_once(
                 f"on_oom cannot undo {' and '.join([*lines][:3])}: it happens again where a step that does not fit "
                 "the memory runs again. Move it out of the step"
             )
@@ -139,7 +142,7 @@ class TracedStep(abc.ABC):
         return program
 
     def _trace_and_cut(self, source: Source, specs: Any, meter: Meter | None) -> Program:
-        if source.jit_compile and self.towers.in_flight.active:
+        if source.jit_compile and self.towers.session.in_flight.active:
             check_xla_captures_nothing()
         readers = self.readers()
         observer = Observer() if readers else None
@@ -149,7 +152,7 @@ class TracedStep(abc.ABC):
                 step = observer.around(step, readers)
                 stack.enter_context(observer.hooks())
             stack.enter_context(self.hooks())
-            stack.enter_context(tf.device(f"/{self.towers.devices[0]}"))
+            stack.enter_context(tf.device(f"/{self.towers.layout.devices[0]}"))
             traced = trace(step, specs, jit_compile=source.jit_compile)
         self._traced = True
         options = self.towers.options
@@ -159,7 +162,7 @@ class TracedStep(abc.ABC):
         with tf_compat.unobserved():
             program = cut(
                 traced,
-                self.towers.target,
+                self.towers.session.target,
                 source.results,
                 undone="finite" in readers,
                 traceless=options.on_oom is not None,
@@ -167,15 +170,15 @@ class TracedStep(abc.ABC):
             )
         if observer is not None:
             if "finite" in readers and observer.scale is not None:
-                self.towers.warn_once(
+                self.towers.session.warn_once(
                     "on_nonfinite has no effect on this step: its LossScaleOptimizer skips the updates whose "
                     "gradients are not finite, and lowers its scale by them."
                 )
             program = _with_gradients(program, tuple(observer.names))
-        if self.trains and self.towers.traces is not None:
-            self.towers.traces.append(traced)
+        if self.trains and self.towers.watch.traces is not None:
+            self.towers.watch.traces.append(traced)
         if program.jit_compile:
-            share(tuple(self.towers.devices))
+            share(self.towers.layout.devices)
         return program
 
     def _warn_of_inexact(self, program: Program) -> None:
@@ -187,22 +190,22 @@ class TracedStep(abc.ABC):
                 found.append(Inexact(" and ".join(lines[:3]), *cause))
         what = "shards" if layout.divided else "towers"
         for part in found:
-            self.towers.warn_once(f"{layout.shards} {what} do not train as one device: {part}")
+            self.towers.session.warn_once(f"{layout.shards} {what} do not train as one device: {part}")
 
     def readers(self) -> dict[str, Callable[[Observer], tf.Tensor | None]]:
         """Return the readers of this step's gradients, by the names that `Program` has for their results."""
         readers: dict[str, Callable[[Observer], tf.Tensor | None]] = {}
-        if self.trains and self.towers.on_nonfinite.mode:
+        if self.trains and self.towers.options.health.on_nonfinite:
             readers["finite"] = finite_flags
-        if self.trains and self.towers.noise.active:
+        if self.trains and self.towers.watch.noise.active:
             readers["noise"] = gradient_moments
         return readers
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
         """Change what the Python of a step does on towers, while it is traced."""
-        sharding = self.towers.sharding
-        shards = contextlib.nullcontext() if sharding is None else sharding.hooks(self.towers.copies)
+        sharding = self.towers.replicas.sharding
+        shards = contextlib.nullcontext() if sharding is None else sharding.hooks(self.towers.replicas.of)
         with (
             step_hooks(self.towers.compression, sharding),
             moments_of_layers(self.towers.options.exact_batch_norm),
@@ -224,7 +227,7 @@ class TracedStep(abc.ABC):
         shard = open_specs(specs)
         if repr(shard) in self._fixed_rows:
             shard = specs
-        key = Key(repr(shard), tuple(self.readers()), self.version, meter is not None)
+        key = Key(repr(shard), tuple(self.readers()), self.version, meter is not None, self.towers.layout)
         if key in self.programs:
             return self.programs[key]
         other = self.programs.get(key._replace(watched=not key.watched))
@@ -245,7 +248,7 @@ class TracedStep(abc.ABC):
             except Exception:
                 self._fixed_rows.discard(repr(shard))
                 raise
-            self.towers.warn_once(
+            self.towers.session.warn_once(
                 "The step can be traced for batches of a fixed number of rows alone, and cannot be divided: "
                 f"every tower computes the whole batch. {line} needs that number while it is traced: "
                 "tf.shape(x)[0] in place of x.shape[0] or len(x), and tensors in place of Python's loops, do not. "

@@ -25,6 +25,7 @@ from ncclsync.semantics.exactness import Inexact, find_inexact
 from ncclsync.semantics.shards import fixed_specs, grouped, rows_of
 from ncclsync.towers.explanation import Explanation, explain_program
 from ncclsync.towers.placement import default_device
+from ncclsync.towers.session import Owner
 from ncclsync.towers.step import TowerStep
 from ncclsync.towers.step_function import to_tensor, without_optionals
 from ncclsync.towers.traced_step import Results, Source
@@ -46,15 +47,16 @@ def attach(model: keras.Model, towers: Towers) -> None:
     """
     give_towers(model, towers)
     path = towers.options.health.emergency_checkpoint
-    if path is not None:
-        # By a weak reference: the towers must not keep the model alive.
-        towers.save_after_failure_by(functools.partial(_save, weakref.ref(model), pathlib.Path(path)))
-    towers.order_weights_by(lambda: model.weights)
-    towers.name_variables_by(lambda: keras_compat.paths_of(model))
-    towers.explain_by(functools.partial(_explain, model, towers))
+    towers.session.owner = Owner(
+        weights=lambda: model.weights,
+        paths=lambda: keras_compat.paths_of(model),
+        # By a weak reference: a save must not keep the model alive.
+        save=None if path is None else functools.partial(_save, weakref.ref(model), pathlib.Path(path)),
+        explain=functools.partial(_explain, model, towers),
+    )
     # Writes are tracked from here on, before the first step; on one tower, too, whose weights other towers may share.
     for variable in model.weights:
-        towers.copies(tf_compat.backend_variable(variable))
+        towers.replicas.of(tf_compat.backend_variable(variable))
     if is_plain(towers):
         return  # plain Keras, without any overhead
     for kind in ("train", "test", "predict"):
@@ -64,7 +66,8 @@ def attach(model: keras.Model, towers: Towers) -> None:
 
 def is_plain(towers: Towers) -> bool:
     """Return whether Keras' own functions train: on one tower, on Keras' default device, without options."""
-    plain = towers.on_nonfinite.mode is None and towers.options.on_oom is None and towers.layout.divided is None
+    options = towers.options
+    plain = options.health.on_nonfinite is None and options.on_oom is None and towers.layout.divided is None
     return plain and len(towers) == 1 and towers.devices[0] == default_device()
 
 
@@ -220,7 +223,7 @@ class ModelStep(TowerStep):
             return
         if type(optimizer) is keras.optimizers.SGD and keras_optimizers.schedule_of(optimizer) is None:
             return  # it does not use `iterations`
-        self.towers.warn_once(
+        self.towers.session.warn_once(
             "Towers and plain Keras differ from the second epoch on: the length of the data is not known beforehand, "
             "and Keras adds the step that finds no batch to optimizer.iterations. Towers do not, as a device that "
             "knows the length. Remedy: steps_per_epoch=, or "
@@ -240,9 +243,9 @@ class ModelStep(TowerStep):
         if not self._model.run_eagerly:
             with _ending_no_epoch():
                 results = self.run_on_batch(batch)
-            self.towers.in_flight.settle()  # Keras reads them at once
+            self.towers.session.in_flight.settle()  # Keras reads them at once
             return results
-        given = {"on_nonfinite": self.towers.on_nonfinite.mode, "on_oom": self.towers.options.on_oom}
+        given = {"on_nonfinite": self.towers.options.health.on_nonfinite, "on_oom": self.towers.options.on_oom}
         for name, value in given.items():
             if value is not None:
                 raise NcclSyncError(
@@ -258,7 +261,7 @@ class ModelStep(TowerStep):
         variables = keras_compat.variables_of(self._model)
         before = [variable.value() for variable in variables]
         try:
-            with tf.device(f"/{self.towers.devices[0]}"):
+            with tf.device(f"/{self.towers.layout.devices[0]}"):
                 return getattr(self._model, self._name)(batch)
         except BaseException:
             for variable, value in zip(variables, before, strict=True):

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import ProcessError
-from ncclsync.semantics.shards import shard_sizes
+from ncclsync.semantics.shards import shard_sizes, sizes_in_graph
 from ncclsync.towers.feeding import CountingDataset
 from ncclsync.training.arguments import check_whole
 
@@ -172,8 +172,6 @@ class LocalRows(CountingDataset):
         held = self.sizes
         self._parts = tuple(zip(given, rows, towers, strict=True))
         self._batches = _batches(given[0], rows[0])
-        owners = [p for p, count in enumerate(towers) for _ in range(count)]
-        places = [i for count in towers for i in range(count)]
 
         def rows_of(number: tf.Tensor) -> tf.Tensor:
             """Return [P] how many rows each process has in a batch."""
@@ -189,8 +187,8 @@ class LocalRows(CountingDataset):
 
         def sizes_of(number: tf.Tensor) -> tf.Tensor:
             """Return [towers] how many rows each tower has in a batch."""
-            own_rows, among = tf.gather(rows_of(number), owners), tf.gather(tf.constant(towers), owners)
-            return own_rows // among + tf.cast(tf.constant(places) < own_rows % among, tf.int32)
+            each = zip(tf.unstack(rows_of(number)), towers, strict=True)
+            return tf.concat([sizes_in_graph(own_rows, among) for own_rows, among in each], 0)
 
         def handed_out(number: tf.Tensor, batch: Any) -> Any:
             with tf.control_dependencies([held.assign(sizes_of(number))]):

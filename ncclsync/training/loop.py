@@ -41,10 +41,6 @@ class Towers(TowerState):
             logs = towers.run(step, batch)
     ```
 
-    Attributes:
-        devices: [N] names such as "GPU:0"; several towers may share a CPU.
-        backend: "nccl" or "cpu".
-        communicator: the N ranks, owned by this object.
     """
 
     @takes(TowerOptions)
@@ -81,7 +77,36 @@ class Towers(TowerState):
         super().__init__(options)
         self._steps: dict[tuple[Callable, Results], _FunctionStep] = {}
         self._traced: collections.Counter[str] = collections.Counter()
-        self._explain: Callable[[Any], Explanation] | None = None
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Return [n] names such as "GPU:0", of this process' towers; several may share a CPU."""
+        return self.layout.devices
+
+    @property
+    def backend(self) -> str:
+        """Return "nccl" or "cpu"."""
+        return self.session.backend
+
+    @property
+    def closed(self) -> bool:
+        """Return whether `close` was called."""
+        return self.session.closed
+
+    @property
+    def is_chief(self) -> bool:
+        """Return whether this process is to write files, and to print: the first, or the only one."""
+        return self.layout.is_chief
+
+    @property
+    def process(self) -> int:
+        """Return the number of this process among `processes`."""
+        return self.communicator.process
+
+    @property
+    def processes(self) -> int:
+        """Return how many processes train together."""
+        return 1 if self.communicator.peers is None else self.communicator.peers.size
 
     def run(self, step: Callable[[Any], Any], batch: Any, *, per_tower: bool = False) -> Any:
         """Run one step on one batch, a shard of it on each tower.
@@ -111,11 +136,11 @@ class Towers(TowerState):
             Exception: the step's error on any tower. All towers' variables are then equal, and those from before the
                 step or from after it.
         """
-        self.require_open()
+        self.session.require_open()
         with self.telling():
             if not callable(step):
                 raise TypeError(f"Expected a function of a batch. Received: {step!r}")
-            self.require_eager("Towers.run")
+            self.session.require_eager("Towers.run")
             results = Results.EACH if per_tower else Results.COMBINED
             key = (step, results)
             if key not in self._steps:
@@ -154,10 +179,10 @@ class Towers(TowerState):
             NcclSyncError: the towers are closed, or there is no step to explain: no compiled model, and none
                 that `run` has run.
         """
-        self.require_open()
-        self.require_eager("Towers.explain")
-        if self._explain is not None:
-            return self._explain(batch)
+        self.session.require_open()
+        self.session.require_eager("Towers.explain")
+        if self.session.owner.explain is not None:
+            return self.session.owner.explain(batch)
         last = [step.last() for step in self._steps.values()]
         if batch is not None or not last or last[-1] is None:
             raise NcclSyncError(
@@ -166,10 +191,6 @@ class Towers(TowerState):
             )
         program, ran = last[-1]
         return explain_program(program, self, rows_of(ran))
-
-    def explain_by(self, explain: Callable[[Any], Explanation]) -> None:
-        """Let `explain(batch)` explain the training step of the model that these towers are for."""
-        self._explain = explain
 
     def close(self) -> None:
         """Free the other towers' copies and end the communicator. Idempotent.

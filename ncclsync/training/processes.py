@@ -57,7 +57,7 @@ def keep_in_step(model: keras.Model, towers: Towers) -> None:
 def _telling(towers: Towers, method: Callable) -> Callable:
     @functools.wraps(method)
     def telling(*args, **kwargs):
-        towers.require_open()
+        towers.session.require_open()
         with towers.telling():
             return method(*args, **kwargs)
 
@@ -67,7 +67,7 @@ def _telling(towers: Towers, method: Callable) -> Callable:
 def _in_step(model: keras.Model, towers: Towers, method: Callable, read: Callable) -> Callable:
     @functools.wraps(method)
     def in_step(*args, **kwargs):
-        towers.require_open()
+        towers.session.require_open()
         with towers.telling(), contextlib.ExitStack() as stack:
             before = towers.communicator.at("")
             stack.callback(towers.communicator.at, *before)
@@ -144,7 +144,7 @@ def _compare_classes(callbacks: Sequence[Any], name: str, model: keras.Model, to
     # A save of state that towers hold parts of needs all processes.
     optimizers = [one for one in vars(model).values() if isinstance(one, keras.optimizers.Optimizer)]
     accumulates = any(getattr(one, "gradient_accumulation_steps", None) for one in optimizers)
-    divides = towers.sharding is not None or accumulates
+    divides = towers.replicas.sharding is not None or accumulates
     writers = _WRITERS if divides else (*_WRITERS, keras.callbacks.ModelCheckpoint)
     compared = [one for one in callbacks if not isinstance(one, (_SHOWS, keras.callbacks.History))]
     own = [(type(one).__name__, isinstance(one, writers)) for one in compared]
@@ -258,7 +258,7 @@ def _of_first(towers: Towers, read: Callable[[], Any], what: str, *, everywhere:
         ProcessError: it has failed in another process.
         Exception: it has failed here.
     """
-    towers.add_up_parts()  # it may write variables, which is no collective then
+    towers.replicas.add_up_parts()  # it may write variables, which is no collective then
     failed, found = None, None
     if everywhere or towers.is_chief:
         try:
@@ -278,9 +278,9 @@ def _of_first(towers: Towers, read: Callable[[], Any], what: str, *, everywhere:
 
 def _send(model: keras.Model, towers: Towers) -> None:
     """Let all processes hold what process 0 has read."""
-    towers.mark_stale()
-    towers.send_unused(keras_compat.variables_of(model))
-    towers.sync()
+    towers.replicas.mark_stale()
+    towers.replicas.send_unused(keras_compat.variables_of(model))
+    towers.replicas.sync()
 
 
 _is_writing: contextvars.ContextVar[bool] = contextvars.ContextVar("ncclsync_is_writing", default=False)
@@ -292,7 +292,7 @@ def _file(towers: Towers) -> Iterator[bool]:
     if _is_writing.get():  # a part of one
         yield True
         return
-    towers.add_up_parts()
+    towers.replicas.add_up_parts()
     if not towers.communicator.leads:
         yield False
         towers.communicator.wait_for_file()

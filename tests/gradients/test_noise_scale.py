@@ -83,7 +83,7 @@ def test_formula(factory, towers, rows, backend, request):
     batches, history = fit(model, x[:rows], Y[:rows], rows)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     trace, square = moments(alone, x[:rows], Y[:rows], towers, loss)
-    measured = model.towers.noise._averages.numpy()
+    measured = model.towers.watch.noise._averages.numpy()
     np.testing.assert_allclose(measured, [trace, square, 1], rtol=2e-5, atol=1e-6)
     ratio = trace / square if square > 0 else np.nan
     told = [batches[0]["noise_scale"], *history["noise_scale"]]
@@ -170,7 +170,7 @@ def test_all_tapes_of_a_step_are_one_vector():
     fit(model, x[:40], Y[:40])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     expected = [*moments(factory(), X[:20], Y[:20], 2, loss), 1]
-    np.testing.assert_allclose(model.towers.noise._averages.numpy(), expected, rtol=2e-5)
+    np.testing.assert_allclose(model.towers.watch.noise._averages.numpy(), expected, rtol=2e-5)
 
 
 @pytest.mark.slow

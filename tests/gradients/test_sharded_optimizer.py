@@ -42,7 +42,7 @@ def fit(model, x=X, y=Y, **arguments):
 
 
 def sharding_of(model):
-    (sharded,) = model.towers.sharding._sharded.values()
+    (sharded,) = model.towers.replicas.sharding._sharded.values()
     return sharded
 
 
@@ -240,7 +240,7 @@ def test_two_optimizers():
     assert_close(fit(model), fit(alone))
     assert_close(state(model), state(alone))
     assert_close([np.asarray(v) for v in model.other.variables], [np.asarray(v) for v in alone.other.variables])
-    assert len(model.towers.sharding._sharded) == 2
+    assert len(model.towers.replicas.sharding._sharded) == 2
 
 
 def test_failed_step_changes_nothing():
@@ -314,7 +314,7 @@ def test_argument():
         ncclsync.nccl_parallel(towers=2, shard_optimizer=1)
     model = on_towers(mlp, 1, shard_optimizer=True)
     fit(model, epochs=1)
-    assert model.towers.sharding is None
+    assert model.towers.replicas.sharding is None
 
 
 @pytest.mark.parametrize("optimizer", [keras.optimizers.Ftrl, keras.optimizers.Adadelta, keras.optimizers.Adamax])

@@ -392,12 +392,16 @@ def everything(model):
     """All that a check might leave changed."""
     towers = model.towers
     held = []
-    for replicas in towers._replicas.values():
+    for replicas in towers.replicas._held.values():
         for copy in (replicas.variable, *replicas.copies):
             read = tf.raw_ops.ReadVariableOp(resource=copy.handle, dtype=copy.dtype)
             held.append(read.numpy().tobytes())
         held.append((replicas.role, tf_compat.has_flag(replicas.variable, "shared")))
-    logs = {"pending": set(towers._pending), "warned": set(towers._warned), "communicator": towers.communicator.failure}
+    logs = {
+        "pending": set(towers.replicas._pending),
+        "warned": set(towers.session._warned),
+        "communicator": towers.communicator.failure,
+    }
     return held, logs, tf.config.experimental.tensor_float_32_execution_enabled(), keras.config.floatx()
 
 
@@ -408,7 +412,7 @@ def test_a_check_leaves_no_trace(name, fails, monkeypatch):
     """Steps of every kind pass; weights, roles and flags stay as they are, also if the check fails on the way."""
     build, options = KINDS[name]
     model = nccl_parallel(towers=3, **options)(build)()
-    model.towers.traces = []
+    model.towers.watch.traces = []
     x, y = classes(20)
     if name == "embedding":
         x = np.abs(x * 10).astype("int32") % 5
@@ -416,11 +420,11 @@ def test_a_check_leaves_no_trace(name, fails, monkeypatch):
     before = everything(model)
     if fails:
         monkeypatch.setattr(tf_compat, "run_op", lambda *_: 1 / 0)
-    for one in model.towers.traces:
+    for one in model.towers.watch.traces:
         with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
             batch = tf.nest.map_structure(tf.convert_to_tensor, (x[:8], y[:8]))
             assert first_difference(one, "CPU:0", Results.COMBINED, batch, 3) == ""
-    assert model.towers.traces and everything(model) == before, "the check has changed something"
+    assert model.towers.watch.traces and everything(model) == before, "the check has changed something"
     assert model.towers.divergence() == 0.0
     model.towers.close()
 

@@ -254,7 +254,8 @@ def test_rows_of_a_table_are_not_taken_from_a_copy():
 def test_segments_on_gpus_meet_in_the_step(shares_memory):
     """They have ops of the host's; CPU towers have none, and two of them may stand on one device."""
     model = on_towers(mlp, 2)
-    model.towers.target = dataclasses.replace(model.towers.target, shares_memory=shares_memory, passes=())
+    session = model.towers.session
+    session.target = dataclasses.replace(session.target, shares_memory=shares_memory, passes=())
     model.train_on_batch(X, Y)
     functions = [segment.function.function_def for segment in program_of(model).segments]
     assert {function.attr["shared_rendezvous"].b for function in functions} == {not shares_memory}

@@ -195,12 +195,15 @@ def flat(model):
 
 def test_a_failed_process_is_told():
     """Its error is the driver's; so is its death."""
-    with Side("a name", "host", {"unknown": 1}) as side, pytest.raises(BenchError, match="a name: TypeError"):
+    with (
+        Side("a name", "reducers.HostReducer", {"unknown": 1}) as side,
+        pytest.raises(BenchError, match="a name: TypeError"),
+    ):
         side.ask("prepare")
-    with Side("a name", "no such kind", {}) as side, pytest.raises(BenchError, match="a name: KeyError"):
+    with Side("a name", "fit.unknown", {}) as side, pytest.raises(BenchError, match="a name: AttributeError"):
         side.ask("prepare")
     dead = pytest.raises(BenchError, match="a name: the process ended with code 1")
-    with Side("a name", "host", {"towers": 2}, launcher=["false"]) as side, dead:
+    with Side("a name", "reducers.HostReducer", {"towers": 2}, launcher=["false"]) as side, dead:
         side.ask("prepare")
 
 

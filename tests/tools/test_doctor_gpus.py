@@ -162,19 +162,6 @@ ROWS = {
             ("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
         )
     },
-    "one OpenMP thread": (given(CPU, OMP_NUM_THREADS="1"), "warning variable-OMP_NUM_THREADS", "one of 16", "=16"),
-    "too many OpenMP threads": (
-        given(CPU, OMP_NUM_THREADS="99"),
-        "warning variable-OMP_NUM_THREADS",
-        "more than the 16 cores",
-        "=16",
-    ),
-    "no OpenMP number": (
-        given(CPU, OMP_NUM_THREADS="all"),
-        "warning variable-OMP_NUM_THREADS",
-        "Received: 'all'",
-        "=16",
-    ),
     "legacy Keras": (given(CPU, TF_USE_LEGACY_KERAS="1"), "warning variable-TF_USE_LEGACY_KERAS", "Keras 2", "Unset"),
     "cluster": (
         given(CPU, TF_CONFIG='{"cluster": {"worker": ["a:1", "b:1"]}}'),
@@ -221,16 +208,23 @@ def test_variables(tmp_path):
     """Those that matter, sorted, before NCCL's files, which the environment overrides; no one's secrets."""
     file = tmp_path / "nccl.conf"
     file.write_text("# NCCL_PROTO=LL\nNCCL_ALGO=Ring\nNCCL_DEBUG=INFO\n\nnonsense\n")
-    environ = {"OMP_NUM_THREADS": "2", "NCCL_DEBUG": "", "NCCL_NEW": "1", "TF_VAR_password": "x", "HOME": "/"}
+    environ = {
+        "TF_XLA_FLAGS": "2",
+        "OMP_NUM_THREADS": "2",
+        "NCCL_DEBUG": "",
+        "NCCL_NEW": "1",
+        "TF_VAR_password": "x",
+        "HOME": "/",
+    }
     found = environment.read_variables(environ, (tmp_path / "none", file))
     assert [(one.name, one.value) for one in found] == [
         ("NCCL_DEBUG", ""),
         ("NCCL_NEW", "1"),
-        ("OMP_NUM_THREADS", "2"),
+        ("TF_XLA_FLAGS", "2"),
         ("NCCL_ALGO", "Ring"),
     ]
     assert found[3].source == str(file) and found[0].source == "environment"
-    assert "OpenMP" in found[2].effect
+    assert "XLA" in found[2].effect
     (problem,) = find_problems(dataclasses.replace(GPUS, variables=found[3:]))
     assert problem.remedy == f"Remove NCCL_ALGO from {file}."
 

@@ -224,7 +224,6 @@ FINE = {
         NCCL_P2P_DISABLE="0",
         NCCL_P2P_LEVEL="NVL",
         NCCL_SOCKET_IFNAME="^docker,ib",
-        OMP_NUM_THREADS="8,2",
         TF_CONFIG='{"cluster": {"worker": ["a:1"]}}',
         TF_XLA_FLAGS="--tf_xla_auto_jit=0",
         XLA_FLAGS="--xla_dump_to=/tmp/x",
@@ -246,7 +245,7 @@ def test_nothing_is_found(case):
 
 def test_several_problems():
     """Errors come first, and the summary counts both kinds."""
-    host = given(failed("hang"), NCCL_ALGO="Ring", OMP_NUM_THREADS="1")
+    host = given(failed("hang"), NCCL_ALGO="Ring", TF_USE_LEGACY_KERAS="1")
     found = tuple(find_problems(host))
     assert [problem.severity for problem in found] == ["error", "warning", "warning"]
     assert summarize(host, found) == "Training would fail: 1 error, 2 warnings. 4 GPUs on this machine."

@@ -12,9 +12,8 @@ from ncclsync import nccl_parallel
 from ncclsync.program.links import CLUSTERS
 from ncclsync.tools.bench.turns import Spread
 from ncclsync.tools.cli import main
-from ncclsync.tools.plan.measurement import traced_traffic
+from ncclsync.tools.plan.measurement import shares_before, traced_traffic
 from ncclsync.tools.plan.results import Found, result_of
-from ncclsync.tools.plan.roofline import shares_before
 from ncclsync.tools.plan.workload import Message, Stage
 
 FACTORIES = """
@@ -131,8 +130,8 @@ def test_traffic_of_a_traced_program():
     model = build()
     data = np.zeros((6, 4), "int32"), np.zeros((6, 4), "float32")
     with model.towers:
-        stages = traced_traffic(model, data, 6).stages
-    assert len(stages) == 4  # to the moments, to their gradients, to the gradients, the update
+        stages, conditional = traced_traffic(model, data, 6)
+    assert not conditional and len(stages) == 4  # to the moments, to their gradients, to the gradients, the update
     assert sum(stage.share for stage in stages) == pytest.approx(1)
     messages = [message for stage in stages for message in stage.messages]
     sizes = [message.size_bytes for message in messages if message.kind == "all_reduce"]

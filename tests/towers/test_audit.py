@@ -13,9 +13,9 @@ from thorough import paired, some
 
 from ncclsync import AuditError, Health, Throughput, nccl_parallel
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.towers import state as state_module
-from ncclsync.towers import step_function
-from ncclsync.towers.audit import Audit, first_difference
+from ncclsync.ops.comparing import first_difference
+from ncclsync.towers import session, step_function
+from ncclsync.towers.audit import Audit
 
 X, Y = data(43)
 layers = keras.layers
@@ -296,7 +296,7 @@ def test_rows_of_another_number_differ():
 
 def test_devices_of_other_models(deterministic, monkeypatch):
     """May round otherwise: no false alarm blames one."""
-    monkeypatch.setattr(state_module, "device_models", lambda devices: ["NVIDIA A100", "NVIDIA H100"])
+    monkeypatch.setattr(session, "device_models", lambda devices: ["NVIDIA A100", "NVIDIA H100"])
     with pytest.raises(ValueError, match=r"Expected devices of one model .*Received: NVIDIA A100, NVIDIA H100"):
         on_towers(mlp, 2, health=Health(audit_every=5))
 
@@ -318,7 +318,7 @@ def test_no_false_alarm(deterministic):
     steps = some(300, 10_000)
     model = on_towers(normalised, 3, exact=("batch_norm",), health=Health(audit_every=1))
     fit(model, epochs=steps // 5)
-    assert model.towers.sentinel.steps == steps
+    assert model.towers.watch.steps == steps
     model.towers.close()
 
 

@@ -11,7 +11,8 @@ from parity import assert_towers_agree, data, mlp, on_towers
 
 from ncclsync import DivergenceError, Health, Towers
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.towers.drift import checksum, outliers
+from ncclsync.ops.comparing import checksum, distance
+from ncclsync.towers.watch import outliers
 
 X, Y = data(rows=60)
 DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "complex128", "bool")
@@ -72,6 +73,36 @@ def test_order_counts():
     assert int(checksum(tf.constant([8, 9], tf.int64))) != int(checksum(tf.constant([9, 8], tf.int64)))
     assert int(checksum(tf.constant(["a", "b"]))) != int(checksum(tf.constant(["a", "c"])))
     assert int(checksum(tf.zeros([0]))) == 0
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+@pytest.mark.parametrize(
+    "dtype, one, other, expected",
+    [
+        ("float64", [1.0, 2.0, -3.0], [1.0, 2.5, -3.125], 0.5),
+        ("float32", [NAN, INF, -INF], [NAN, INF, -INF], 0.0),
+        ("float32", [NAN, 1.0], [2.0, 1.0], INF),
+        ("float16", [INF], [1.0], INF),
+        ("bfloat16", [256.0], [254.0], 2.0),
+        ("complex64", [3 + 4j, 1j], [0j, 1j], 5.0),
+        ("complex128", [complex(NAN, 1.0)], [complex(NAN, 1.0)], 0.0),
+        ("int64", [7, -1], [4, -1], 3.0),
+        ("uint8", [0, 1], [255, 1], 255.0),
+        ("bool", [True, False], [True, True], 1.0),
+        ("string", ["a", "b"], ["a", "b"], 0.0),
+        ("string", ["a", "b"], ["a", "c"], INF),
+        ("float32", [], [], 0.0),
+    ],
+)
+def test_distance(dtype, one, other, expected, in_graph):
+    """Of every dtype, in a graph and outside, and whichever comes first."""
+    measured = tf.function(distance) if in_graph else distance
+    shape = [1] * 9 + [-1]  # of as many axes as TensorFlow's ops refuse that take two shapes
+    one, other = (tf.reshape(tf.constant(values, dtype), shape) for values in (one, other))
+    assert float(measured(one, other)) == float(measured(other, one)) == expected
 
 
 @pytest.mark.parametrize(

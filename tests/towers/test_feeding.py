@@ -324,7 +324,7 @@ def test_nothing_stays_behind(fed):
     while feeder_threads() and time.monotonic() < until:
         time.sleep(0.01)
     assert not feeder_threads()
-    assert not len(model.towers.feeders)
+    assert not len(model.towers.session.feeders)
 
 
 @pytest.mark.slow

@@ -53,6 +53,10 @@ def made(*stack, optimizer=None, **arguments):
     return model
 
 
+def mean(x):
+    return tf.reduce_mean(x)
+
+
 def cnn():
     return made(
         keras.Input((8, 8, 3)),
@@ -402,6 +406,28 @@ def test_explain_tells_of_shards():
     model = on_towers(cnn, 2, shards=4, exact=("batch_norm",))
     assert "since they meet in between" in model.towers.explain(10).order
     model.towers.close()
+
+
+def test_a_step_is_explained_as_it_will_run_after_a_split():
+    """Also one that was traced before another step did not fit: its program, and its last batch, in more shards."""
+    model = on_towers(mlp, 2, on_oom="split")
+    model.train_on_batch(X[:10], Y[:10])
+    before = model.towers.explain()
+    assert len(before.shards) == 2 and "shard" not in str(before.order)
+    assert model.towers.split_further(10)
+    for found in (model.towers.explain(), model.towers.explain(), model.towers.explain(10)):
+        assert [one.end for one in found.shards] == [3, 6, 8, 10]
+        assert "a tower computes 2 of them, one after another" in found.order
+        assert found.segments == len(step_of(model).last()[0].segments)
+    program, batch = step_of(model).last()
+    assert program.segments[-1].once and len(batch[0]) == 10
+    count = len(step_of(model).programs)
+    model.train_on_batch(X[:10], Y[:10])
+    assert len(step_of(model).programs) == count - 1, "the program of two shards is kept"
+    model.towers.close()
+    with Towers(2, on_oom="split") as towers:
+        towers.run(mean, X[:10])
+        assert towers.split_further(10) and len(towers.explain().shards) == 4
 
 
 @pytest.mark.parametrize(

@@ -56,8 +56,8 @@ def test_a_deleted_variable_is_forgotten():
             variable.assign([2.0])
             del variable
             assert copy() is None
-            assert (towers._replicas, towers._pending) == ({}, set())
-            towers.sync()
+            assert (towers.replicas._held, towers.replicas._pending) == ({}, set())
+            towers.replicas.sync()
     finally:
         gc.enable()
 

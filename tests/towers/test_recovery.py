@@ -61,8 +61,8 @@ def test_a_step_that_began_is_undone(held):
     assert values(metrics) == [12.0, 7.0]
     rollback.restore()
     assert rollback.undone and not rollback.under_way and values(metrics) == [5.0, 0.0]
-    towers.mark_stale()
-    towers.sync()
+    towers.replicas.mark_stale()
+    towers.replicas.sync()
     assert values(weights) == [[2.0, 3.0]] * 2
 
     rollback.begin()

@@ -14,7 +14,7 @@ from parity import assert_close, data, mlp, state
 
 from ncclsync import Health, NcclSyncError, Towers, nccl_parallel
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.towers import step
+from ncclsync.towers.replicas import Replicas
 
 X, Y = data(24)
 REAL = np.random.default_rng(2).standard_normal((12, 6)).astype("float32")
@@ -271,7 +271,7 @@ def test_close_of_one():
     run = doubled(variable)
     one, other, last = Towers(2), Towers(3), Towers(2)
     assert [run_doubled(towers, run) for towers in (one, other, last, one)] == [1.0, 2.0, 4.0, 8.0]
-    other.sync()  # nothing is left to be sent, whoever is closed
+    other.replicas.sync()  # nothing is left to be sent, whoever is closed
     one.close()
     variable.assign(10.0)
     assert run_doubled(other, run) == 10.0
@@ -283,7 +283,7 @@ def test_close_of_one():
     with Towers(4) as again:
         assert run_doubled(again, run) == 6.0
         assert run_doubled(other, run) == 12.0
-        again.sync()
+        again.replicas.sync()
         other.close()
         variable.assign(5.0)
         assert run_doubled(again, run) == 5.0
@@ -336,10 +336,10 @@ def test_variables_that_are_deleted():
             towers.copies(variable)
             towers.copies(kept)
         variable.assign(3.0)
-        assert one.shared == other.shared == {id(variable), id(kept)}
+        assert one.replicas.shared == other.replicas.shared == {id(variable), id(kept)}
         del variable
         gc.collect()
-        assert one.shared == other.shared == {id(kept)}
+        assert one.replicas.shared == other.replicas.shared == {id(kept)}
         run = doubled(kept)
         assert [run_doubled(towers, run) for towers in (one, other, one)] == [1.0, 2.0, 4.0]
 
@@ -381,7 +381,7 @@ def test_divergence_is_told_in_both():
     with Towers(2) as one, Towers(3) as other:
         for towers in (one, other):
             towers.run(run, tf.ones([6]))
-        one.sync()
+        one.replicas.sync()
         other.copies(variable)[2].assign(7.0)
         assert (one.divergence(), other.divergence()) == (0.0, 3.0)
         one.run(run, tf.ones([6]))
@@ -412,19 +412,19 @@ def test_only_what_is_written_is_sent(monkeypatch):
     """A step tells of the variables that it writes; weights that it only reads are not sent again."""
     judge, generator, combined = gan(*[nccl_parallel(towers=2)] * 2)
     train_gan(judge, generator, combined)
-    judge.towers.sync()
+    judge.towers.replicas.sync()
     sent = []
-    send = judge.towers._send
-    monkeypatch.setattr(judge.towers, "_send", lambda keys: (sent.extend(keys), send(keys)))
+    send = judge.towers.replicas.send
+    monkeypatch.setattr(judge.towers.replicas, "send", lambda keys: (sent.extend(keys), send(keys)))
     combined.train_on_batch(LATENT[0], np.ones((12, 1)))
-    judge.towers.sync()
+    judge.towers.replicas.sync()
     assert sent == []
 
 
 def test_towers_of_their_own_variables(monkeypatch):
     """A model that shares nothing: nobody asks what its steps write."""
-    monkeypatch.setattr(step.TowerState, "report_writes", lambda *_: pytest.fail("asked"))
+    monkeypatch.setattr(Replicas, "report_writes", lambda *_: pytest.fail("asked"))
     models = [nccl_parallel(towers=2)(mlp)() for _ in range(2)]
     for model in models:
         fit(model)
-        assert model.towers.shared == set()
+        assert model.towers.replicas.shared == set()

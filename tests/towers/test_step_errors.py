@@ -68,7 +68,7 @@ def dataset(labels, first=0, last=60):
 def state(model):
     """What must be equal on all towers, as each tower holds it: [N] lists of arrays."""
     variables = [v for v in keras_compat.variables_of(model) if v.aggregation != tf.VariableAggregation.SUM]
-    model.towers.sync()
+    model.towers.replicas.sync()
     copies = [model.towers.copies(variable) for variable in variables]
     return [[column[i].numpy() for column in copies] for i in range(len(model.towers))]
 
@@ -302,7 +302,7 @@ def test_data_of_a_function_s_own_that_end():
     with Towers(3) as towers:
         with pytest.raises(tf.errors.OutOfRangeError):
             towers.run(step, X[:20])
-        towers.sync()
+        towers.replicas.sync()
         assert all(not copy.numpy().any() for copy in towers.copies(weight))
 
 

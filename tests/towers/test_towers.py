@@ -307,7 +307,7 @@ def test_role_that_a_later_step_shows():
         tf_compat.set_flag(total, "shared")
         tf_compat.set_flag(weight, "partial")
         before = [*towers.copies(total), *towers.copies(weight)]
-        towers.sync()
+        towers.replicas.sync()
         assert [float(copy) for copy in before] == [6.0, 6.0, 6.0, 2.0, 0.0, 0.0]
         assert towers.divergence() == 0.0
         towers.copies(weight)[2].assign(5.0)

@@ -150,8 +150,7 @@ def test_several_steps_per_execution_and_several_fits(tmp_path):
     optimizer = keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
     model = on_towers(lambda: mlp(optimizer, steps_per_execution=3), 2)
     # A device that does not exist, in whose place TensorFlow takes CPU:0: one to be copied to.
-    model.towers.devices = ("CPU:0", "CPU:1")
-    model.towers.layout = dataclasses.replace(model.towers.layout, devices=model.towers.devices)
+    model.towers.session.layout = dataclasses.replace(model.towers.layout, devices=("CPU:0", "CPU:1"))
     fit(model, timeline, epochs=1)
     assert sorted(spans_of(tmp_path / "trace.json")) == [3, 4]
     fit(model, timeline, epochs=1)

@@ -1,7 +1,6 @@
 """Parse the arguments of `python -m ncclsync bench`, run a benchmark, and print its result.
 
-The benchmarks stand in `bench.all_reduce`, `.copies`, `.exchange`, `.overlap` and `.training`; nothing here imports
-TensorFlow.
+The benchmarks stand in `bench.all_reduce`, `.on_gpus` and `.training`. Nothing here imports TensorFlow.
 """
 
 import argparse
@@ -15,11 +14,10 @@ from typing import Any
 from ncclsync.communicator.processes import Process, find_process
 from ncclsync.errors import NcclSyncError
 from ncclsync.tools.arguments import at_least, link, listed
-from ncclsync.tools.bench import all_reduce, copies, exchange, overlap, training
+from ncclsync.tools.bench import all_reduce, on_gpus, training
 from ncclsync.tools.bench.plot import plot
-from ncclsync.tools.bench.progress import Progress
 from ncclsync.tools.bench.results import Result, Tables, show, write_json
-from ncclsync.tools.bench.turns import BenchError
+from ncclsync.tools.bench.turns import BenchError, Progress
 from ncclsync.tools.processes import tell_of
 
 DONE, WRONG, NOT_RUN = 0, 1, 2  # exit codes; argparse ends with 2 as well
@@ -92,8 +90,8 @@ def _add_collectives(add: Callable[..., None]) -> None:
         "tower of each, beside MPI_Allreduce and TensorFlow's collectives over gRPC.",
     )
     add(
-        exchange.bench_exchange,
-        exchange.TABLES,
+        on_gpus.bench_exchange,
+        on_gpus.EXCHANGE_TABLES,
         _list("--towers", at_least(2), "2,4,8", "N,N"),
         _rounds(11, "turns of each graph"),
         name="exchange",
@@ -103,8 +101,8 @@ def _add_collectives(add: Callable[..., None]) -> None:
         "towers are divided among its processes.",
     )
     add(
-        overlap.bench_overlap,
-        overlap.TABLES,
+        on_gpus.bench_overlap,
+        on_gpus.OVERLAP_TABLES,
         _towers(2),
         ("--xla", {"action": "store_true", "help": "let XLA compile the step, in a program for each bucket"}),
         (
@@ -124,8 +122,8 @@ def _add_collectives(add: Callable[..., None]) -> None:
         "GPUs as towers. By a launcher: the towers are divided among its processes.",
     )
     add(
-        copies.bench_copies,
-        copies.TABLES,
+        on_gpus.bench_copies,
+        on_gpus.COPIES_TABLES,
         _towers(2),
         _rounds(3, "turns of each side"),
         name="copies",

@@ -13,9 +13,8 @@ import tensorflow as tf
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.parallel import nccl_parallel
 from ncclsync.tools.bench.models import MODELS, rows_of
-from ncclsync.tools.bench.ranks import RankRequests
 from ncclsync.tools.bench.split import StepParts
-from ncclsync.tools.bench.turns import Requests
+from ncclsync.tools.bench.turns import Ranks, Requests
 from ncclsync.towers.step_function import to_tensor
 from ncclsync.training.callbacks.throughput import Throughput
 from ncclsync.training.callbacks.timeline import Timeline
@@ -27,13 +26,9 @@ _BATCHES_ELSE = 240  # as MNIST with 250 rows a batch: the begin of an epoch is 
 
 
 def build(library: str, model: str, towers: int, shards: int | None = None) -> keras.Model:
-    """Build a model on towers, under MirroredStrategy or on a single device; once per process.
+    """Build a model of `MODELS` on towers, under MirroredStrategy or on a single device; once per process.
 
-    Args:
-        library: "ncclsync", or one of `training.PEERS`; see the help of `bench step`.
-        model: one of `MODELS`.
-        towers: of this process; or replicas.
-        shards: of ncclsync's; None: one for each tower.
+    `library` is "ncclsync", or one of `training.PEERS`; see the help of `bench step`.
     """
     factory = MODELS[model].build
     if library in ("ncclsync", "sharded", "processes"):
@@ -65,7 +60,7 @@ def fit_in_turns(
     batch_size = MODELS[model].batch_size // (towers if library == "shard" else 1)
     x, y = MODELS[model].data(batches)
     batch = tf.nest.map_structure(to_tensor, (rows_of(x, 0, batch_size), y[:batch_size]))
-    turns = _Turns(RankRequests(requests) if library == "processes" else requests, trained, batch)
+    turns = _Turns(Ranks(requests) if library == "processes" else requests, trained, batch)
     arguments = {"callbacks": [turns], "epochs": 10**9, "verbose": 0}
     if feed == "numpy":
         trained.fit(x, y, batch_size=batch_size, **arguments)
@@ -83,7 +78,7 @@ def fit_in_turns(
 class _Turns(keras.callbacks.Callback):
     """Hold `fit` between two of its steps until it is asked for more. Between epochs its clock stands."""
 
-    def __init__(self, requests: Requests | RankRequests, model: keras.Model, batch: Any) -> None:
+    def __init__(self, requests: Requests | Ranks, model: keras.Model, batch: Any) -> None:
         super().__init__()
         self._requests, self._xla = requests, bool(model.jit_compile)
         self._parts = StepParts(model, batch) if getattr(model, "towers", None) else None

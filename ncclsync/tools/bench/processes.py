@@ -1,6 +1,6 @@
 """Start processes by mpirun, or drive those that mpirun has started, for `bench all-reduce`.
 
-Process 0 asks, and all processes work: see `ranks`. TensorFlow's own collectives, whose server a process
+Process 0 asks, and all processes work: see `turns.Ranks`. TensorFlow's own collectives, whose server a process
 starts once, run in a child of each process.
 """
 
@@ -15,8 +15,8 @@ from typing import Any
 
 from ncclsync.communicator.processes import Process
 from ncclsync.errors import NcclSyncError
-from ncclsync.tools.bench.ranks import MpiReducer, Ranks
-from ncclsync.tools.bench.turns import BenchError, Side
+from ncclsync.tools.bench.reducers import MpiReducer
+from ncclsync.tools.bench.turns import BenchError, Ranks, Side
 from ncclsync.tools.processes import join, mpi_versions
 
 # Variables by which a child would take itself for a process of mpirun's.
@@ -66,11 +66,7 @@ class ProcessSide:
     name = "ncclsync"
 
     def __init__(self, process: Process, grpc: bool) -> None:
-        """Join the others. Collective.
-
-        Args:
-            process: this one's place, as the launcher reports it.
-            grpc: whether to run TensorFlow's own collectives, too.
+        """Join the other processes, and start TensorFlow's own collectives if `grpc`. Collective.
 
         Raises:
             BenchError: they cannot be joined.
@@ -88,11 +84,12 @@ class ProcessSide:
 
     def _start_grpc(self) -> str:
         """Start the children; return why they cannot run, the same in all processes."""
+        name = "127.0.0.1" if len(set(self._peers.hosts)) == 1 else socket.gethostname()
         with socket.create_server(("", 0)) as free:
-            address = f"{_own_address(self._peers.hosts)}:{free.getsockname()[1]}"
+            address = f"{name}:{free.getsockname()[1]}"
         addresses = self._peers.exchange(address, "addresses for gRPC")
         arguments = {"towers": self._peers.size, "rank": self._peers.rank, "addresses": addresses}
-        child = self._stack.enter_context(Side(_GRPC, "grpc", arguments, drop=_LAUNCHERS))
+        child = self._stack.enter_context(Side(_GRPC, "reducers.GrpcReducer", arguments, drop=_LAUNCHERS))
         error = ""
         try:
             child.ask("prepare", count=1, dtype="float32")
@@ -130,8 +127,3 @@ class ProcessSide:
         if self._peers.rank == 0:
             self._ranks.share({"do": "end"})
         self._stack.close()
-
-
-def _own_address(hosts: list[str]) -> str:
-    """Return this process' address for the other processes: a host name only if there are several hosts."""
-    return "127.0.0.1" if len(set(hosts)) == 1 else socket.gethostname()

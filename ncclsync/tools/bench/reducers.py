@@ -1,13 +1,14 @@
 """Time all-reduces for `bench all-reduce`; each class runs the libraries of one process.
 
 Input and result are known in closed form and exact in every dtype, so that results are checked by element. TensorFlow
-is imported by the classes that use it. `bench.ranks` has libraries with a process per rank.
+is imported by the classes that use it.
 """
 
 import abc
 import concurrent.futures
 import functools
 import itertools
+import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ncclsync.communicator import Communicator, CpuCommunicator, NcclCommunicator, empty_aligned
+from ncclsync.communicator import Communicator, CpuCommunicator, MpiCommunicator, NcclCommunicator, empty_aligned
 from ncclsync.tools.bench.turns import BenchError
 
 _CHAINED = 100  # all-reduces in one call of a graph, so that the call's overhead is small
@@ -77,13 +78,9 @@ class BufferReducer(Reducer):
     """Reduce from buffers to buffers, one of each for every rank here: in host memory, by NumPy."""
 
     def __init__(self, towers: int, ranks: Sequence[int], communicator: Communicator | None, cores: int) -> None:
-        """Prepare; the libraries are "ncclsync", if there is a communicator, and a copy of the same bytes, "memcpy".
+        """Prepare for the buffers of these ranks of `towers` in all processes; a copy uses so many cores.
 
-        Args:
-            towers: number of ranks, in all processes.
-            ranks: of this process.
-            communicator: of these ranks.
-            cores: that a copy uses.
+        The libraries are "ncclsync", if there is a communicator of these ranks, and a copy of the same bytes, "memcpy".
         """
         super().__init__(towers)
         self.libraries = {"memcpy": self._copy}
@@ -255,3 +252,78 @@ class TensorFlowReducer(Reducer):
         for _ in range(calls):
             self._chain(*self._on_one)
         return (time.perf_counter() - began) * iterations / (calls * _CHAINED)
+
+
+class MpiReducer(BufferReducer):
+    """Run a rank of mpirun's processes: MPI's own all-reduce and, if asked, ncclsync's, and a copy."""
+
+    def __init__(self, towers: int, beside: bool = False) -> None:
+        """Join the others; `beside`: also run ncclsync and a copy on the same buffers. Collective."""
+        from mpi4py import MPI
+
+        self._world = MPI.COMM_WORLD
+        super().__init__(towers, [self._world.Get_rank()], MpiCommunicator(1) if beside else None, 1)
+        by_mpi = {"mpi": lambda: self._world.Allreduce(self.sends[0], self.recvs[0])}
+        self.libraries = {**self.libraries, **by_mpi} if beside else by_mpi
+
+    def run(self, library: str, iterations: int) -> float:
+        """See `Reducer.run`; returns when the last rank has its result."""
+        self._world.Barrier()
+        began = time.perf_counter()
+        super().run(library, iterations)
+        self._world.Barrier()
+        return time.perf_counter() - began
+
+
+class GrpcReducer(Reducer):
+    """Run a rank of TensorFlow's own collectives between processes, `CollectiveReduceV2` over gRPC.
+
+    Each rank has its own driver; all ranks must get the same request at the same time.
+    """
+
+    def __init__(self, towers: int, rank: int, addresses: list[str]) -> None:
+        """Join as this rank; returns when all have joined. `addresses`: [towers] "host:port", where each is reached."""
+        super().__init__(towers)
+        self._rank = rank
+        cluster = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}}
+        os.environ["TF_CONFIG"] = json.dumps(cluster)
+        import tensorflow as tf
+
+        tf.config.set_visible_devices([], "GPU")
+        ring = tf.distribute.experimental.CommunicationOptions(
+            implementation=tf.distribute.experimental.CommunicationImplementation.RING
+        )
+        self._tf = tf
+        # It starts the server and waits for the other ranks.
+        self._strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=ring)
+        self._device = f"/job:worker/task:{rank}/device:CPU:0"
+        self._instance = 10_000  # above the strategy's own keys
+        self._meet = self._graph([1], "float32")
+        self._one = self._on_device(np.ones(1, "float32"))
+        self.libraries = {"tf grpc": lambda: [self._reduce(self._send)]}
+
+    def _on_device(self, array: np.ndarray) -> Any:
+        with self._tf.device(self._device):
+            return self._tf.identity(self._tf.constant(array))
+
+    def _graph(self, shape: list[int], dtype: str) -> Any:
+        """Return a function of a rank's tensor that returns the sum, [count]."""
+        tf = self._tf
+        self._instance += 1
+        instance = self._instance
+
+        def reduce(tensor):
+            with tf.device(self._device):
+                return reduce_by_tensorflow(tensor, self.towers, instance, 10_000, "ring")
+
+        return tf.function(reduce, input_signature=[tf.TensorSpec(shape, dtype)], autograph=False)
+
+    def prepare(self, count: int, dtype: str) -> None:
+        """See `Reducer.prepare`."""
+        self._reduce = self._graph([count], dtype)
+        self._send = self._on_device(pattern(self._rank, count, dtype))
+
+    def run(self, library: str, iterations: int) -> float:
+        """See `Reducer.run`; the ranks meet before."""
+        self._meet(self._one).numpy()
+        return super().run(library, iterations)

@@ -20,39 +20,28 @@ _PACKAGES = ("ncclsync", "tensorflow", "keras", "numpy", "mpi4py")
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Hold the figures of one side in one case.
+    """Hold the figures of one side in one case."""
 
-    Attributes:
-        case: the varied parameters, such as `{"towers": 4, "size_bytes": 4096}`; equal for all sides that are compared.
-        side: "ncclsync", or a library that it is compared with; in `bench feed` the kind of data, after the name of
-            another library.
-        value: seconds, or bytes in `bench memory`.
-        ratios: `value` over another side's, by its name, in pairs of the same round; above 1: this side needs more.
-        more: further figures, by a name that ends in the unit, if there is one.
-    """
-
+    # The varied parameters, such as `{"towers": 4, "size_bytes": 4096}`; equal for all sides that are compared
     case: dict[str, Any]
+    # "ncclsync", or a library that it is compared with; in `bench feed` the kind of data, after the name of another
+    # library
     side: str
-    value: Spread
+    value: Spread  # seconds, or bytes in `bench memory`
+    # `value` over another side's, by its name, in pairs of the same round; above 1: this side needs more
     ratios: dict[str, Spread] = dataclasses.field(default_factory=dict)
+    # Further figures, by a name that ends in the unit, if there is one
     more: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Hold a benchmark's result.
+    """Hold a benchmark's result."""
 
-    Attributes:
-        benchmark: its name on the command line.
-        unit: of the rows' values, "s" or "B".
-        rows: in the order of the table.
-        notes: parts that were left out, with the reason; and the sides that XLA compiles.
-    """
-
-    benchmark: str
-    unit: str
-    rows: tuple[Row, ...]
-    notes: tuple[str, ...] = ()
+    benchmark: str  # its name on the command line
+    unit: str  # of the rows' values, "s" or "B"
+    rows: tuple[Row, ...]  # in the order of the table
+    notes: tuple[str, ...] = ()  # parts that were left out, with the reason; and the sides that XLA compiles
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,12 +27,7 @@ class StepParts:
     """Time the variants of a model's step."""
 
     def __init__(self, model: keras.Model, batch: Any) -> None:
-        """Prepare; each variant is traced when it is first run.
-
-        Args:
-            model: on towers.
-            batch: a global batch, tensors.
-        """
+        """Prepare a model on towers, and a global batch of tensors; each variant is traced when it is first run."""
         programs: dict[str, Program] = {}
         self._iterator = iter(tf.data.Dataset.from_tensors(batch).repeat())
         self._variants = {

@@ -122,9 +122,11 @@ def _fit_side(
     arguments = {"library": library, "model": model, "towers": towers, "feed": feed, "shards": shards}
     name = f"{library}, {model}, {feed}"
     if library != "processes":
-        return Side(name, "fit", arguments, environment={"TF_NUM_INTRAOP_THREADS": "1"} if one_thread else None)
+        return Side(
+            name, "fit.fit_in_turns", arguments, environment={"TF_NUM_INTRAOP_THREADS": "1"} if one_thread else None
+        )
     launcher, environment = launched(PROCESSES)
-    return Side(name, "fit", {**arguments, "towers": towers // PROCESSES}, launcher, environment)
+    return Side(name, "fit.fit_in_turns", {**arguments, "towers": towers // PROCESSES}, launcher, environment)
 
 
 def _fit_in_turns(
@@ -137,6 +139,13 @@ def _fit_in_turns(
     """
     compiled: list[str] = []
     cpu_seconds: dict[str, list[float]] = collections.defaultdict(list)
+
+    def turn(name: str, side: Side, do: str, steps: int) -> float:
+        answer = side.ask(do, steps=steps)
+        if "cpu_seconds" in answer:
+            cpu_seconds[name].append(answer["cpu_seconds"])
+        return answer["seconds"]
+
     with contextlib.ExitStack() as stack:
         for side in sides.values():
             stack.enter_context(side)
@@ -151,7 +160,7 @@ def _fit_in_turns(
             once = side.ask(do, steps=2)
             compiled += [name] * once.get("xla", False)
             steps = filling(_TURN_S, once["seconds"], _MOST_STEPS)
-            timers[name] = functools.partial(_seconds, side, do, steps, cpu_seconds[name])
+            timers[name] = functools.partial(turn, name, side, do, steps)
         return take_turns(timers, rounds, show), cpu_seconds, compiled
 
 
@@ -160,16 +169,9 @@ def _compiled(model: str, sides: Sequence[str]) -> list[str]:
     return [f"{model}: XLA compiles the steps of {', '.join(dict.fromkeys(sides))}."] if sides else []
 
 
-def _seconds(side: Side, do: str, steps: int, cpu_seconds: list[float]) -> float:
-    answer = side.ask(do, steps=steps)
-    if "cpu_seconds" in answer:
-        cpu_seconds.append(answer["cpu_seconds"])
-    return answer["seconds"]
-
-
 def bench_start(given: argparse.Namespace, show: Show) -> Result:
     """Time from the factory's call to the end of the first step, each in a fresh process."""
-    return _fresh_processes(given, show, "start", "seconds", ("build_seconds",), {})
+    return _fresh_processes(given, show, "fit.first_step", "seconds", ("build_seconds",), {})
 
 
 def bench_memory(given: argparse.Namespace, show: Show) -> Result:
@@ -178,7 +180,9 @@ def bench_memory(given: argparse.Namespace, show: Show) -> Result:
     With `shards` the batch is 64 times the model's own: few rows take less memory than the weights' gradients.
     """
     told = ("imported_bytes", "state_bytes")
-    return _fresh_processes(given, show, "memory", "bytes", told, {"steps": _MEMORY_STEPS, "rows": given.batch_size})
+    return _fresh_processes(
+        given, show, "fit.peak_memory", "bytes", told, {"steps": _MEMORY_STEPS, "rows": given.batch_size}
+    )
 
 
 def _fresh_processes(
@@ -189,10 +193,10 @@ def _fresh_processes(
     for model in given.model:
         libraries = ["ncclsync", *given.against]
         sides: dict[str, dict[str, Any]] = {side: {"library": side} for side in libraries}
-        if kind == "memory" and (given.shards or given.activations):  # numbers of shards and rows are for each tower
+        if key == "bytes" and (given.shards or given.activations):  # numbers of shards and rows are for each tower
             sides |= {name: {"library": "ncclsync", "shards": n} for name, n in _by_shards(given.shards).items()}
             sides[_ONE_ROW] = {"library": "ncclsync", "rows": 1}
-        if kind == "memory" and given.shards:
+        if key == "bytes" and given.shards:
             extra = {**extra, "rows": given.batch_size or _TO_DIVIDE * BATCH_SIZES[model]}
         answers: dict[str, list[dict[str, Any]]] = {}
         names = {f"{side} × {n}": (side, n) for n in given.towers for side in sides}
@@ -214,7 +218,7 @@ def _fresh_processes(
             if single in values and towers > 1:
                 ratios["one tower"] = ratio(values[name], values[single])
             figures: dict[str, Any] = {one: Spread.of([answer[one] for answer in answers[name]]) for one in told}
-            if kind == "memory" and single in values:
+            if key == "bytes" and single in values:
                 copies = [(towers - 1) * answer["state_bytes"] for answer in answers[name]]
                 needed = [peak + copied for peak, copied in zip(values[single], copies, strict=True)]
                 figures["of_needed"] = ratio(values[name], needed)

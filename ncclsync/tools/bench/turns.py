@@ -1,7 +1,7 @@
 """Run processes in turns, so that other load meets all compared sides alike.
 
 The driver's end is `Side`, the process' own end `Requests`; lines of JSON go between them over standard input and
-output. Only one side works at any time. `Spread` sums up its samples.
+output. Only one side works at any time; it may be several processes of mpirun, see `Ranks`. `Spread` sums up samples.
 """
 
 import collections
@@ -27,17 +27,13 @@ class BenchError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """Hold the median and the quartiles of some samples, in their unit.
+    """Hold the median and the quartiles of some samples, in their unit."""
 
-    Attributes:
-        median, q1, q3: the quartiles; equal for a single sample.
-        samples: their number.
-    """
-
+    # median, q1, q3: the quartiles; equal for a single sample
     median: float
     q1: float
     q3: float
-    samples: int
+    samples: int  # their number
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> "Spread":
@@ -70,7 +66,8 @@ class Side:
 
         Args:
             name: for messages.
-            kind: of process; for `bench.worker` one of its `FUNCTIONS` or `REDUCERS`.
+            kind: of process; for `bench.worker` a function of this package that serves, or a reducer's class, such as
+                "fit.fit_in_turns".
             arguments: of that kind.
             launcher: a command to run the process by, such as mpirun's.
             environment: variables that it gets in addition to those of this process.
@@ -170,6 +167,41 @@ class Requests:
         raise SystemExit  # not reached
 
 
+class Ranks:
+    """Have all processes of mpirun work on what process 0 is asked, and join their answers. Collective throughout.
+
+    Like `Requests`, where process 0 receives the requests of a driver.
+    """
+
+    def __init__(self, requests: Requests | None = None) -> None:
+        """Join the others; `requests` are process 0's."""
+        from ncclsync.communicator.mpi import peers
+
+        self._peers, self._requests = peers(), requests
+
+    def share(self, request: dict[str, Any] | None) -> dict[str, Any]:
+        """Return process 0's request in all processes."""
+        return self._peers.exchange(request, "what process 0 is asked")[0]
+
+    def join(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Return the longest time of all processes, and the sums of the cores' work and of wrong elements."""
+        each = self._peers.exchange(values, "what all answer")
+        found = {name: [one[name] for one in each] for name in values}
+        return {name: sum(all_) if name in ("cpu_seconds", "wrong") else max(all_) for name, all_ in found.items()}
+
+    def next(self) -> dict[str, Any]:
+        """Return the next request of the driver."""
+        assert self._requests is not None
+        return self.share(self._requests.next() if self._peers.rank == 0 else None)
+
+    def answer(self, **values: Any) -> None:
+        """Answer the last request, for all; see `join`."""
+        assert self._requests is not None
+        joined = self.join(values)
+        if self._peers.rank == 0:
+            self._requests.answer(**joined)
+
+
 def device_timer(run: Callable[[], Any], per: float = 1) -> Callable[[], float]:
     """Return a timer of a call and of the devices' work that it starts, in seconds divided by `per`."""
     from ncclsync.compat import tensorflow as tf_compat
@@ -182,6 +214,25 @@ def device_timer(run: Callable[[], Any], per: float = 1) -> Callable[[], float]:
         return (time.perf_counter() - began) / per
 
     return turn
+
+
+class Progress:
+    """Write over one line on standard error; write new lines if that is no terminal."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
+
+    def show(self, text: str) -> None:
+        """Report progress."""
+        if self._terminal:
+            print(f"\r\x1b[K{text[:100]}", end="", file=sys.stderr, flush=True)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Clear the line."""
+        if self._terminal:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def about(what: str, show: Callable[[str], None]) -> Callable[[str], None]:
@@ -201,11 +252,11 @@ def take_turns(
 
     Args:
         timers: by name; each works for a moment and returns its measurement.
-        rounds: their number.
+        rounds: R.
         show: reports progress.
 
     Returns:
-        [rounds] measurements of each.
+        [R] measurements of each.
     """
     names = list(timers)
     found: dict[str, list[float]] = collections.defaultdict(list)

@@ -26,106 +26,71 @@ def _typed(hint: Any, value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """Describe a GPU as the driver does, whether or not this process may use it. None: the driver does not tell.
+    """Describe a GPU as the driver does, whether or not this process may use it. None: the driver does not tell."""
 
-    Attributes:
-        index: the driver's, as in nvidia-smi.
-        name, uuid, pci_bus_id: such as "NVIDIA H100 80GB HBM3", "GPU-5f0c…", "00000000:3B:00.0".
-        memory_bytes, used_bytes: total, and used by all processes.
-        compute_capability: such as "9.0".
-        mig: whether it is divided into instances.
-        prohibited: whether its compute mode forbids its use.
-        error: why it cannot be queried, such as "GpuIsLost".
-    """
-
-    index: int
+    index: int  # the driver's, as in nvidia-smi
+    # name, uuid, pci_bus_id: such as "NVIDIA H100 80GB HBM3", "GPU-5f0c…", "00000000:3B:00.0"
     name: str | None = None
     uuid: str | None = None
     pci_bus_id: str | None = None
+    # memory_bytes, used_bytes: total, and used by all processes
     memory_bytes: int | None = None
     used_bytes: int | None = None
-    compute_capability: str | None = None
-    mig: bool | None = None
-    prohibited: bool | None = None
-    error: str | None = None
+    compute_capability: str | None = None  # such as "9.0"
+    mig: bool | None = None  # whether it is divided into instances
+    prohibited: bool | None = None  # whether its compute mode forbids its use
+    error: str | None = None  # why it cannot be queried, such as "GpuIsLost"
 
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """Describe the link between two GPUs.
+    """Describe the link between two GPUs."""
 
-    Attributes:
-        gpus: their indices, the lower first.
-        path: as in nvidia-smi: "NV4" (four NVLinks, direct or by a switch); over PCIe the last part that it crosses:
-            "PIX" one switch, "PXB" several, "PHB" the CPU's bridge, "NODE" several bridges of a NUMA node, "SYS" the
-            link between CPU sockets. None: the driver does not tell.
-        nvlinks: active NVLinks between the two.
-        p2p: whether each may access the other's memory: "ok", or why not; None: unknown.
-    """
-
-    gpus: tuple[int, int]
+    gpus: tuple[int, int]  # their indices, the lower first
+    # As in nvidia-smi: "NV4" (four NVLinks, direct or by a switch); over PCIe the last part that it crosses: "PIX" one
+    # switch, "PXB" several, "PHB" the CPU's bridge, "NODE" several bridges of a NUMA node, "SYS" the link between CPU
+    # sockets. None: the driver does not tell.
     path: str | None
-    nvlinks: int
-    p2p: str | None
+    nvlinks: int  # active NVLinks between the two
+    p2p: str | None  # whether each may access the other's memory: "ok", or why not; None: unknown
 
 
 @dataclasses.dataclass(frozen=True)
 class Driver:
-    """Hold NVML's report.
+    """Hold NVML's report."""
 
-    Attributes:
-        version: of the driver, such as "550.54.15".
-        cuda: the newest CUDA that it serves, such as "12.4".
-        error: why NVML does not answer: "NotInstalled" for nvidia-ml-py, otherwise NVML's name of the error, such as
-            "LibraryNotFound" or "DriverNotLoaded"; None if it answers.
-        detail: the error in words.
-    """
-
-    version: str | None = None
-    cuda: str | None = None
+    version: str | None = None  # of the driver, such as "550.54.15"
+    cuda: str | None = None  # the newest CUDA that it serves, such as "12.4"
     gpus: tuple[Gpu, ...] = ()
     links: tuple[Link, ...] = ()
+    # Why NVML does not answer: "NotInstalled" for nvidia-ml-py, otherwise NVML's name of the error, such as
+    # "LibraryNotFound" or "DriverNotLoaded"; None if it answers
     error: str | None = None
-    detail: str = ""
+    detail: str = ""  # the error in words
 
 
 @dataclasses.dataclass(frozen=True)
 class Library:
-    """Describe a shared library as the loader finds it for this process.
+    """Describe a shared library as the loader finds it for this process."""
 
-    Attributes:
-        version: as the library tells; None if it cannot be loaded or does not tell.
-        path: the file; None if there is none.
-        cuda: the CUDA that it was built with, if it tells.
-        error: why it cannot be used.
-    """
-
-    version: str | None = None
-    path: str | None = None
-    cuda: str | None = None
-    error: str | None = None
+    version: str | None = None  # as the library tells; None if it cannot be loaded or does not tell
+    path: str | None = None  # the file; None if there is none
+    cuda: str | None = None  # the CUDA that it was built with, if it tells
+    error: str | None = None  # why it cannot be used
 
 
 @dataclasses.dataclass(frozen=True)
 class Libraries:
-    """Describe NCCL, CUDA and cuDNN.
+    """Describe NCCL, CUDA and cuDNN."""
 
-    Attributes:
-        nccl: the library that ncclsync would use.
-        nccl_copies: every libnccl found, including that one.
-        nccl_packages: installed Python packages with a libnccl, such as "nvidia-nccl-cu12 2.32.3".
-        cuda_runtime, cudnn: as TensorFlow would find them.
-        missing: libraries that TensorFlow loads before it uses a GPU, and that are missing.
-        driver_cuda: the newest CUDA that the driver serves, by libcuda; None if there is no driver.
-    """
-
-    nccl: Library = Library(error="not looked for")
-    nccl_copies: tuple[Library, ...] = ()
-    nccl_packages: tuple[str, ...] = ()
+    nccl: Library = Library(error="not looked for")  # the library that ncclsync would use
+    nccl_copies: tuple[Library, ...] = ()  # every libnccl found, including that one
+    nccl_packages: tuple[str, ...] = ()  # installed Python packages with a libnccl, such as "nvidia-nccl-cu12 2.32.3"
+    # cuda_runtime, cudnn: as TensorFlow would find them
     cuda_runtime: Library = Library()
     cudnn: Library = Library()
-    missing: tuple[str, ...] = ()
-    driver_cuda: str | None = None
+    missing: tuple[str, ...] = ()  # libraries that TensorFlow loads before it uses a GPU, and that are missing
+    driver_cuda: str | None = None  # the newest CUDA that the driver serves, by libcuda; None if there is no driver
 
     @property
     def is_other_nccl(self) -> bool:
@@ -135,98 +100,64 @@ class Libraries:
 
 @dataclasses.dataclass(frozen=True)
 class Frameworks:
-    """Describe TensorFlow and Keras, as `nccl_parallel` sees them.
+    """Describe TensorFlow and Keras, as `nccl_parallel` sees them."""
 
-    Attributes:
-        tensorflow, keras: version; None if not installed or not importable.
-        tensorflow_path, keras_path: their folders.
-        tensorflow_error, keras_error: why the import failed; "" if it did not.
-        ncclsync_error: why ncclsync itself cannot be imported with them.
-        refused: why training would not begin in this process of several; "" if it would.
-        keras_backend: "tensorflow" or another.
-        cuda_build: whether TensorFlow was built for CUDA.
-        build_cuda, build_cudnn: the versions that it was built for.
-        build_capabilities: compute capabilities that it has code for, such as "8.0".
-        build_nccl: the oldest NCCL that its package requires.
-        gpus: names of the GPUs that TensorFlow sees.
-        nvls: whether NCCL may use NVLS, sums within the NVSwitch, and why; "" if ncclsync cannot be imported.
-        nvls_variable: the variable that asks for NVLS although op determinism is on, as "NAME=value"; or None.
-        log: TensorFlow's own warnings and errors about GPUs.
-    """
-
+    # tensorflow, keras: version; None if not installed or not importable
     tensorflow: str | None = None
+    # tensorflow_path, keras_path: their folders
     tensorflow_path: str | None = None
+    # tensorflow_error, keras_error: why the import failed; "" if it did not
     tensorflow_error: str = ""
     keras: str | None = None
     keras_path: str | None = None
     keras_error: str = ""
-    keras_backend: str | None = None
-    ncclsync_error: str = ""
-    refused: str = ""
-    cuda_build: bool | None = None
+    keras_backend: str | None = None  # "tensorflow" or another
+    ncclsync_error: str = ""  # why ncclsync itself cannot be imported with them
+    refused: str = ""  # why training would not begin in this process of several; "" if it would
+    cuda_build: bool | None = None  # whether TensorFlow was built for CUDA
+    # build_cuda, build_cudnn: the versions that it was built for
     build_cuda: str | None = None
     build_cudnn: str | None = None
-    build_capabilities: tuple[str, ...] = ()
-    build_nccl: str | None = None
-    gpus: tuple[str, ...] = ()
-    nvls: str = ""
+    build_capabilities: tuple[str, ...] = ()  # compute capabilities that it has code for, such as "8.0"
+    build_nccl: str | None = None  # the oldest NCCL that its package requires
+    gpus: tuple[str, ...] = ()  # names of the GPUs that TensorFlow sees
+    nvls: str = ""  # whether NCCL may use NVLS, sums within the NVSwitch, and why; "" if ncclsync cannot be imported
+    # The variable that asks for NVLS although op determinism is on, as "NAME=value"; or None
     nvls_variable: str | None = None
-    log: tuple[str, ...] = ()
+    log: tuple[str, ...] = ()  # TensorFlow's own warnings and errors about GPUs
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Hold the choice of `@nccl_parallel` without arguments.
+    """Hold the choice of `@nccl_parallel` without arguments."""
 
-    Attributes:
-        backend: "nccl", "cpu", or None if it would raise.
-        devices: one per tower.
-        reason: why.
-    """
-
-    backend: str | None = None
-    devices: tuple[str, ...] = ()
-    reason: str = ""
+    backend: str | None = None  # "nccl", "cpu", or None if it would raise
+    devices: tuple[str, ...] = ()  # one per tower
+    reason: str = ""  # why
 
 
 @dataclasses.dataclass(frozen=True)
 class AllReduce:
-    """Hold the outcome of an all-reduce with a known result.
+    """Hold the outcome of an all-reduce with a known result."""
 
-    Attributes:
-        backend: "nccl" or "cpu".
-        ranks: how many took part.
-        count: elements of each.
-        ok: every rank has every sum, exactly.
-        seconds: of the all-reduce, and of joining the ranks; None if it did not end.
-        error: the failure in words; "" if there is none.
-        kind: of failure: "wrong" numbers, "hang", "crash", "raised", or "".
-        log: NCCL's last warnings.
-    """
-
-    backend: str
-    ranks: int
-    count: int
-    ok: bool = False
-    seconds: float | None = None
-    error: str = ""
-    kind: str = ""
-    log: tuple[str, ...] = ()
+    backend: str  # "nccl" or "cpu"
+    ranks: int  # how many took part
+    count: int  # elements of each
+    ok: bool = False  # every rank has every sum, exactly
+    seconds: float | None = None  # of the all-reduce, and of joining the ranks; None if it did not end
+    error: str = ""  # the failure in words; "" if there is none
+    kind: str = ""  # of failure: "wrong" numbers, "hang", "crash", "raised", or ""
+    log: tuple[str, ...] = ()  # NCCL's last warnings
 
 
 @dataclasses.dataclass(frozen=True)
 class Variable:
-    """Describe a set environment variable that matters, or the same setting in a file of NCCL's.
-
-    Attributes:
-        source: "environment", or the file.
-        effect: in a few words.
-    """
+    """Describe a set environment variable that matters, or the same setting in a file of NCCL's."""
 
     name: str
     value: str
-    source: str
-    effect: str
+    source: str  # "environment", or the file
+    effect: str  # in a few words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,69 +171,47 @@ class Version:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Describe a problem and its remedy.
+    """Describe a problem and its remedy."""
 
-    Attributes:
-        code: a stable name, such as "nccl-missing".
-        text: one or two sentences.
-        remedy: how to mend it.
-        severity: "error": training would fail; "warning": it would run, but slowly or at risk.
-    """
-
-    code: str = ""
-    text: str = ""
-    remedy: str = ""
-    severity: str = WARNING
+    code: str = ""  # a stable name, such as "nccl-missing"
+    text: str = ""  # one or two sentences
+    remedy: str = ""  # how to mend it
+    severity: str = WARNING  # "error": training would fail; "warning": it would run, but slowly or at risk
 
 
 @dataclasses.dataclass(frozen=True)
 class Trouble:
-    """Describe a question whose process did not end well.
+    """Describe a question whose process did not end well."""
 
-    Attributes:
-        question: "driver", "libraries" or "frameworks".
-        stage: the work it was doing, such as "importing TensorFlow".
-        how: "no answer within 60 s", "killed by SIGSEGV", ….
-        words: the last line that it printed.
-    """
-
-    question: str
-    stage: str
-    how: str
-    words: str
+    question: str  # "driver", "libraries" or "frameworks"
+    stage: str  # the work it was doing, such as "importing TensorFlow"
+    how: str  # "no answer within 60 s", "killed by SIGSEGV", …
+    words: str  # the last line that it printed
 
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-    """Hold all facts, before they are judged.
+    """Hold all facts, before they are judged."""
 
-    Attributes:
-        python, python_path: version and interpreter.
-        present: the number of NVIDIA GPUs that the kernel knows of, even without NVML.
-        kernel_driver: version of the loaded NVIDIA kernel module; None without it.
-        shm_bytes, shm_free_bytes: of /dev/shm; None if there is none.
-        cores: that this process may use.
-        interfaces: names of the network interfaces.
-        troubles: questions that were not answered.
-    """
-
+    # python, python_path: version and interpreter
     python: str
     python_path: str
     ncclsync: str
     ncclsync_path: str
     driver: Driver = Driver()
-    present: int = 0
-    kernel_driver: str | None = None
+    present: int = 0  # the number of NVIDIA GPUs that the kernel knows of, even without NVML
+    kernel_driver: str | None = None  # version of the loaded NVIDIA kernel module; None without it
     libraries: Libraries = Libraries()
     frameworks: Frameworks = Frameworks()
     choice: Choice = Choice()
     all_reduce: AllReduce | None = None
     variables: tuple[Variable, ...] = ()
+    # shm_bytes, shm_free_bytes: of /dev/shm; None if there is none
     shm_bytes: int | None = None
     shm_free_bytes: int | None = None
-    cores: int = 1
-    interfaces: tuple[str, ...] = ()
-    troubles: tuple[Trouble, ...] = ()
+    cores: int = 1  # that this process may use
+    interfaces: tuple[str, ...] = ()  # names of the network interfaces
+    troubles: tuple[Trouble, ...] = ()  # questions that were not answered
 
     def variable(self, name: str) -> str | None:
         """Return a variable's value; None if it is not set. The environment precedes a file."""
@@ -326,45 +235,30 @@ class Host:
 
 @dataclasses.dataclass(frozen=True)
 class ProcessFacts:
-    """Hold the findings of one of the processes that a launcher has started.
-
-    Attributes:
-        rank: its number.
-        host: name of its machine.
-        backend, devices: that `@nccl_parallel` would choose there; see `Choice`.
-        versions: by component; None without the component.
-        settings: values of variables that must be equal in all processes, by name.
-        problems: of that process alone.
-    """
+    """Hold the findings of one of the processes that a launcher has started."""
 
     rank: int
-    host: str
+    host: str  # name of its machine
+    # backend, devices: that `@nccl_parallel` would choose there; see `Choice`
     backend: str | None = None
     devices: tuple[str, ...] = ()
+    # By component; None without the component
     versions: dict[str, str | None] = dataclasses.field(default_factory=dict)
+    # Values of variables that must be equal in all processes, by name
     settings: dict[str, str] = dataclasses.field(default_factory=dict)
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[Problem, ...] = ()  # of that process alone
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Hold doctor's findings and verdict.
-
-    Attributes:
-        host: this host.
-        versions: of this process.
-        problems: of all processes.
-        summary: the verdict in words.
-        processes: all that a launcher has started, if they are joined; else ().
-        joint: an all-reduce over all of them.
-    """
+    """Hold doctor's findings and verdict."""
 
     host: Host
-    versions: tuple[Version, ...]
-    problems: tuple[Problem, ...]
-    summary: str
-    processes: tuple[ProcessFacts, ...] = ()
-    joint: AllReduce | None = None
+    versions: tuple[Version, ...]  # of this process
+    problems: tuple[Problem, ...]  # of all processes
+    summary: str  # the verdict in words
+    processes: tuple[ProcessFacts, ...] = ()  # all that a launcher has started, if they are joined; else ()
+    joint: AllReduce | None = None  # an all-reduce over all of them
 
     @property
     def healthy(self) -> bool:
@@ -373,21 +267,8 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON takes it."""
-        host = dataclasses.asdict(self.host)
-        driver, frameworks = host.pop("driver"), host.pop("frameworks")
-        return {
-            "healthy": self.healthy,
-            "summary": self.summary,
-            "versions": [dataclasses.asdict(one) for one in self.versions],
-            "gpus": driver.pop("gpus"),
-            "links": driver.pop("links"),
-            "backend": host.pop("choice"),
-            "all_reduce": host.pop("all_reduce"),
-            "processes": [dataclasses.asdict(one) for one in self.processes],
-            "joint_all_reduce": None if self.joint is None else dataclasses.asdict(self.joint),
-            "variables": host.pop("variables"),
-            "problems": [dataclasses.asdict(one) for one in self.problems],
-            "driver": driver,
-            "frameworks": frameworks,
-            **host,
-        }
+        found = dataclasses.asdict(self)
+        host, joint = found.pop("host"), found.pop("joint")
+        gpus, links = (host["driver"].pop(name) for name in ("gpus", "links"))
+        about = {"gpus": gpus, "links": links, "backend": host.pop("choice"), **host, "joint_all_reduce": joint}
+        return {"healthy": self.healthy, **found, **about}

@@ -28,21 +28,13 @@ _LINES = 40  # of a probe's output, the last ones
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """Hold the answer of a probe.
+    """Hold the answer of a probe."""
 
-    Attributes:
-        facts: its findings.
-        stage: its work when it ended.
-        ended: "well", "hang" (it was killed at the time limit) or "crash".
-        how: of a crash, such as "killed by SIGSEGV".
-        output: the last lines of its stdout and stderr.
-    """
-
-    facts: dict[str, Any]
-    stage: str
-    ended: str
-    how: str
-    output: tuple[str, ...]
+    facts: dict[str, Any]  # its findings
+    stage: str  # its work when it ended
+    ended: str  # "well", "hang" (it was killed at the time limit) or "crash"
+    how: str  # of a crash, such as "killed by SIGSEGV"
+    output: tuple[str, ...]  # the last lines of its stdout and stderr
 
 
 def ask(name: str, timeout_s: float, environ: Mapping[str, str], arguments: Any = None) -> Answer:
@@ -68,7 +60,9 @@ def ask(name: str, timeout_s: float, environ: Mapping[str, str], arguments: Any 
             )
             try:
                 code = process.wait(timeout_s)
-                ended, how = ("well", "") if code == 0 else ("crash", _how(code))
+                ended, how = "crash" if code else "well", f"ended with exit status {code}" if code else ""
+                if code < 0:
+                    how = f"killed by {signal.Signals(-code).name}"
             except subprocess.TimeoutExpired:
                 ended, how = "hang", f"no answer within {timeout_s:g} s"
             except BaseException:
@@ -86,12 +80,6 @@ def _kill(process: subprocess.Popen) -> None:
     # A process that hangs in the kernel cannot be ended; do not wait for it.
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(5)
-
-
-def _how(code: int) -> str:
-    if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
-    return f"ended with exit status {code}"
 
 
 class _Facts:

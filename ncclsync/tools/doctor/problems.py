@@ -1,11 +1,11 @@
 """Find problems of a host's software, drivers and libraries, given the facts, with remedies.
 
-Each rule is a small generator over `Host`. `hardware` and `settings` have the rules about GPUs and variables.
+Each rule is a small generator over `Host`. `hardware` and `environment` have the rules about GPUs and variables.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 
-from ncclsync.tools.doctor import hardware, settings
+from ncclsync.tools.doctor import environment, hardware
 from ncclsync.tools.doctor.facts import ERROR, WARNING, Host, Problem
 
 OLDEST_TENSORFLOW, OLDEST_KERAS = (2, 20), (3, 10)  # as in pyproject.toml
@@ -17,7 +17,7 @@ _REINSTALL_GPU = "pip install 'ncclsync[cuda]', which brings tensorflow[and-cuda
 
 def find_problems(host: Host) -> list[Problem]:
     """Return the problems, errors first, otherwise in the order of the rules."""
-    return by_severity([problem for rule in (*_RULES, *hardware.RULES, *settings.RULES) for problem in rule(host)])
+    return by_severity([problem for rule in (*_RULES, *hardware.RULES, *environment.RULES) for problem in rule(host)])
 
 
 def by_severity(problems: Iterable[Problem]) -> list[Problem]:

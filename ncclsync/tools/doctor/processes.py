@@ -44,9 +44,7 @@ _REMEDIES = {
 def examine_all(process: Process, timeout_s: float) -> Report | None:
     """Examine this process, and in process 0 judge the findings of all. Collective.
 
-    Args:
-        process: this one, as the launcher reports it.
-        timeout_s: see `examine`; the all-reduce over all processes may take as long, too.
+    Each question may take `timeout_s`, and so may the all-reduce over all processes.
 
     Returns:
         In process 0 the report; None in the others.
@@ -98,12 +96,7 @@ def _meet(process: Process, timeout_s: float) -> Peers:
 
 
 def without_processes(error: NcclSyncError, timeout_s: float) -> Report:
-    """Examine this process alone, since it cannot be joined with the others.
-
-    Args:
-        error: why; see `apart`.
-        timeout_s: see `examine`.
-    """
+    """Examine this process alone, since it cannot be joined with the others: `error` says why, see `apart`."""
     report = examine(timeout_s)
     problems = tuple(by_severity([*report.problems, apart(str(error))]))
     return dataclasses.replace(report, problems=problems, summary=summarize(report.host, problems))
@@ -112,14 +105,7 @@ def without_processes(error: NcclSyncError, timeout_s: float) -> Report:
 def judged(
     host: Host, report: Report, problems: Sequence[Problem], everyone: Sequence[ProcessFacts], joint: AllReduce | None
 ) -> Report:
-    """Return the report of process 0 with the findings of all.
-
-    Args:
-        host, report: of process 0.
-        problems: of all.
-        everyone: their findings.
-        joint: an all-reduce over all.
-    """
+    """Return the report of process 0 with the findings and problems of all, and the all-reduce over all."""
     if joint is not None and not joint.ok and everyone:
         by_mpi = "MPI takes: mpirun --mca btl_tcp_if_include"
         way = "NCCL takes: NCCL_SOCKET_IFNAME" if joint.backend == "nccl" else by_mpi
@@ -159,12 +145,7 @@ def written(facts: ProcessFacts) -> str:
 
 
 def read(text: str, rank: int, host: str) -> ProcessFacts:
-    """Return the findings that another process has written, perhaps with another version of ncclsync.
-
-    Args:
-        text: as of `written`.
-        rank, host: of that process.
-    """
+    """Return what `written` has made in a process of this rank and host, perhaps with another version of ncclsync."""
     return from_json(ProcessFacts, {**json.loads(text), "rank": rank, "host": host})
 
 
@@ -176,11 +157,7 @@ def must_be_alike(name: str) -> bool:
 def _reduce(joined: Peers, report: Report, by_nccl: bool, timeout_s: float) -> AllReduce:
     """All-reduce known numbers over the towers of all processes. Collective.
 
-    Args:
-        joined: the processes.
-        report: of this one.
-        by_nccl: whether the towers of all stand on GPUs: then NCCL's preflight does it; else MPI in host memory.
-        timeout_s: how long it may take.
+    `by_nccl`: the towers of all stand on GPUs, and NCCL's preflight does it; else MPI in host memory.
 
     Raises:
         ProcessError: the others cannot be joined.

@@ -13,10 +13,9 @@ from typing import Any
 
 from ncclsync.program.links import CLUSTERS, cluster_of
 from ncclsync.tools.arguments import at_least, link, listed
-from ncclsync.tools.bench.progress import Progress
 from ncclsync.tools.bench.results import show, significant, write_json
-from ncclsync.tools.bench.turns import Spread
-from ncclsync.tools.factories import UsageError, load, model_and_data
+from ncclsync.tools.bench.turns import Progress, Spread
+from ncclsync.tools.factories import UsageError, add_model_arguments, load, model_and_data
 from ncclsync.tools.plan.results import TABLES, Found, cluster_text, result_of
 
 PREDICTED = 0  # exit code; `cli` shows errors, with 2
@@ -36,7 +35,7 @@ def add_plan(commands: Any) -> None:
         "the better choice. Exit code 0: predicted; 2: not.",
     )
     parser.set_defaults(run=_plan)
-    parser.add_argument("factory", help="module:function or file.py:function that returns a compiled model")
+    add_model_arguments(parser, f"of each GPU; default {_BATCH_SIZE}, or the model's own")
     parser.add_argument(
         "--gpus", type=listed(at_least(2)), default=[8, 64, 1024], metavar="N,N", help="default 8,64,1024"
     )
@@ -58,9 +57,6 @@ def add_plan(commands: Any) -> None:
         metavar="µs",
         help="of the host to launch an exchange, for each of its GPUs (`bench exchange`); default %(default)s",
     )
-    parser.add_argument(
-        "--batch-size", type=at_least(1), metavar="N", help=f"of each GPU; default {_BATCH_SIZE}, or the model's own"
-    )
     compute = parser.add_mutually_exclusive_group()
     compute.add_argument(
         "--compute-speedup",
@@ -76,8 +72,6 @@ def add_plan(commands: Any) -> None:
         help="a step's time on one of the GPUs, instead of measuring here; with several batch sizes what "
         "does not depend on the batch can be distinguished",
     )
-    parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="default %(default)s")
-    parser.add_argument("--open-size", type=at_least(1), default=32, metavar="N", help="of open dimensions, default 32")
     parser.add_argument(
         "--rounds", type=at_least(1), default=7, metavar="N", help="turns of each batch size, default 7"
     )
@@ -108,15 +102,7 @@ def _plan(given: argparse.Namespace) -> int:
 def _measure(given: argparse.Namespace, show: Callable[[str], None]) -> Found:
     factory = load(given.factory)
     show("importing TensorFlow, building the model")
-    model, data, batch_size = model_and_data(
-        factory,
-        given.factory,
-        batch_size=given.batch_size,
-        default=_BATCH_SIZE,
-        batches=1,
-        seed=given.seed,
-        open_size=given.open_size,
-    )
+    model, data, batch_size = model_and_data(given, factory, _BATCH_SIZE, batches=1)
     if model.run_eagerly:
         raise UsageError("Expected a model whose step can be traced. Received: one with run_eagerly=True")
     from ncclsync.parallel import nccl_parallel
@@ -149,10 +135,10 @@ def _measure(given: argparse.Namespace, show: Callable[[str], None]) -> Found:
         # One tower needs neither NCCL nor a second GPU.
         on_tower = nccl_parallel(towers=1, backend="cpu", **options)(undecorated(factory))()
         with towers_of(on_tower) or contextlib.nullcontext():
-            traffic = traced_traffic(on_tower, data, batch_size)
+            stages, conditional = traced_traffic(on_tower, data, batch_size)
     finally:
         logger.setLevel(level)
-    return Found(batch_size, seconds, origin, traffic.stages, traffic.conditional)
+    return Found(batch_size, seconds, origin, stages, conditional)
 
 
 def _faster(spread: Spread, speedup: float) -> Spread:

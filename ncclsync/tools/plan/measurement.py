@@ -13,8 +13,9 @@ import keras
 import tensorflow as tf
 
 from ncclsync.program.program import Program, Segment
+from ncclsync.program.roofline import OPERATIONS_PER_BYTE, Roofline
+from ncclsync.semantics.functions import Functions
 from ncclsync.tools.bench.turns import Spread, device_timer, filling, take_turns
-from ncclsync.tools.plan.roofline import shares_before
 from ncclsync.tools.plan.workload import Message, Stage
 from ncclsync.towers.laying_out import lay_out
 from ncclsync.towers.recovery import Rollback
@@ -28,7 +29,7 @@ _MOST_STEPS = 50
 def step_seconds(
     model: keras.Model, data: Any, batches: Sequence[int], rounds: int, show: Callable[[str], None]
 ) -> dict[int, Spread]:
-    """Time training steps on batches in memory, of several sizes in turns.
+    """Return the seconds of training steps on batches in memory, of several sizes in turns, by batch size.
 
     Args:
         model: compiled, on one device; it is trained.
@@ -36,9 +37,6 @@ def step_seconds(
         batches: their sizes.
         rounds: turns of each.
         show: reports progress.
-
-    Returns:
-        Seconds of a step by batch size.
     """
     model.make_train_function()
     timers = {}
@@ -74,44 +72,36 @@ def _seconds(model: keras.Model, iterator: Iterator, calls: int) -> float:
     return device_timer(lambda: [run(iterator) for _ in range(calls)], calls * model.steps_per_execution)()
 
 
-@dataclasses.dataclass(frozen=True)
-class Traffic:
-    """Hold the exchanges of a step.
-
-    Attributes:
-        stages: of the step, each with its messages.
-        conditional: whether some happen only in certain steps, as with gradient accumulation.
-    """
-
-    stages: tuple[Stage, ...]
-    conditional: bool
-
-
-def traced_traffic(model: keras.Model, data: Any, batch: int) -> Traffic:
-    """Trace a model's train step as for several towers, run it once, and return its traffic.
+def traced_traffic(model: keras.Model, data: Any, batch: int) -> tuple[tuple[Stage, ...], bool]:
+    """Trace a model's train step as for several towers, and run it once.
 
     Args:
         model: on one tower, by `nccl_parallel`; it is trained by a step.
         data: structure of arrays, of at least `batch` rows.
         batch: samples of a tower.
+
+    Returns:
+        The stages of the step, each with its messages; and whether some messages are sent only in certain steps, as
+        with gradient accumulation.
     """
     rows = _first_rows(data, batch)
     specs = tf.nest.map_structure(tf.TensorSpec.from_tensor, rows)
     towers = towers_of(model)
     assert towers is not None
-    towers.target = dataclasses.replace(towers.target, passes=())  # packed, as on GPUs
+    session = towers.session
+    session.target = dataclasses.replace(session.target, passes=())  # packed, as on GPUs
     program = ModelStep(model, towers, "train_step").program_of(specs)
     runs: list[tuple[float, tuple[Message, ...]]] = []
     recorded = dataclasses.replace(
         program, segments=tuple(_recorded(segment, batch, runs) for segment in program.segments)
     )
     for _, variable in program.variables:
-        towers.copies(variable)
+        towers.replicas.of(variable)
     lay_out(recorded, towers, rows, Rollback(recorded, towers))
     runs = _joined(program, runs)
     total = sum(work for work, _ in runs)
     stages = tuple(Stage(work / total if total else 1 / len(runs), messages) for work, messages in runs)
-    return Traffic(stages, _is_conditional(program))
+    return stages, any(bucket.when for segment in program.segments for bucket in segment.outgoing)
 
 
 def _joined(program: Program, runs: list[tuple[float, tuple[Message, ...]]]) -> list[tuple[float, tuple[Message, ...]]]:
@@ -126,10 +116,6 @@ def _joined(program: Program, runs: list[tuple[float, tuple[Message, ...]]]) -> 
             work, messages = before + work, (*earlier, *messages)
         joined.append((work, messages))
     return joined
-
-
-def _is_conditional(program: Program) -> bool:
-    return any(bucket.when for segment in program.segments for bucket in segment.outgoing)
 
 
 def _recorded(segment: Segment, batch: int, runs: list[tuple[float, tuple[Message, ...]]]) -> Segment:
@@ -165,3 +151,34 @@ def _shares(function: Any, arguments: Sequence[Any], skip: int) -> tuple[list[fl
     graph = tf.function(again, autograph=False).get_concrete_function().graph
     outputs = graph.outputs if names else []
     return shares_before(outputs, graph)
+
+
+def shares_before(outputs: Sequence[Any], graph: tf.Graph) -> tuple[list[float], float]:
+    """Return the share of a graph's work before each output and all outputs before it, and the whole work.
+
+    Args:
+        outputs: tensors of the graph, in the order of their use.
+        graph: with static shapes; an unknown dimension counts as 1.
+
+    Returns:
+        Shares from 0 to 1, in ascending order; the work, in bytes moved or operations of the same time.
+    """
+    library = graph.as_graph_def().library
+    roofline = Roofline(Functions({one.signature.name: one for one in library.function}, graph))
+    work = {}
+    for op in graph.get_operations():
+        multiplications, moved, _ = roofline.work(op).sum(axis=1).tolist()
+        work[op.name] = max(moved, 2 * multiplications / OPERATIONS_PER_BYTE)
+    total = sum(work.values())
+    done: set[str] = set()
+    shares, spent = [], 0.0
+    for output in outputs:
+        queue = [output.op]
+        while queue:
+            op = queue.pop()
+            if op.name not in done:
+                done.add(op.name)
+                spent += work[op.name]
+                queue += [*(tensor.op for tensor in op.inputs), *op.control_inputs]
+        shares.append(min(1.0, spent / total) if total else 1.0)
+    return shares, total

@@ -28,37 +28,22 @@ _LARGEST_BATCH = 1 << 24  # of a GPU; a larger batch cannot help
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Describe a step on N GPUs, each with the batch of a single GPU.
+    """Describe a step on N GPUs, each with the batch of a single GPU."""
 
-    Attributes:
-        gpus: N.
-        step_s: seconds of a step, with overlap.
-        sequential_s: without overlap.
-        communication_s: of all messages together.
-        launching_s: the host's time to launch them; no step is shorter.
-        overlapped: the share of `communication_s` during compute, with overlap.
-        algorithms: of the messages, the longest message's first.
-        crossing_bytes: the bytes that leave each host in a step; as many enter it; 0 on one host.
-        efficiency: one GPU's step over `step_s`: 1 is linear scaling.
-        sequential_efficiency: without overlap.
-        good_batch: the smallest batch per GPU whose efficiency is `GOOD_EFFICIENCY`; None without such a batch.
-        winning_batch: the smallest global batch that N GPUs finish before one GPU; None without such a batch.
-        one_gpu_because: why one GPU is the better choice; "" if it is not.
-    """
-
-    gpus: int
-    step_s: float
-    sequential_s: float
-    communication_s: float
-    launching_s: float
-    overlapped: float
-    algorithms: tuple[str, ...]
-    crossing_bytes: float
-    efficiency: float
-    sequential_efficiency: float
+    gpus: int  # N
+    step_s: float  # seconds of a step, with overlap
+    sequential_s: float  # without overlap
+    communication_s: float  # of all messages together
+    launching_s: float  # the host's time to launch them; no step is shorter
+    overlapped: float  # the share of `communication_s` during compute, with overlap
+    algorithms: tuple[str, ...]  # of the messages, the longest message's first
+    crossing_bytes: float  # the bytes that leave each host in a step; as many enter it; 0 on one host
+    efficiency: float  # one GPU's step over `step_s`: 1 is linear scaling
+    sequential_efficiency: float  # without overlap
+    # The smallest batch per GPU whose efficiency is `GOOD_EFFICIENCY`; None without such a batch
     good_batch: int | None
-    winning_batch: int | None
-    one_gpu_because: str
+    winning_batch: int | None  # the smallest global batch that N GPUs finish before one GPU; None without such a batch
+    one_gpu_because: str  # why one GPU is the better choice; "" if it is not
 
     @property
     def speedup(self) -> float:
@@ -67,16 +52,10 @@ class Prediction:
 
 
 def predict(workload: Workload, gpus: int, batch: int, cluster: Cluster) -> Prediction:
-    """Predict a step.
-
-    Args:
-        workload: of one GPU.
-        gpus: at least 2.
-        batch: of each GPU.
-        cluster: the links between them.
+    """Predict a step on at least 2 GPUs, given the workload and the batch of each.
 
     Raises:
-        ValueError: fewer GPUs or samples than that.
+        ValueError: there are fewer GPUs or samples than that.
     """
     if batch < 1:
         raise ValueError(f"Expected a batch of at least 1 sample per GPU. Received: {batch}")

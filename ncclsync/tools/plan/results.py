@@ -15,21 +15,13 @@ from ncclsync.tools.plan.workload import Stage, Workload, fit_compute
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """Hold the measured, or given, step on one GPU.
+    """Hold the measured, or given, step on one GPU."""
 
-    Attributes:
-        batch_size: of each GPU.
-        seconds: of steps, by batch size.
-        origin: of the seconds, in words.
-        stages: of the step, with their messages.
-        conditional: whether some messages are sent only in certain steps.
-    """
-
-    batch_size: int
-    seconds: Mapping[int, Spread]
-    origin: str
-    stages: tuple[Stage, ...]
-    conditional: bool
+    batch_size: int  # of each GPU
+    seconds: Mapping[int, Spread]  # of steps, by batch size
+    origin: str  # of the seconds, in words
+    stages: tuple[Stage, ...]  # of the step, with their messages
+    conditional: bool  # whether some messages are sent only in certain steps
 
     def workload(self, quartile: str) -> Workload:
         """Return the workload with a quartile of the seconds: "q1", "median" or "q3"."""
@@ -45,12 +37,7 @@ class Found:
 def result_of(model: str, link: str, gpus: Sequence[int], cluster: Cluster, found: Found) -> Result:
     """Predict steps on so many GPUs, with notes on the basis of the prediction.
 
-    Args:
-        model: name of the factory.
-        link: as given on the command line.
-        gpus: numbers of them.
-        cluster: that `link` describes.
-        found: the step on one GPU.
+    `link` is the command line's word for the cluster; `found` is the step on one GPU.
     """
     workload, batch = found.workload("median"), found.batch_size
     case = {"model": model, "batch_size": batch, "link": link}

@@ -7,19 +7,12 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """Describe a bucket that all GPUs exchange.
+    """Describe a bucket that all GPUs exchange."""
 
-    Attributes:
-        kind: of `ops.Collective`, such as "all_reduce".
-        ready: the share of its stage's compute after which it can be sent, 0 to 1.
-        size_bytes: of a GPU's part.
-        bytes_per_sample: additional bytes for each sample of a GPU's batch, if rows are gathered.
-    """
-
-    kind: str
-    ready: float
-    size_bytes: float
-    bytes_per_sample: float = 0.0
+    kind: str  # of `ops.Collective`, such as "all_reduce"
+    ready: float  # the share of its stage's compute after which it can be sent, 0 to 1
+    size_bytes: float  # of a GPU's part
+    bytes_per_sample: float = 0.0  # additional bytes for each sample of a GPU's batch, if rows are gathered
 
     def bytes_of(self, batch: float) -> float:
         """Return one GPU's bytes with `batch` samples per GPU."""
@@ -28,15 +21,10 @@ class Message:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """Describe a part of the step after which all messages must have arrived.
+    """Describe a part of the step after which all messages must have arrived."""
 
-    Attributes:
-        share: of the step's compute; those of all stages add up to 1.
-        messages: in the order in which they are exchanged.
-    """
-
-    share: float
-    messages: tuple[Message, ...] = ()
+    share: float  # of the step's compute; those of all stages add up to 1
+    messages: tuple[Message, ...] = ()  # in the order in which they are exchanged
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,15 +70,10 @@ def fit_compute(seconds: Mapping[int, float]) -> Compute:
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """Describe a step of training.
+    """Describe a step of training."""
 
-    Attributes:
-        compute: of the whole step on one GPU.
-        stages: in order.
-    """
-
-    compute: Compute
-    stages: tuple[Stage, ...]
+    compute: Compute  # of the whole step on one GPU
+    stages: tuple[Stage, ...]  # in order
 
     @property
     def messages(self) -> tuple[Message, ...]:

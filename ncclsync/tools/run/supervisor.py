@@ -42,32 +42,20 @@ _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """Describe the command to run.
+    """Describe the command to run."""
 
-    Attributes:
-        name: the script's file, or a module's name.
-        module: whether it is a module, as by `python -m`.
-        arguments: of the script.
-        restarts: the most starts in a row without progress.
-        report: the file that gets a line of JSON after each start; or None.
-    """
-
-    name: str
-    module: bool
-    arguments: tuple[str, ...]
-    restarts: int
-    report: pathlib.Path | None
+    name: str  # the script's file, or a module's name
+    module: bool  # whether it is a module, as by `python -m`
+    arguments: tuple[str, ...]  # of the script
+    restarts: int  # the most starts in a row without progress
+    report: pathlib.Path | None  # the file that gets a line of JSON after each start; or None
 
 
 def supervise(command: Command, signals: "Signals") -> int:
     """Run a command until it ends, or dies and is not started again; print a report unless all went well.
 
-    Args:
-        command: to run.
-        signals: entered before libraries that start threads are imported.
-
-    Returns:
-        Its exit code; of a signal, 128 and its number.
+    `signals` are entered before libraries that start threads are imported. Returns the script's exit code; of a signal,
+    128 and its number.
     """
     with tempfile.TemporaryDirectory(prefix="ncclsync-run-") as folder, _adopting():
         supervisor = _Supervisor(command, pathlib.Path(folder), signals)
@@ -162,14 +150,12 @@ class _Supervisor:
         ending: dict[str, Any] = {"error": None, "device": False}
         if self._ending.exists():
             ending = json.loads(self._ending.read_text())
-        code = process.returncode
         return Start(
             start=len(self.starts) + 1,
             began=began,
             seconds=time.monotonic() - clock,
             gpus=gpus,
-            exit_code=code if code >= 0 else None,
-            number=-code if code < 0 else None,
+            code=process.returncode,
             error=ending["error"],
             device_error=ending["device"],
             progress=after,

@@ -31,7 +31,7 @@ def seen_nan(found: Sequence[Difference]) -> Iterator[Inexact]:
 def false_step(towers: Towers, batch: Batch) -> Iterator[Inexact]:
     """Report the first tensor of a training step that towers compute otherwise than one device."""
     given = keras.tree.map_structure(to_tensor, batch)
-    for trace in towers.traces or ():
+    for trace in towers.watch.traces or ():
         with contextlib.suppress(Unchecked):
             line = first_difference(trace, towers.devices[0], Results.COMBINED, given, towers.layout.shards)
             if line:

@@ -1,20 +1,20 @@
 """Hold the results of `verify`, as data and as a table. This module knows neither models nor towers."""
 
 import dataclasses
-import io
 from typing import Any
 
 import numpy as np
 import rich.box
-from rich.console import Console, Group
+import tensorflow as tf
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from ncclsync.ops.comparing import distance
 from ncclsync.semantics.exactness import Inexact
-from ncclsync.towers.drift import distance
+from ncclsync.tools.output import plain_text
 
 _ROWS = 20  # of the table; the variables that differ most
-_WIDTH = 110  # columns, where the report is printed as plain text
 
 # A difference is relative to the largest magnitude of its array, but not to less than this: where all that
 # an array holds is rounding (the gradient of a bias that has no effect), no digit of it is meaningful.
@@ -58,7 +58,7 @@ def measure(step: int, kind: str, name: str, actual: Any, expected: Any, toleran
     exact = expected.dtype.kind in "iub"
     one, other = actual.astype(np.float64), expected.astype(np.float64)
     nan = bool(np.isnan(one).any() or np.isnan(other).any())
-    absolute = distance(one, other)
+    absolute = float(distance(tf.constant(one), tf.constant(other)))
     magnitude = float(np.max(np.abs(other[np.isfinite(other)]), initial=0.0))
     relative = absolute / max(magnitude, _LEAST_MAGNITUDE.get(kind, _LEAST_MAGNITUDE_ELSE))
     return Difference(step, kind, name, absolute, relative, relative <= (0.0 if exact else tolerance), nan)
@@ -123,9 +123,7 @@ class Report:
         return Group(*parts)
 
     def __str__(self) -> str:
-        text = io.StringIO()
-        Console(file=text, width=_WIDTH, color_system=None, force_jupyter=False).print(self)
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+        return plain_text(self)
 
     # A notebook shows the repr, and so does a failed `assert verify(...).ok`.
     __repr__ = __str__

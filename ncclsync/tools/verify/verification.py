@@ -78,7 +78,7 @@ def verify(
         model = _build(on_towers, seed)
         made = towers_of(model)
         assert made is not None
-        made.traces = []
+        made.watch.traces = []
         try:
             one_size = fixed_batch_size(model) is not None
             batches = take_batches(data, steps, batch_size=batch_size, towers=count, one_size=one_size)

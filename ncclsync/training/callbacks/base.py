@@ -33,7 +33,7 @@ class StepWatcher(keras.callbacks.Callback, abc.ABC):
         towers = towers_of(model)
         if towers is None:
             raise ValueError(f"Expected a model of an @nccl_parallel factory for {name}. Received: {model!r}")
-        towers.require_open()
+        towers.session.require_open()
         if model.run_eagerly:
             raise ValueError(f"Expected a step that is traced for {name}. Received: run_eagerly=True")
         if is_plain(towers):
@@ -54,7 +54,7 @@ class StepWatcher(keras.callbacks.Callback, abc.ABC):
 
     def watch_next(self) -> None:
         """Let `measure` receive the recording of the step's next call."""
-        self.towers.watch_next(self._measure)
+        self.towers.watch.watch_next(self._measure)
 
     @abc.abstractmethod
     def measure(self, measured: Measured) -> None:

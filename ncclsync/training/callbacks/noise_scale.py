@@ -86,7 +86,7 @@ class NoiseScale(keras.callbacks.Callback):
 
     def _averages(self) -> NoiseAverages | None:
         towers = towers_of(self.model)
-        return None if towers is None or towers.layout.shards == 1 else towers.noise
+        return None if towers is None or towers.layout.shards == 1 else towers.watch.noise
 
     def _log(self, logs: Any) -> bool:
         averages, towers = self._averages(), towers_of(self.model)

@@ -77,7 +77,7 @@ class Timeline(StepWatcher):
         """
         super().on_train_begin()
         self._trace.check()
-        self._trace.devices = tuple(self.towers.devices)
+        self._trace.devices = self.towers.devices
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Record the next call, if it makes a step to record."""

@@ -33,4 +33,4 @@ try:
 except ncclsync.AuditError as error:
     print("found", error.step, error.culprits, error.pairs, error)
 else:
-    print("healthy", model.towers.sentinel.steps)
+    print("healthy", model.towers.watch.steps)

@@ -1,0 +1,371 @@
+"""Run `bench exchange`, `overlap` and `copies` on this process' GPUs; the first two also in several processes.
+
+exchange: a graph has several all-reduces of one small bucket in a row. The clock stops when its call returns, before
+the GPUs have done their work. overlap: a step is timed as it is and without its exchanges, and the same buckets are
+exchanged without a step. copies: `fit` is timed beside the same steps on a batch that stays on the GPUs, and beside the
+copies alone. What is compared takes turns.
+"""
+
+import argparse
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ncclsync.communicator.processes import Process, find_process
+from ncclsync.errors import NcclSyncError
+from ncclsync.tools.bench.results import (
+    STEP,
+    TOWERS,
+    Column,
+    Result,
+    Row,
+    median_text,
+    more,
+    ratio_text,
+    ratio_to,
+    time_text,
+)
+from ncclsync.tools.bench.turns import BenchError, Spread, about, device_timer, ratio, take_turns
+
+OPS, EMPTY = "ops", "empty graph"  # sides of exchange
+
+_IN_A_ROW = 20  # exchanges in one graph
+_ELEMENTS = 1024
+_CALLS = 5  # of a turn
+
+BUCKETS = 5  # of overlap
+
+# As in convolutional networks, layers near the input have few weights. With equal layers, an exchange as long as
+# back-propagation could hide at most 1 - 1/BUCKETS of itself: the last bucket leaves when back-propagation ends.
+_WIDTHS = (*[128] * 4, *[256] * 12)
+_LAYERS_OF_BUCKET = 3  # wide layers
+_OVERLAP_ROWS = 256  # of a tower: enough for the products to outweigh the update
+_OVERLAP_STEPS = 3  # of a turn
+
+_COPIED_WIDTH, _COPIED_ROWS = 4096, 256  # of a tower's inputs in copies: 4 MiB
+_COPIED_STEPS = 100  # of a turn
+
+
+def is_first(process: Process | None) -> bool:
+    """Return whether this process shows the result."""
+    return process is None or process.rank == 0
+
+
+def check_gpus(towers: int) -> int:
+    """Check that each tower can have its own GPU, and that TensorFlow takes ncclsync's ops; return this process' part.
+
+    Raises:
+        BenchError: it is not so, or the towers cannot be divided among the processes.
+    """
+    process = find_process()
+    whole, size = towers, 1 if process is None else process.size
+    if whole % size:
+        raise BenchError(f"Expected as many towers in each of {size} processes. Received: {whole} in all")
+    towers = whole // size
+    import tensorflow as tf
+
+    from ncclsync.ops import host_ops
+
+    gpus = len(tf.config.list_logical_devices("GPU"))
+    if gpus < towers:
+        raise BenchError(
+            f"Expected {towers} GPUs that TensorFlow sees. Received: {gpus}. tests/virtual_gpus/run.py runs a "
+            "command as on a host with several"
+        )
+    try:
+        host_ops.register()
+    except NcclSyncError as error:
+        raise BenchError(str(error)) from error
+    return towers
+
+
+def on(device: str, tensor: Any) -> Any:
+    """Return a tensor's copy on a device, such as "GPU:0"."""
+    import tensorflow as tf
+
+    with tf.device(f"/{device}"):
+        return tf.identity(tensor)
+
+
+def bench_exchange(given: argparse.Namespace, show: Callable[[str], None]) -> Result | None:
+    """Time an exchange for every number of towers: host time of each tower of a process; None but in the first one."""
+    show("importing TensorFlow")
+    process, own = find_process(), [check_gpus(towers) for towers in given.towers]
+    from ncclsync.training.loop import Towers
+
+    rows = []
+    for towers, here in zip(given.towers, own, strict=True):
+        tell = about(f"{towers} towers", show)
+        tell("joining GPUs")
+        with Towers(here) as joined:
+            rows += _time_exchanges(towers, joined, given.rounds, tell)
+    return Result("exchange", "s", tuple(rows)) if is_first(process) else None
+
+
+def _time_exchanges(towers: int, joined: Any, rounds: int, show: Callable[[str], None]) -> list[Row]:
+    import numpy as np
+    import tensorflow as tf
+
+    from ncclsync.compat import tensorflow as tf_compat
+    from ncclsync.ops import group_ops
+
+    communicator, devices = joined.communicator, joined.devices
+
+    def passed(*tensors: Any) -> list[Any]:
+        return [on(device, tensor) for device, tensor in zip(devices, tensors, strict=True)]
+
+    sent = passed(*(tf.fill([_ELEMENTS], float(rank)) for rank in communicator.ranks))
+    specs = [tf.TensorSpec([_ELEMENTS], tf.float32)] * len(devices)
+
+    def in_a_row(*tensors: Any) -> Sequence[Any]:
+        column, turns = passed(*tensors), group_ops.Turns([], str)
+        for _ in range(_IN_A_ROW):
+            column = group_ops.group_all_reduce(column, communicator, "max", turns=turns)
+        return column
+
+    # As a step's graph is built.
+    graphs = {name: tf_compat.unordered_function(body, specs) for name, body in ((OPS, in_a_row), (EMPTY, passed))}
+
+    def timer(graph: Callable) -> Callable[[], float]:
+        def turn() -> float:
+            seconds = 0.0
+            for _ in range(_CALLS):
+                tf_compat.sync_devices()
+                began = time.perf_counter()
+                results = graph(*sent)
+                seconds += time.perf_counter() - began
+                del results
+            tf_compat.sync_devices()
+            return seconds / (_CALLS * _IN_A_ROW * towers)
+
+        return turn
+
+    show("first calls")
+    wrong = {}
+    for name, graph in graphs.items():
+        expected = [towers - 1 if name != EMPTY else rank for rank in communicator.ranks]
+        results = [result.numpy() for result in graph(*sent)]
+        wrong[name] = sum(int(np.sum(one != right)) for one, right in zip(results, expected, strict=True))
+    timers = {name: timer(graph) for name, graph in graphs.items()}
+    seconds = take_turns(timers, rounds, show)
+    rows = []
+    for name, samples in seconds.items():
+        ratios = {other: ratio(samples, seconds[other]) for other in seconds if other != name}
+        case = {"towers": towers, "in_a_row": _IN_A_ROW, "size_bytes": 4 * _ELEMENTS}
+        rows.append(Row(case, name, Spread.of(samples), ratios, {"wrong": wrong[name]}))
+    return rows
+
+
+EXCHANGE_TABLES = [
+    [
+        TOWERS,
+        Column("by", lambda row: row.side, "left"),
+        Column("host time of an exchange,\nper tower", lambda row: time_text(row.value)),
+        Column("#wrong", more("wrong")),
+    ]
+]
+
+
+def bench_overlap(given: argparse.Namespace, show: Callable[[str], None]) -> Result | None:
+    """Time a step with and without its exchanges, and these alone; None but in the first of several processes."""
+    show("importing TensorFlow")
+    here = check_gpus(given.towers)
+    import tensorflow as tf
+
+    from ncclsync.parallel import nccl_parallel
+    from ncclsync.tools.bench.split import StepParts
+
+    bucket_bytes = 4 * _LAYERS_OF_BUCKET * _WIDTHS[-1] ** 2 + 1024  # with the bytes that the loss sends
+    model = nccl_parallel(towers=here, bucket_bytes=bucket_bytes)(_layers)(given.xla)
+    batch = tuple(tf.zeros([given.towers * _OVERLAP_ROWS, width]) for width in (_WIDTHS[0], _WIDTHS[-1]))
+    with model.towers as towers:
+        parts = StepParts(model, batch)
+        show("first steps")
+        for variant in ("whole", "local"):
+            parts.seconds(variant, 2)
+        sizes = [sum(spec.shape.num_elements() * spec.dtype.size for spec in one.specs) for one in parts.buckets]
+        if len(sizes) != BUCKETS:
+            raise BenchError(f"Expected {BUCKETS} buckets. Received: {len(sizes)}")
+        timers: dict[str, Callable[[], float]] = {
+            "step": functools.partial(parts.seconds, "whole", _OVERLAP_STEPS),
+            "without": functools.partial(parts.seconds, "local", _OVERLAP_STEPS),
+            "exchange": _exchange_timer(towers, sizes),
+        }
+        seconds = take_turns(timers, given.rounds, show)
+        leads = [parts.lead() for _ in range(given.rounds)]
+    turns = zip(seconds["without"], seconds["exchange"], seconds["step"], strict=True)
+    figures: dict[str, Any] = {
+        "without_s": Spread.of(seconds["without"]),
+        "exchange_s": Spread.of(seconds["exchange"]),
+        "hidden": Spread.of([(without + exchange - step) / exchange for without, exchange, step in turns]),
+        "called_s": Spread.of([called for called, _ in leads]),
+        "ended_s": Spread.of([ended for _, ended in leads]),
+        "bucket_bytes": sizes,
+    }
+    if not is_first(find_process()):
+        return None
+    if given.link is not None:
+        predicted_s = _predicted_s(given.link, given.towers, figures["without_s"].median, bucket_bytes)
+        figures |= {
+            "predicted_s": predicted_s,
+            "predicted_ratio": Spread.of([predicted_s / s for s in seconds["step"]]),
+        }
+    case = {
+        "model": f"dense, {len(_WIDTHS)} layers",
+        "towers": given.towers,
+        "batch_size": given.towers * _OVERLAP_ROWS,
+    }
+    case["xla"] = given.xla
+    return Result("overlap", "s", (Row(case, "ncclsync", Spread.of(seconds["step"]), {}, figures),))
+
+
+def _predicted_s(link: Any, towers: int, without_s: float, bucket_bytes: int) -> float:
+    """Return the seconds of a step that `plan` predicts, given those of a step without exchanges.
+
+    The latency of `link` is that of a whole collective, as `run.py` has it; `plan` takes the latency of a hop.
+    """
+    import numpy as np
+
+    from ncclsync.parallel import nccl_parallel
+    from ncclsync.program.links import Cluster, Link
+    from ncclsync.tools.plan.commands import LAUNCH_US
+    from ncclsync.tools.plan.measurement import traced_traffic
+    from ncclsync.tools.plan.prediction import step_seconds
+    from ncclsync.tools.plan.workload import Compute, Workload
+
+    batch = tuple(np.zeros([_OVERLAP_ROWS, width], "float32") for width in (_WIDTHS[0], _WIDTHS[-1]))
+    model = nccl_parallel(towers=1, backend="cpu", bucket_bytes=bucket_bytes, processes=False)(_layers)(False)
+    with model.towers:
+        stages, _ = traced_traffic(model, batch, _OVERLAP_ROWS)
+    hop = Link(link.bandwidth, link.latency_s / (2 * (towers - 1)))
+    cluster = Cluster(hop, hop, towers, LAUNCH_US / 1e6)
+    return step_seconds(Workload(Compute(without_s, 0.0), stages), towers, _OVERLAP_ROWS, cluster)
+
+
+def _layers(jit_compile: bool) -> Any:
+    import keras
+
+    layers = [keras.layers.Dense(width, use_bias=False) for width in _WIDTHS]
+    model = keras.Sequential([keras.Input(_WIDTHS[:1]), *layers])
+    model.compile("sgd", "mse", jit_compile=jit_compile)
+    return model
+
+
+def _exchange_timer(towers: Any, sizes: list[int]) -> Callable[[], float]:
+    """Return a timer of so many all-reduces, one launch after another."""
+    import tensorflow as tf
+
+    from ncclsync.communicator import AllReduce
+    from ncclsync.compat import tensorflow as tf_compat
+    from ncclsync.ops import device_ops
+
+    sends = [[on(device, tf.zeros([size // 4])) for device in towers.devices] for size in sizes]  # [B][N]
+
+    def exchange() -> list[Any]:
+        launched: list[Any] = []
+        for column in sends:
+            placed = [on(device, tensor) for device, tensor in zip(towers.devices, column, strict=True)]
+            before = [one.token for one in launched[-1:]]
+            collectives = [AllReduce((), (), "sum")]
+            launched.append(
+                device_ops.launch([placed], towers.communicator, collectives, towers.devices, launched_after=before)
+            )
+        return [one.deliver(tower)[0][:1] for tower in range(len(towers.devices)) for one in launched]
+
+    timer = device_timer(tf_compat.unordered_function(exchange, []))
+    timer()
+    return timer
+
+
+OVERLAP_TABLES = [
+    [
+        TOWERS,
+        STEP,
+        Column("without\nexchanges", more("without_s", time_text)),
+        Column("exchanges\nalone", more("exchange_s", time_text)),
+        Column("hidden", more("hidden", lambda share: f"{share.median:.0%}")),
+        Column("step\nby plan", more("predicted_s", median_text)),
+        Column("÷\nmeasured", more("predicted_ratio", ratio_text)),
+    ],
+    [
+        Column("the call of a step\nreturns after", more("called_s", time_text)),
+        Column("the step has ended\nafter", more("ended_s", time_text)),
+    ],
+]
+
+
+def bench_copies(given: argparse.Namespace, show: Callable[[str], None]) -> Result:
+    """Time steps in fit, steps without copies, and copies."""
+    show("importing TensorFlow")
+    check_gpus(given.towers)
+    import tensorflow as tf
+
+    from ncclsync.parallel import nccl_parallel
+    from ncclsync.training.keras_model import ModelStep
+
+    model = nccl_parallel(towers=given.towers)(_dense)()
+    batch = (tf.zeros([given.towers * _COPIED_ROWS, _COPIED_WIDTH]), tf.zeros([given.towers * _COPIED_ROWS, 1]))
+    data = tf.data.Dataset.from_tensors(batch).repeat()
+    with model.towers as towers:
+        kept = _Kept(towers, iterator := iter(data))
+        step = ModelStep(model, towers, "train_step")
+
+        def compute() -> None:
+            for _ in range(_COPIED_STEPS):
+                step.run_on_iterator(iterator)
+
+        def copy() -> None:
+            for _ in range(_COPIED_STEPS):
+                kept.copy()
+
+        show("first steps")
+        model.fit(data, steps_per_epoch=2, verbose=0)
+        step.run_on_iterator(iterator)
+        timers = {
+            "fit": device_timer(lambda: model.fit(data, steps_per_epoch=_COPIED_STEPS, verbose=0), _COPIED_STEPS),
+            "compute": device_timer(compute, _COPIED_STEPS),
+            "copy": device_timer(copy, _COPIED_STEPS),
+        }
+        seconds = take_turns(timers, given.rounds, show)
+    ratios = {"the longer": Spread.of([fit / max(*parts) for fit, *parts in zip(*seconds.values(), strict=True)])}
+    figures = {f"{name}_s": Spread.of(seconds[name]) for name in ("compute", "copy")}
+    case = {"towers": given.towers, "batch_size": given.towers * _COPIED_ROWS, "steps": _COPIED_STEPS}
+    return Result("copies", "s", (Row(case, "ncclsync", Spread.of(seconds["fit"]), ratios, figures),))
+
+
+class _Kept:
+    """Give steps one batch, which the GPUs hold, again and again, in place of a feeder."""
+
+    def __init__(self, towers: Any, iterator: Any) -> None:
+        from ncclsync.towers.feeding import Feeder
+
+        self._feeder, self._staging, self._given = Feeder(iterator), None, None  # type: Any, Any, Any
+        towers.session.feeders[iterator] = self
+
+    def take(self, staging: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+        if self._given is None:
+            self._staging, self._given = staging, self._feeder.take(staging)
+        return self._given
+
+    def copy(self) -> None:
+        self._staging.bring(self._given[0])
+
+
+def _dense() -> Any:
+    import keras
+
+    model = keras.Sequential([keras.Input([_COPIED_WIDTH]), keras.layers.Dense(64), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", jit_compile=False)
+    return model
+
+
+COPIES_TABLES = [
+    [
+        TOWERS,
+        Column("step\nin fit", lambda row: time_text(row.value)),
+        Column("without\ncopies", more("compute_s", time_text)),
+        Column("copies\nalone", more("copy_s", time_text)),
+        Column("step ÷\nthe longer", ratio_to("the longer")),
+    ]
+]

@@ -1,0 +1,58 @@
+"""Parse the arguments of `python -m ncclsync doctor` and run it."""
+
+import argparse
+import json
+from typing import Any
+
+from ncclsync.errors import NcclSyncError
+from ncclsync.tools.arguments import at_least
+
+HEALTHY, ILL = 0, 1  # exit codes; `cli` ends with 2 where doctor itself failed
+
+
+def add_doctor(commands: Any) -> None:
+    """Add `doctor` to a parser's subcommands."""
+    parser = commands.add_parser(
+        "doctor",
+        help="find out whether training would run on this machine, and what to mend",
+        description="Examine this machine: versions, GPUs and their links, the backend, an all-reduce whose "
+        "result is known, environment variables. By a launcher, all processes together: process 0 shows each, and what "
+        "differs between them. Exit code 0: healthy; 1: training would fail; 2: doctor itself failed.",
+    )
+    parser.set_defaults(run=_doctor)
+    parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
+    parser.add_argument(
+        "--timeout", type=at_least(1), default=60, metavar="S", help="seconds per check, default %(default)s"
+    )
+
+
+def _examine(timeout_s: float) -> Any:
+    """Return doctor's report; None in all processes of a launcher but the first."""
+    from ncclsync.tools.doctor.examination import examine
+
+    try:
+        from ncclsync.communicator.processes import find_process
+
+        process = find_process()
+    except (ImportError, NcclSyncError):  # without the compiled part, or refused as in training: the report says so
+        return examine(timeout_s)
+    # TF_CONFIG describes a cluster to each process: each prints for itself.
+    if process is None or process.launcher == "TF_CONFIG":
+        return examine(timeout_s)
+    from ncclsync.tools.doctor.processes import examine_all
+
+    return examine_all(process, timeout_s)
+
+
+def _doctor(given: argparse.Namespace) -> int:
+    report = _examine(given.timeout)
+    if report is None:  # process 0 has it
+        return HEALTHY
+    if given.json:
+        print(json.dumps(report.as_dict(), indent=2))
+    else:
+        from ncclsync.tools.doctor.screen import render
+        from ncclsync.tools.output import show
+
+        show(render(report))
+    return HEALTHY if report.healthy else ILL

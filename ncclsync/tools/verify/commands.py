@@ -1,0 +1,56 @@
+"""Parse the arguments of `python -m ncclsync verify` and run it. TensorFlow is imported to compare."""
+
+import argparse
+import os
+from typing import Any
+
+from ncclsync.tools.arguments import at_least
+from ncclsync.tools.factories import add_model_arguments, load, model_and_data
+
+SAME, DIFFERENT = 0, 1  # exit codes; `cli` ends with 2 where nothing was compared
+
+_BATCH_SIZE = 33
+
+
+def add_verify(commands: Any) -> None:
+    """Add `verify` to a parser's subcommands."""
+    parser = commands.add_parser(
+        "verify",
+        help="train a model on one device and on N towers, with random data, and compare",
+        description="Train a model on one device and on N towers, with random data, and compare after every "
+        "step. Exit code 0: equal; 1: different; 2: nothing was compared.",
+    )
+    parser.set_defaults(run=_verify)
+    add_model_arguments(parser, f"default {_BATCH_SIZE}, or the model's own")
+    parser.add_argument("--towers", type=at_least(2), default=4, metavar="N", help="default %(default)s")
+    parser.add_argument("--devices", metavar="GPU:0,GPU:1", help="just these instead")
+    parser.add_argument("--backend", choices=("nccl", "cpu"), help="default: follows the devices")
+    parser.add_argument("--steps", type=at_least(1), default=5, metavar="N", help="default %(default)s")
+    parser.add_argument("--tolerance", type=float, metavar="X", help="relative; default: by dtype")
+    parser.add_argument("--exact", action="store_true", help="exact=True, as in nccl_parallel")
+
+
+def _verify(given: argparse.Namespace) -> int:
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # only errors; read when TensorFlow is imported
+    factory = load(given.factory)
+    from ncclsync.tools.output import show
+    from ncclsync.tools.verify.verification import verify
+
+    options = {
+        "devices": given.devices.split(",") if given.devices else None,
+        "backend": given.backend,
+        "exact": given.exact,
+    }
+    _, data, batch_size = model_and_data(given, factory, _BATCH_SIZE, batches=given.steps)
+    report = verify(
+        factory,
+        data,
+        given.towers,
+        given.steps,
+        batch_size=batch_size,
+        tolerance=given.tolerance,
+        seed=given.seed,
+        **{name: value for name, value in options.items() if value},
+    )
+    show(report)
+    return SAME if report.ok else DIFFERENT

@@ -1,0 +1,312 @@
+"""Open the towers' devices and their communicator, and close them; know what has failed, and tell other processes.
+
+A session knows no variables. `replicas.py` has these, `watch.py` looks after them.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ncclsync.communicator.messages import MOST_BYTES
+from ncclsync.communicator.timeouts import interruptible
+from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.errors import NcclSyncError, ProcessError
+from ncclsync.ops import device_ops
+from ncclsync.ops.group_ops import group_all_reduce
+from ncclsync.program.program import Target
+from ncclsync.towers.feeding import Feeder
+from ncclsync.towers.in_flight import InFlight
+from ncclsync.towers.layout import Layout
+from ncclsync.towers.options import AUTO, MOST_TOWERS, TowerOptions
+from ncclsync.towers.placement import (
+    choose_placement,
+    connect,
+    device_models,
+    keep_quiet,
+    make_target,
+    own_process,
+    share_cores,
+)
+from ncclsync.towers.shares import Shares
+
+logger = logging.getLogger("ncclsync")
+
+
+@dataclasses.dataclass(frozen=True)
+class Owner:
+    """Say what towers ask of the model that they are for; of `Towers` without one, the defaults.
+
+    Attributes:
+        weights: returns the variables of `get_weights`, in that order; None: all variables of the replicas.
+        paths: returns, by the id of tower 0's variable, the names that messages use.
+        save: saves tower 0's state when a collective has failed.
+        explain: explains the model's training step on a batch.
+    """
+
+    weights: Callable[[], Sequence[Any]] | None = None
+    paths: Callable[[], Mapping[int, str]] = dict
+    save: Callable[[], None] | None = None
+    explain: Callable[[Any], Any] | None = None
+
+
+class Session:
+    """Hold the devices of N towers and the communicator that joins them, from opening to closing.
+
+    Attributes:
+        options: as they were given.
+        backend: "nccl" or "cpu".
+        communicator: the N ranks, owned by this object.
+        shares: by what towers of different speed share a batch, if they do.
+        layout: which shard of a batch is whose; another one after `split_further`.
+        target: what programs for these towers are cut for.
+        in_flight: the steps whose collectives have not ended.
+        feeders: what fetches ahead of the steps, by iterator; on GPUs.
+        owner: the model that the towers are for.
+        closed: whether `close` was called.
+    """
+
+    def __init__(self, options: TowerOptions) -> None:
+        """Choose devices and backend, and join them.
+
+        Raises:
+            ValueError: the options name a device that is not there, or more towers than there are GPUs.
+            NcclUnavailableError, NcclError: if NCCL was chosen and cannot be used.
+        """
+        self.options, health = options, options.health
+        process = own_process(options.devices) if options.processes else None
+        if process is not None:
+            keep_quiet(process)
+        alone = ("shards", "shares", "on_oom")
+        several = {name: getattr(options, name) for name in alone if getattr(options, name) is not None}
+        if several and process is not None:
+            raise ValueError(
+                f"Expected {' and '.join(several)} in one process: towers of several processes have even shards. "
+                f"Received: {several}, in process {process.rank} of {process.size}. Leave it away, or say "
+                "processes=False"
+            )
+        if options.backend != "nccl":
+            # How many threads an op has may change the order of its sums: it must not depend on the towers.
+            divided = options.shards is not None and all("CPU" in str(one).upper() for one in options.devices or ())
+            share_cores(*((options.shards, None) if divided else (options.towers, options.devices)), process)
+        placement = choose_placement(options.towers, options.devices, options.backend, process)
+        devices, self.backend = placement.devices, placement.backend
+        if options.shards is not None and options.shards < len(devices):
+            raise ValueError(
+                f"Expected at least a shard for each of {len(devices)} towers. Received: "
+                f"shards={options.shards}. A tower without a shard would compute nothing: use fewer towers, "
+                "or more shards"
+            )
+        if health.audit_every is not None:
+            _check_audits(devices)
+        shared = options.shares is not None and (options.shares != AUTO or len(devices) > 1)
+        self.shares = Shares(options.shares, devices) if shared and options.shares is not None else None
+        self.communicator = connect(placement, process, timeout_s=health.timeout_s, preflight=health.preflight)
+        ranks = range(self.communicator.ranks[0], self.communicator.ranks[-1] + 1)
+        weights = None if self.shares is None else self.shares.variable
+        self.layout = Layout(devices, ranks, self.communicator.world_size, options.shards, weights=weights)
+        self.target = self._make_target()
+        self.in_flight = InFlight(self.communicator)
+        self.feeders: weakref.WeakKeyDictionary[tf.data.Iterator, Feeder] = weakref.WeakKeyDictionary()
+        self.owner = Owner()
+        self.closed = False
+        self._warned: set[str] = set()
+        self._functions: dict[Any, Callable[..., list[tf.Tensor]]] = {}
+        self._saved_after: BaseException | None = None
+
+    def _make_target(self) -> Target:
+        options = self.options
+        return make_target(self.layout, self.backend, options.bucket_bytes, same_seeds=options.exact_random)
+
+    def why_undivided(self, rows: int) -> str:
+        """Return why a batch of so many rows cannot have twice as many shards; "" if it can."""
+        count = self.layout.shards
+        if count >= rows:
+            return "each shard has one row"
+        if self.options.shards is not None:
+            return f"the bits belong to shards={count}. Choose more shards, or a smaller batch"
+        return f"{count} shards are the most" if 2 * count > MOST_TOWERS else ""
+
+    def split(self) -> None:
+        """Divide batches into twice as many shards from now on."""
+        self.layout = self.layout.split()
+        self.target = self._make_target()
+
+    def check_repeatable(self) -> None:
+        """Warn if equal bits are asked for and may differ: op determinism is off, or was off when NCCL joined the
+        towers."""
+        if not tf_compat.is_op_determinism_enabled():
+            shards = self.options.shards
+            if shards is not None and any("GPU" in device for device in self.layout.devices):
+                self.warn_once(
+                    f"shards={shards} gives equal bits on any number of GPUs only with deterministic ops. If you "
+                    "want them, call tf.config.experimental.enable_op_determinism() and "
+                    "keras.utils.set_random_seed(...) before the model is made"
+                )
+        elif not self.communicator.repeatable:
+            self.warn_once(
+                "Sums of NCCL's may differ in their last bits from run to run: "
+                "tf.config.experimental.enable_op_determinism() was called after the towers were joined, with NVLS. "
+                "Call it before the first model on towers is made"
+            )
+
+    def require_open(self) -> None:
+        """Raise NcclSyncError if the towers are closed."""
+        if self.closed:
+            raise NcclSyncError(
+                "Expected open towers. Received: towers that were closed, as `with towers:` does where it ends. Keep "
+                "all epochs within one `with`, or make new Towers. To train a model of a factory on towers, build it "
+                "again; saving and calling it still work."
+            )
+
+    def require_eager(self, what: str) -> None:
+        """Raise NcclSyncError within a tf.function: tensors made there are gone when its graph is complete.
+
+        Args:
+            what: was called, for the message.
+        """
+        if not tf.executing_eagerly():
+            raise NcclSyncError(
+                f"Expected {what} outside any tf.function. Received: a call inside one. Call it from plain "
+                "Python: a step on towers is a graph of its own."
+            )
+
+    def warn_once(self, message: str, about: str | None = None) -> None:
+        """Log a warning, unless it was logged before, or one `about` the same."""
+        if (about or message) not in self._warned:
+            self._warned.add(about or message)
+            logger.warning("%s", message)
+
+    def names_of(self, variables: Sequence[tf.Variable]) -> list[str]:
+        """Return the names of tower 0's variables for messages: their Keras paths where known."""
+        paths = self.owner.paths()
+        return [paths.get(id(variable), variable.name) for variable in variables]
+
+    @functools.cached_property
+    def enqueues(self) -> bool:
+        """Return whether towers are joined by ops that only enqueue; see `ops.device_ops`."""
+        return device_ops.takes(self.communicator)
+
+    def interruptible(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which Ctrl-C ends collectives, where they can hang."""
+        communicator = self.communicator
+        return interruptible(communicator.interrupt) if communicator.waits else contextlib.nullcontext()
+
+    # What has failed.
+
+    def cause_of(self, error: BaseException, written: frozenset[int] = frozenset()) -> BaseException:
+        """Return the error to raise for a failed step; tell other processes if it is this process' own.
+
+        TensorFlow wraps what a collective or Python raises within a graph, or reports what that cancelled. Returned is
+        what was raised itself, or ncclsync's sentence about it, or else `error`.
+
+        Args:
+            error: that the step has raised.
+            written: see `InFlight.report`.
+        """
+        raised = self.in_flight.take()
+        if not isinstance(error, Exception):  # Ctrl-C, of which this may have been made on the way
+            raised = None
+        if isinstance(raised, ProcessError):
+            self._failed_collective()
+        if raised is not None:
+            return raised
+        failure = self._failed_collective(written) if isinstance(error, Exception) else None
+        if failure is not None and not isinstance(error, NcclSyncError):
+            return failure
+        if self.layout.meets_processes:
+            self.communicator.report_failure(error)
+        if not isinstance(error, tf.errors.OpError) or (sentence := tf_compat.own_sentence(error)) is None:
+            return error
+        told = NcclSyncError(f"{sentence}\n\nTensorFlow: {error.message}")
+        told.__cause__ = error
+        return told
+
+    def tell(self, error: Exception) -> None:
+        """Report an error that a call raises to the other processes."""
+        if isinstance(error, ProcessError):  # not always within a step, which saves by itself
+            self._failed_collective()
+        self.communicator.report_failure(error)
+
+    def _failed_collective(self, written: frozenset[int] = frozenset()) -> BaseException | None:
+        """Return the failure that ended the communicator, if any; save tower 0's state first; see `InFlight.report`."""
+        failure, save = self.in_flight.report(written), self.owner.save
+        if failure is None or failure is self._saved_after or save is None:
+            return failure
+        self._saved_after = failure
+        if self.communicator.leads:
+            try:
+                save()
+            except Exception:  # whatever it is: the failure itself must be raised
+                logger.exception("Tower 0 could not be saved after a failed collective")
+        return failure
+
+    # What processes give each other. Collective, where there are several.
+
+    def of_all_processes(self, value: Any, what: str, array_bytes: int = 0) -> list[Any]:
+        """Return what each process gives; see `Communicator.exchange`."""
+        return self.communicator.exchange(value, what, MOST_BYTES + array_bytes)
+
+    def of_tower_0(self, variable: tf.Variable, what: str) -> tf.Tensor:
+        """Return tower 0's value, whichever process has it."""
+        value = variable.value()
+        if not self.layout.meets_processes:
+            return value
+        own = value.numpy() if self.layout.is_chief else None
+        return tf.convert_to_tensor(self.of_all_processes(own, what, most_bytes(value))[0], value.dtype)
+
+    def total(self, parts: Sequence[tf.Tensor], what: str) -> tf.Tensor:
+        """Return the sum of what the towers of all processes hold; `parts` are this process'."""
+        if self.communicator.failure is not None:  # a file with the rest is better than none
+            self.warn_once("Of gradients that an optimizer accumulates, the parts of other processes are lost")
+            return tf.add_n(list(parts))
+        return group_all_reduce(list(parts), self.communicator, "sum", what)[0]
+
+    def rows_of_all(self, rows: tf.Tensor, what: str) -> tf.Tensor:
+        """Return [N, length] rows of all towers; `rows` are this process'."""
+        towers = self.layout.towers
+        if self.communicator.failure is not None:  # as in `total`
+            self.warn_once("Of optimizers' state, which shard_optimizer divides, the parts of other processes are lost")
+            before = self.layout.ranks[0]
+            return tf.pad(rows, [[before, towers - before - len(rows)], [0, 0]])
+        row_bytes = most_bytes(rows) // max(1, len(rows))
+        return tf.concat(self.of_all_processes(rows.numpy(), what, towers * row_bytes), 0)
+
+    def on_each_tower(self, body: Callable[..., list[tf.Tensor]], values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Run `body`, a function of N tensors, one per tower, as a graph; it is traced once for each dtype."""
+        dtype = values[0].dtype
+        key = body.__name__, dtype
+        if key not in self._functions:
+            signature = [tf.TensorSpec(None, dtype)] * len(values)
+            self._functions[key] = tf_compat.unordered_function(body, signature)
+        return self._functions[key](*values)
+
+
+def _check_audits(devices: Sequence[str]) -> None:
+    if len(devices) < 2:
+        raise ValueError(
+            "Expected two towers in each process at least with audit_every: one computes the shard of the other. "
+            f"Received: {devices}"
+        )
+    kinds = set(device_models(devices))
+    if len(kinds) > 1:
+        raise ValueError(
+            "Expected devices of one model with audit_every: others may round otherwise, and nothing is wrong. "
+            f"Received: {', '.join(sorted(kinds))}"
+        )
+    if not tf_compat.is_op_determinism_enabled():
+        raise ValueError(
+            "Expected deterministic ops with audit_every: else towers may differ in the last bits, and nothing is "
+            "wrong. Received: TensorFlow without them. Call tf.config.experimental.enable_op_determinism() first, "
+            "and keras.utils.set_random_seed(...)"
+        )
+
+
+def most_bytes(value: tf.Tensor | tf.Variable) -> int:
+    """Return how many bytes its numbers have as a message, and more than short texts have."""
+    return (value.shape.num_elements() or 0) * (256 if value.dtype == tf.string else value.dtype.size)

@@ -1,0 +1,142 @@
+"""Watch the training of some towers: count its steps, compare what must be identical, and pass on what is measured."""
+
+import collections
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ncclsync.errors import DivergenceError
+from ncclsync.gradients.noise_scale import NoiseAverages
+from ncclsync.gradients.nonfinite import OnNonFinite
+from ncclsync.ops import device_ops
+from ncclsync.ops.comparing import checksum, distance
+from ncclsync.ops.spans import Measured
+from ncclsync.towers.replicas import Replicas
+from ncclsync.towers.session import Session
+
+logger = logging.getLogger("ncclsync")
+
+
+class Watch:
+    """Do what `Health` asks for, and hold what callbacks ask of the next steps.
+
+    Attributes:
+        steps: of training, counted so far, if somebody asks for that.
+        on_nonfinite: acts when a gradient is not finite.
+        noise: how much the towers' gradients differ, if a callback asks for it.
+        traces: a list to which training steps' traces are added; None: they are not kept.
+    """
+
+    def __init__(self, session: Session, replicas: Replicas) -> None:
+        """Begin before the first step."""
+        self._session, self._replicas, self._health = session, replicas, session.options.health
+        self.on_nonfinite = OnNonFinite(self._health.on_nonfinite)
+        self.noise = NoiseAverages()
+        self.traces: list[Any] | None = None
+        self.steps = 0
+        self._audited = 0  # steps, up to the last audit
+        self._watchers: list[Callable[[Measured], None]] = []
+
+    def watch_next(self, watcher: Callable[[Measured], None]) -> None:
+        """Give `watcher` the timestamps of the next training step, or of all steps that the next call makes.
+
+        The step after it is not watched, even if the watched step fails.
+        """
+        self._watchers.append(watcher)
+
+    @property
+    def watchers(self) -> list[Callable[[Measured], None]]:
+        """Return the watchers of the step that is about to run."""
+        return list(self._watchers)
+
+    def next_watchers(self) -> list[Callable[[Measured], None]]:
+        """Return the watchers of the step that is about to run, and forget them."""
+        watchers, self._watchers = self._watchers, []
+        shares = self._session.shares
+        if shares is not None and not shares.settled:
+            watchers.append(shares.measure)
+        return watchers
+
+    def is_audit_due(self, steps: int) -> bool:
+        """Return whether the next call, of so many steps, is to be an audit."""
+        every = self._health.audit_every
+        return every is not None and (self.steps + steps) // every > self._audited // every
+
+    def audited(self, steps: int) -> int:
+        """Record that a call of so many steps, not counted yet, has been an audit; return the count with them."""
+        self._audited = self.steps + steps
+        return self._audited
+
+    def count(self, steps: int) -> None:
+        """Count training steps that have run; compare the towers if that is due.
+
+        Raises:
+            DivergenceError: towers differ, and are not to be repaired or cannot be.
+        """
+        before, every = self.steps, self._health.check_every
+        self.steps += steps
+        if every is None or self.steps // every == before // every:
+            return
+        self._replicas.sync()
+        self._session.in_flight.settle()
+        kept = self._replicas.identical
+        # All are started before the first is waited for, each on its own device.
+        checksums = [[_checksum(copy) for copy in copies] for copies in kept]
+        each = self._session.of_all_processes([[int(one) for one in row] for row in checksums], "checksums")
+        found = [outliers(list(itertools.chain(*rows))) for rows in zip(*each, strict=True)]
+        differing = [(copies[0], odd) for copies, odd in zip(kept, found, strict=True) if odd]
+        if not differing:
+            return
+        names = self._session.names_of([variable for variable, _ in differing])
+        error = DivergenceError(self.steps, dict(zip(names, (odd for _, odd in differing), strict=True)))
+        if self._health.on_divergence != "repair" or any(0 in odd for _, odd in differing):
+            raise error
+        logger.warning("%s. Repaired: tower 0's values were sent to all", error)
+        self._replicas.send([id(variable) for variable, _ in differing])
+
+    def divergence(self) -> float:
+        """Return what `TowerState.divergence` does; see there."""
+        session = self._session
+        self._replicas.sync()
+        session.in_flight.settle()
+        session.of_all_processes(None, "divergence")
+        largest = 0.0
+        for copies in self._replicas.identical:
+            variable = copies[0]
+            numbers = variable.dtype.is_floating or variable.dtype.is_integer
+            if session.in_flight.active and numbers and self._replicas.lies_where_joined(variable):
+                found = session.on_each_tower(self._distances, [copy.value() for copy in copies])
+            else:
+                reference = session.of_tower_0(variable, "divergence")
+                found = [distance(reference, copy.value()) for copy in copies]
+            largest = max(largest, *map(float, found))
+        return max(session.of_all_processes(largest, "divergence"))
+
+    def _distances(self, *values: tf.Tensor) -> list[tf.Tensor]:
+        """Return each tower's distance from tower 0's value, in a graph: computed where the values lie, on GPUs."""
+        found, devices = [], self._session.layout.devices
+        firsts = device_ops.broadcast(values, self._session.communicator, devices, "divergence")
+        for device, first, own in zip(devices, firsts, values, strict=True):
+            with tf.device(f"/{device}"):
+                found.append(distance(first, own))
+        return found
+
+
+def outliers(checksums: Sequence[int]) -> tuple[int, ...]:
+    """Return the towers that differ from most others; from tower 0, where no value is that of most.
+
+    Args:
+        checksums: [N] of one variable, as each tower holds it.
+    """
+    common, count = collections.Counter(checksums).most_common(1)[0]
+    expected = common if 2 * count > len(checksums) else checksums[0]
+    return tuple(tower for tower, one in enumerate(checksums) if one != expected)
+
+
+def _checksum(variable: tf.Variable) -> tf.Tensor:
+    """Return the checksum of a variable, computed on its device."""
+    with tf.device(variable.device):
+        return checksum(variable.value())

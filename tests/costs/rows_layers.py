@@ -259,7 +259,6 @@ AUGMENTED = {
     "RandomRotation, RandomZoom": [made(layers.RandomRotation, 0.1), made(layers.RandomZoom, 0.1)],
     "RandomTranslation, RandomShear": [made(layers.RandomTranslation, 0.1, 0.1), made(layers.RandomShear, 0.1, 0.1)],
     "RandomPerspective": [made(layers.RandomPerspective)],
-    "RandomElasticTransform": [made(layers.RandomElasticTransform)],
     "RandomErasing, RandomGaussianBlur": [
         made(layers.RandomErasing),
         made(layers.RandomGaussianBlur, value_range=(0, 1)),
@@ -287,6 +286,11 @@ AUGMENTED = {
 }
 for name, bodies in AUGMENTED.items():
     row(name, classifier(each(*bodies), IMAGE))
+# Keras' `elastic_transform` loops over the images in Python, and takes an open number of them for 1.
+FIRST = dict.fromkeys(
+    ("StridedSlice", "Mul", "AddV2", "Transpose", "GatherNd", "Pack"), "Keras distorts the batch's first image alone"
+)
+row("RandomElasticTransform", classifier(made(layers.RandomElasticTransform), IMAGE), FIRST)
 MIXED = {"GatherV2": "each image is mixed with another of the batch, by a permutation of its rows"}
 row("MixUp", classifier(made(layers.MixUp), IMAGE), MIXED)
 row("CutMix", classifier(made(layers.CutMix), IMAGE), MIXED)

@@ -92,6 +92,8 @@ INHERENT = {
     "rows_of_numpy": {"PyFunc": "Python gets the batch that it would have on one device"},
     "pairwise_ranking": COMPARED,
     "actor_critic": {"Cumsum": ORDERED},
+    # TensorFlow's `BroadcastGradientArgs` names all axes of length 1: those of a single row are others than of more.
+    "maml": {"Reshape": "the shape of a sum, whose axes a tower with one row does not share, is the batch's alone"},
     "hardest_samples": {"TopKV2": ORDERED},
     "quantile_and_order": {"TopKV2": ORDERED},
     "cox_partial_likelihood": {"TopKV2": ORDERED, "Cumsum": ORDERED},

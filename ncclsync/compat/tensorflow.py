@@ -40,25 +40,10 @@ _OWN_SENTENCE = re.compile(rf"(?:{OWN_WORDS}|\b(?:{'|'.join(_OWN_CLASSES)}): )([
 
 # Every method by which Python writes a tf.Variable; the last two are for `variable[1:2].assign` and for checkpoints.
 VARIABLE_WRITERS = (
-    "assign",
-    "assign_add",
-    "assign_sub",
-    "batch_scatter_update",
-    "count_up_to",
-    "scatter_add",
-    "scatter_div",
-    "scatter_max",
-    "scatter_min",
-    "scatter_mul",
-    "scatter_nd_add",
-    "scatter_nd_max",
-    "scatter_nd_min",
-    "scatter_nd_sub",
-    "scatter_nd_update",
-    "scatter_sub",
-    "scatter_update",
-    "_strided_slice_assign",
-    "_restore_from_tensors",
+    *("assign", "assign_add", "assign_sub", "batch_scatter_update", "count_up_to"),
+    *("scatter_add", "scatter_div", "scatter_max", "scatter_min", "scatter_mul", "scatter_sub", "scatter_update"),
+    *("scatter_nd_add", "scatter_nd_max", "scatter_nd_min", "scatter_nd_sub", "scatter_nd_update"),
+    *("_strided_slice_assign", "_restore_from_tensors"),
 )
 
 # C++ that finds the stream on which TensorFlow computes, from a kernel's context; compiled by `ops/gpu_streams.py`.

@@ -49,14 +49,9 @@ class Expression:
     def node(
         self, name: str, dtype: tf.DType, values: Sequence[str], controls: Iterable[str], alone: bool = False
     ) -> Any:
-        """Return a node that runs the expression.
+        """Return a node of this name that runs the expression on values of a dtype.
 
-        Args:
-            name: the node's.
-            dtype: of all values and results.
-            values: names of the inputs.
-            controls: further dependencies, written as a node's inputs.
-            alone: whether it runs on the calling thread only.
+        `controls` are further dependencies, written as a node's inputs; `alone`: it runs on the calling thread only.
         """
         node = tf.compat.v1.NodeDef(name=name, op=FUSED, input=[*values, *controls])
         attributes = {"T": dtype, "repeats": self.repeats, "outputs": self.outputs, "sums": self.sums}

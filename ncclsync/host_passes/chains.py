@@ -53,14 +53,7 @@ class Chain:
 
 
 def find_chains(graph: StepGraph, shapes: Shapes, ops: Sequence[str], needed: Collection[str]) -> list[Chain]:
-    """Find the chains of one segment.
-
-    Args:
-        graph: the step.
-        shapes: of the segment's tensors.
-        ops: names of the segment's ops, inputs before consumers.
-        needed: names of ops that are used outside the segment, as results or as dependencies.
-    """
+    """Find the chains of a segment, given its ops, inputs before consumers, and those `needed` outside the segment."""
     consumers: dict[str, set[str]] = collections.defaultdict(set)
     awaiting: dict[str, set[str]] = collections.defaultdict(set)
     for name in ops:
@@ -216,9 +209,7 @@ def chain_nodes(
     """Yield the nodes that replace a chain; its outputs keep their names.
 
     Args:
-        graph: the step.
-        chain: of the segment.
-        ops: names of the segment's ops.
+        graph, chain, ops: the step, and a chain and the names of the ops of a segment.
         alone: whether it runs on one thread.
         name: of the op that does the arithmetic.
         named: returns the segment's name of a tensor, given the step's.

@@ -94,9 +94,6 @@ class Shapes:
         value = None if producer is None else tf.get_static_value(producer.outputs[0])
         return None if value is None else [int(axis) for axis in value]
 
-    def _is_zero(self, name: str) -> bool:
-        return self._graph.is_constant(name) and self._numbers(name) == [0]
-
     def _numbers(self, constant: str) -> list[int]:
         value = tf.get_static_value(self._graph.by_name[op_name(constant)].outputs[0])
         return [int(number) for number in value.ravel()]
@@ -105,10 +102,12 @@ class Shapes:
         """Return the number of rows; if it is not known, a tensor and by how much to multiply its rows."""
         shape = self.spec(name).shape
         known = shape.rank is not None and shape[0] is not None
-        root, times = (None, Fraction(shape[0])) if known else (name, Fraction(1))
+        root, times = (None, Fraction(shape[0])) if known else (name, _ONCE)
         while root in self._alike:
             root, more = self._alike[root]
             times *= more
+        if name in self._alike:
+            self._alike[name] = root, times
         return int(times) if root is None and times.denominator == 1 else (root, times)
 
     def _unite(self, one: str, other: str, times: Fraction = _ONCE) -> None:
@@ -167,7 +166,8 @@ class Shapes:
                 if "." not in operands and axes[:1] == letters[:1] != "":
                     self._unite(operand, result)
         elif op.type == "GatherV2":
-            if self._is_zero(inputs[2]) and op.get_attr("batch_dims") == 0 and self._rank(inputs[1]) > 0:
+            on_rows = self._graph.is_constant(inputs[2]) and self._numbers(inputs[2]) == [0]
+            if on_rows and op.get_attr("batch_dims") == 0 and self._rank(inputs[1]) > 0:
                 self._unite(inputs[1], result)
         elif op.type in _BROADCASTING:
             rank = self.spec(result).shape.rank
@@ -225,8 +225,7 @@ def simplify(
     tensor, so that a tensor is needed only by ops that compute with it.
 
     Args:
-        graph: the step.
-        shapes: of the segment's tensors.
+        graph, shapes: the step, and the shapes of the segment's tensors.
         ops: names of the segment's ops, inputs before consumers.
         needed: names of ops that are used outside the segment, as results or as dependencies.
 

@@ -125,9 +125,10 @@ class Segment:
         """Call its function with tensors and handles by name, and what it takes after them."""
         sources = [values[name] for name in self.sources]
         # A variable that was written at places gives copies of its memory to who reads it, unless told to share again.
-        shared = [tf.raw_ops.DisableCopyOnRead(resource=values[name]) for name, _ in self.held]
-        with tf.control_dependencies(shared):
-            held = [tf.raw_ops.ReadVariableOp(resource=values[name], dtype=dtype) for name, dtype in self.held]
+        held = []
+        for name, dtype in self.held:
+            with tf.control_dependencies([tf.raw_ops.DisableCopyOnRead(resource=values[name])]):
+                held.append(tf.raw_ops.ReadVariableOp(resource=values[name], dtype=dtype))
         return self.function(*sources, *arguments, *held)
 
     @property

@@ -83,7 +83,11 @@ class Axes:
     """Infer the shapes, and the values of small integers, of one graph, as they are asked for."""
 
     def __init__(
-        self, functions: Functions, given: Mapping[str, State], values: Mapping[str, Values | None] | None = None
+        self,
+        functions: Functions,
+        given: Mapping[str, State],
+        values: Mapping[str, Values | None] | None = None,
+        kernels: "_Kernels | None" = None,
     ) -> None:
         """Know the arguments.
 
@@ -91,12 +95,13 @@ class Axes:
             functions: of the step.
             given: by tensor's name, what is known of the graph's arguments.
             values: of those that are small integers.
+            kernels: of the graph that calls this one.
         """
         self._functions = functions
         self._states: dict[str, State] = dict(given)
         self._values: dict[str, Values | None] = dict(values or {})
         self._bodies: dict[tuple[str, str], tuple[Any, Axes]] = {}
-        self._scratch = tf.Graph()
+        self._kernels = kernels or _Kernels()
 
     def lengths(self, tensor: tf.Tensor) -> tuple[Length, ...] | None:
         """Return what each axis is; None if the rank is not known."""
@@ -208,39 +213,28 @@ class Axes:
         if not op.inputs or tf_compat.calls_functions(op):
             return [_traced(output) for output in op.outputs]
         try:
-            found = [self._run_inference(op, states, which) for which in range(len(BATCHES))]
+            cases = [list(map(self._known, op.inputs, states, [which] * len(states))) for which in range(len(BATCHES))]
+            found = self._kernels.shapes(op, cases)
         except (ValueError, tf.errors.OpError):  # no such batch is possible
             return [_traced(output) for output in op.outputs]
         return [
-            None if len(set(map(_rank, shapes))) > 1 or None in shapes else shapes
+            None
+            if None in shapes or len(set(map(len, shapes))) > 1
+            else tuple(
+                tuple(batch.open if n is None else n for n in shape)
+                for batch, shape in zip(BATCHES, shapes, strict=True)
+            )
             for shapes in zip(*found, strict=True)
         ]
 
-    def _run_inference(self, op: tf.Operation, states: list[Any], which: int) -> list[Shape | None]:
-        attributes = {name: value for name, value in op.node_def.attr.items() if not name.startswith("_")}
-        known = [self.values(tensor) if tensor.dtype.is_integer else None for tensor in op.inputs]
-        with self._scratch.as_default():
-            given = [
-                tf.constant(values[which])
-                if values is not None
-                else self._partly_known(tensor, which)
-                if tensor.dtype.is_integer and tensor.op.type == "Pack" and tensor.shape.rank == 1
-                else tf.compat.v1.placeholder(tensor.dtype, shapes[which] if shapes else None)
-                for tensor, shapes, values in zip(op.inputs, states, known, strict=True)
-            ]
-            made = self._scratch.create_op(op.type, given, [output.dtype for output in op.outputs], attrs=attributes)
-        opened = BATCHES[which].open
-        return [
-            None if output.shape.rank is None else tuple(opened if n is None else n for n in output.shape.as_list())
-            for output in made.outputs
-        ]
-
-    def _partly_known(self, packed: tf.Tensor, which: int) -> tf.Tensor:
-        """Return a vector of which some elements are known, as TensorFlow's inference takes it for a shape."""
-        known = map(self.values, packed.op.inputs)
-        return tf.stack(
-            [tf.compat.v1.placeholder(packed.dtype, []) if one is None else tf.constant(one[which]) for one in known]
-        )
+    def _known(self, tensor: tf.Tensor, shapes: Shapes | None, which: int) -> "_Given":
+        """Return what inference may know of a tensor: its values, perhaps some of these, or its shape."""
+        values = self.values(tensor) if tensor.dtype.is_integer else None
+        if values is not None:
+            return values[which]
+        if tensor.dtype.is_integer and tensor.op.type == "Pack" and tensor.shape.rank == 1:
+            return [None if one is None else int(one[which]) for one in map(self.values, tensor.op.inputs)]
+        return shapes[which] if shapes is not None else None
 
     # Functions.
 
@@ -254,7 +248,12 @@ class Axes:
             given.name: self.values(tensor) if self._is_small(tensor) and known(graph, i) else None
             for i, (given, tensor) in enumerate(zip(graph.inputs, inputs, strict=True))
         }
-        child = Axes(self._functions, {t.name: state for t, state in zip(graph.inputs, states, strict=True)}, values)
+        child = Axes(
+            self._functions,
+            {t.name: state for t, state in zip(graph.inputs, states, strict=True)},
+            values,
+            self._kernels,
+        )
         self._bodies[op.name, name] = graph, child
         return graph, child
 
@@ -367,8 +366,7 @@ class Axes:
             and tf_compat.runs_on_cpu(op)
         )
 
-    @staticmethod
-    def computed(op: tf.Operation, given: Sequence[Any]) -> Any:
+    def computed(self, op: tf.Operation, given: Sequence[Any]) -> Any:
         """Run an op of small integers for several values of its inputs; return those of its outputs, or None.
 
         Args:
@@ -376,20 +374,80 @@ class Axes:
             given: [inputs][cases].
         """
         try:
-            attributes = tf_compat.attributes_of(op)
-            with tf.init_scope(), tf.device("CPU:0"):
-                cases = [
-                    [
-                        one.numpy()
-                        for one in tf_compat.run_op(
-                            op.type, [tf.constant(v) for v in case], attributes, len(op.outputs)
-                        )
-                    ]
-                    for case in zip(*given, strict=True)
-                ]
+            cases = self._kernels.values(op, list(zip(*given, strict=True)))
         except (ValueError, tf.errors.OpError):  # not of such a batch
             return None
         return list(zip(*cases, strict=True))
+
+
+# Of an input: its values; a vector's, of which some are known; its shape; None: nothing.
+_Given = np.ndarray | np.generic | list[int | None] | Shape | None
+
+
+class _Kernels:
+    """Ask TensorFlow for an op's shapes and small values: once for each type, attributes and inputs."""
+
+    def __init__(self) -> None:
+        self._scratch = tf.Graph()
+        self._found: dict[Any, list[Any]] = {}
+
+    def shapes(self, op: tf.Operation, cases: Sequence[Sequence[_Given]]) -> list[list[Any]]:
+        """Return the shapes of an op's results, [cases][outputs], as far as TensorFlow infers them.
+
+        Args:
+            op: whose type and attributes are taken.
+            cases: [cases][inputs].
+
+        Raises:
+            ValueError, tf.errors.OpError: there is no such op of such inputs.
+        """
+        return self._once(self._inferred, op, cases)
+
+    def values(self, op: tf.Operation, cases: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]:
+        """Return the results of an op; see `shapes`."""
+        return self._once(self._run, op, cases)
+
+    def _once(
+        self, find: Callable[..., list[Any]], op: tf.Operation, cases: Sequence[Sequence[Any]]
+    ) -> list[list[Any]]:
+        attributes = {name: value for name, value in op.node_def.attr.items() if not name.startswith("_")}
+        known = tuple(sorted((name, value.SerializeToString()) for name, value in attributes.items()))
+        found = []
+        for given in cases:
+            key = find.__name__, op.type, known, *map(_hashable, given)
+            if key not in self._found:
+                self._found[key] = find(op, given, attributes)
+            found.append(self._found[key])
+        return found
+
+    def _inferred(self, op: tf.Operation, given: Sequence[_Given], attributes: Any) -> list[Any]:
+        with self._scratch.as_default():
+            inputs = [self._input(tensor.dtype, one) for tensor, one in zip(op.inputs, given, strict=True)]
+            made = self._scratch.create_op(op.type, inputs, [output.dtype for output in op.outputs], attrs=attributes)
+        return [None if output.shape.rank is None else tuple(output.shape.as_list()) for output in made.outputs]
+
+    @staticmethod
+    def _input(dtype: tf.DType, given: _Given) -> tf.Tensor:
+        if given is None or isinstance(given, tuple):
+            return tf.compat.v1.placeholder(dtype, given)
+        if isinstance(given, list):  # as TensorFlow's inference takes it for a shape
+            return tf.stack(
+                [tf.compat.v1.placeholder(dtype, []) if n is None else tf.constant(n, dtype) for n in given]
+            )
+        return tf.constant(given, dtype)
+
+    @staticmethod
+    def _run(op: tf.Operation, given: Sequence[np.ndarray], _: Any) -> list[np.ndarray]:
+        with tf.init_scope(), tf.device("CPU:0"):
+            inputs = [tf.constant(value) for value in given]
+            made = tf_compat.run_op(op.type, inputs, tf_compat.attributes_of(op), len(op.outputs))
+            return [one.numpy() for one in made]
+
+
+def _hashable(given: Any) -> Any:
+    if given is None or isinstance(given, list | tuple):
+        return type(given), given and tuple(given)
+    return given.shape, given.tobytes()
 
 
 def _joined_all(states: Sequence[State]) -> State:
@@ -419,10 +477,6 @@ def given_by(ways: Sequence[tuple[tf.Tensor, Any]]) -> Sequence[tuple[tf.Tensor,
     Where XLA compiles, other branches have an op in its place that gives nothing anybody uses.
     """
     return [way for way in ways if passed_on(way[0]).op.type != "FakeParam"] or ways
-
-
-def _rank(shape: Shape | None) -> int | None:
-    return None if shape is None else len(shape)
 
 
 def _is_defined(tensor: tf.Tensor) -> bool:

@@ -221,9 +221,11 @@ def _compiled(program: Program, shards: Sequence[ShardRow], towers: TowerState) 
         total = f": {count + by_rows * (len(sizes) - 1)} compilations on any number of devices"
     else:
         total = ", on any number of devices"
+    # Parts of even size have one number of rows, or two that differ by one; by shares each tower may have its own.
+    most = towers.layout.shards if towers.layout.shares else min(2, towers.layout.shards)
     return (
         f"XLA compiles it as {count} programs, {by_rows} of these anew for each number of rows that a tower "
-        f"gets{of_these}{total}. A batch of another size has up to two other numbers."
+        f"gets{of_these}{total}. A smaller last batch of a fit takes up to {by_rows * most} more."
     )
 
 

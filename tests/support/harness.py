@@ -240,7 +240,8 @@ def run_plainly(made: Program, *, eagerly: bool) -> Any:
         # A model that is built by its first step has had no weights before: what it starts from is not known.
         for weight, old in zip(trained, before, strict=True):
             moved = np.max(np.abs(np.asarray(weight) - old), initial=0.0)
-            least = SEEN * made.tolerance * np.max(np.abs(old), initial=1e-3)
+            # What XLA compiles draws other numbers than the run for which a program's size was chosen.
+            least = (SEEN if eagerly else SEEN / 10) * made.tolerance * np.max(np.abs(old), initial=1e-3)
             if not (moved >= least or (made.still and re.search(made.still, weight.path))):
                 raise AssertionError(f"{weight.path} has moved by {moved}, less than {least}")
     for path, value in keras.tree.flatten_with_path(found.get("history", {})):

@@ -143,6 +143,22 @@ def fails_to_write(variable):
         tf.function(lambda: segment.run({"v": variable.handle}, [tf.zeros([8])]))()
 
 
+def test_held_variables_take_ops_and_edges_in_proportion():
+    """What a step's graph has for the variables that a program writes grows with their number, not with its square."""
+    held = [tf.Variable(tf.zeros([])) for _ in range(100)]
+    names = tuple((f"v{i}", tf.float32) for i in range(100))
+    segment = Segment((), (), (), (), plan=None, function=lambda *given: given, held=names)
+
+    @tf.function
+    def step(x):
+        with tf.control_dependencies([tf.identity(x)]):
+            return segment.run({name: v.handle for (name, _), v in zip(names, held, strict=True)}, [])
+
+    ops = step.get_concrete_function(tf.zeros([])).graph.get_operations()
+    assert sum(op.type in ("DisableCopyOnRead", "ReadVariableOp") for op in ops) == 200
+    assert sum(len(op.control_inputs) for op in ops if "CopyOnRead" in op.type or "Read" in op.type) <= 300
+
+
 def failing():
     keras.utils.set_random_seed(1)
     model = Fails([keras.Input((6, 3)), layers.Flatten(), layers.Dense(100, "tanh"), layers.Dense(4)])
@@ -237,6 +253,7 @@ def test_compilations_do_not_depend_on_the_number_of_towers(towers):
     # A tower without a row computes one of another's.
     sizes = {max(1, 5 // towers), -(-5 // towers)} - {8 // towers}
     assert found == 1 + programs + by_rows * len(sizes)
+    assert f"A smaller last batch of a fit takes up to {2 * by_rows} more." in told
     if towers == 2:
         own, told = count("small", towers, 16, NCCLSYNC_XLA_PROGRAMS="own")
         assert own == programs * towers and "each device compiles what it runs" in told

@@ -108,7 +108,7 @@ def _time_case(
                 continue
             show(f"warming up {library}")
             owners[library] = side
-            timers[library] = functools.partial(_turn, side, library, _iterations(side, library))
+            timers[library] = _timer(side, library)
     seconds = take_turns(timers, given.rounds, show)
     wrong = {library: side.ask("wrong", library=library)["wrong"] for library, side in owners.items()}
     for side in sides:
@@ -128,14 +128,14 @@ def _time_case(
     return rows
 
 
-def _iterations(side: Side | ProcessSide, library: str) -> int:
-    """Return how many collectives fill a turn; run one first, to warm up."""
-    side.ask("run", library=library, iterations=1)
-    return filling(_TURN_S, side.ask("run", library=library, iterations=1)["seconds"], _MOST_ITERATIONS)
+def _timer(side: Side | ProcessSide, library: str) -> Callable[[], float]:
+    """Return a timer of a collective, by as many as fill a turn; two come first, to warm up and to be timed."""
 
+    def seconds(iterations: int) -> float:
+        return side.ask("run", library=library, iterations=iterations)["seconds"] / iterations
 
-def _turn(side: Side | ProcessSide, library: str, iterations: int) -> float:
-    return side.ask("run", library=library, iterations=iterations)["seconds"] / iterations
+    seconds(1)
+    return functools.partial(seconds, filling(_TURN_S, seconds(1), _MOST_ITERATIONS))
 
 
 TABLES = [

@@ -184,7 +184,7 @@ def bench_overlap(given: argparse.Namespace, show: Callable[[str], None]) -> Res
         show("first steps")
         for variant in ("whole", "local"):
             parts.seconds(variant, 2)
-        sizes = [_bytes_of(bucket) for bucket in parts.buckets]
+        sizes = [sum(spec.shape.num_elements() * spec.dtype.size for spec in one.specs) for one in parts.buckets]
         if len(sizes) != BUCKETS:
             raise BenchError(f"Expected {BUCKETS} buckets. Received: {len(sizes)}")
         timers: dict[str, Callable[[], float]] = {
@@ -237,7 +237,7 @@ def _predicted_s(link: Any, towers: int, without_s: float, bucket_bytes: int) ->
     batch = tuple(np.zeros([_OVERLAP_ROWS, width], "float32") for width in (_WIDTHS[0], _WIDTHS[-1]))
     model = nccl_parallel(towers=1, backend="cpu", bucket_bytes=bucket_bytes, processes=False)(_layers)(False)
     with model.towers:
-        stages = traced_traffic(model, batch, _OVERLAP_ROWS).stages
+        stages, _ = traced_traffic(model, batch, _OVERLAP_ROWS)
     hop = Link(link.bandwidth, link.latency_s / (2 * (towers - 1)))
     cluster = Cluster(hop, hop, towers, LAUNCH_US / 1e6)
     return step_seconds(Workload(Compute(without_s, 0.0), stages), towers, _OVERLAP_ROWS, cluster)
@@ -250,10 +250,6 @@ def _layers(jit_compile: bool) -> Any:
     model = keras.Sequential([keras.Input(_WIDTHS[:1]), *layers])
     model.compile("sgd", "mse", jit_compile=jit_compile)
     return model
-
-
-def _bytes_of(bucket: Any) -> int:
-    return sum(spec.shape.num_elements() * spec.dtype.size for spec in bucket.specs)
 
 
 def _exchange_timer(towers: Any, sizes: list[int]) -> Callable[[], float]:

@@ -84,8 +84,9 @@ class ProcessSide:
 
     def _start_grpc(self) -> str:
         """Start the children; return why they cannot run, the same in all processes."""
+        name = "127.0.0.1" if len(set(self._peers.hosts)) == 1 else socket.gethostname()
         with socket.create_server(("", 0)) as free:
-            address = f"{_own_address(self._peers.hosts)}:{free.getsockname()[1]}"
+            address = f"{name}:{free.getsockname()[1]}"
         addresses = self._peers.exchange(address, "addresses for gRPC")
         arguments = {"towers": self._peers.size, "rank": self._peers.rank, "addresses": addresses}
         child = self._stack.enter_context(Side(_GRPC, "reducers.GrpcReducer", arguments, drop=_LAUNCHERS))
@@ -126,8 +127,3 @@ class ProcessSide:
         if self._peers.rank == 0:
             self._ranks.share({"do": "end"})
         self._stack.close()
-
-
-def _own_address(hosts: list[str]) -> str:
-    """Return this process' address for the other processes: a host name only if there are several hosts."""
-    return "127.0.0.1" if len(set(hosts)) == 1 else socket.gethostname()

@@ -139,6 +139,13 @@ def _fit_in_turns(
     """
     compiled: list[str] = []
     cpu_seconds: dict[str, list[float]] = collections.defaultdict(list)
+
+    def turn(name: str, side: Side, do: str, steps: int) -> float:
+        answer = side.ask(do, steps=steps)
+        if "cpu_seconds" in answer:
+            cpu_seconds[name].append(answer["cpu_seconds"])
+        return answer["seconds"]
+
     with contextlib.ExitStack() as stack:
         for side in sides.values():
             stack.enter_context(side)
@@ -153,20 +160,13 @@ def _fit_in_turns(
             once = side.ask(do, steps=2)
             compiled += [name] * once.get("xla", False)
             steps = filling(_TURN_S, once["seconds"], _MOST_STEPS)
-            timers[name] = functools.partial(_seconds, side, do, steps, cpu_seconds[name])
+            timers[name] = functools.partial(turn, name, side, do, steps)
         return take_turns(timers, rounds, show), cpu_seconds, compiled
 
 
 def _compiled(model: str, sides: Sequence[str]) -> list[str]:
     """Return a note of whose steps XLA compiles: Keras chooses, and does not under MirroredStrategy, nor on the CPU."""
     return [f"{model}: XLA compiles the steps of {', '.join(dict.fromkeys(sides))}."] if sides else []
-
-
-def _seconds(side: Side, do: str, steps: int, cpu_seconds: list[float]) -> float:
-    answer = side.ask(do, steps=steps)
-    if "cpu_seconds" in answer:
-        cpu_seconds.append(answer["cpu_seconds"])
-    return answer["seconds"]
 
 
 def bench_start(given: argparse.Namespace, show: Show) -> Result:

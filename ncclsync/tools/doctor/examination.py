@@ -44,20 +44,6 @@ def examine(timeout_s: float = 60.0, environ: Mapping[str, str] | None = None) -
         environ: of the processes; None: `os.environ`.
     """
     environ = dict(os.environ if environ is None else environ)
-    shm_bytes, shm_free_bytes = environment.shared_memory()
-    host = Host(
-        python=platform.python_version(),
-        python_path=sys.executable,
-        ncclsync=importlib.import_module("ncclsync").__version__,
-        ncclsync_path=str(pathlib.Path(__file__).parents[2]),
-        variables=environment.read_variables(environ, environment.nccl_files(environ)),
-        present=host_gpus.count_gpus(),
-        kernel_driver=host_gpus.kernel_driver(),
-        shm_bytes=shm_bytes,
-        shm_free_bytes=shm_free_bytes,
-        cores=len(os.sched_getaffinity(0)),
-        interfaces=tuple(name for _, name in socket.if_nameindex()),
-    )
     troubles: list[Trouble] = []
 
     def ask(question: str, **more: str) -> probes.Answer:
@@ -67,27 +53,32 @@ def examine(timeout_s: float = 60.0, environ: Mapping[str, str] | None = None) -
             troubles.append(Trouble(question, answer.stage, answer.how, next(filter(None, lines), "")))
         return answer
 
-    driver = _driver(ask("driver"))
-    libraries = _libraries(ask("libraries"))
+    driver, libraries = ask("driver"), ask("libraries")
     # The whole log, even if the user hides a part; and no more GPU memory than the question needs.
-    answer = ask("frameworks", TF_CPP_MIN_LOG_LEVEL="0", TF_FORCE_GPU_ALLOW_GROWTH="true")
-    frameworks, choice = _frameworks(answer)
-    host = dataclasses.replace(
-        host, driver=driver, libraries=libraries, frameworks=frameworks, choice=choice, troubles=tuple(troubles)
+    frameworks, choice = _frameworks(ask("frameworks", TF_CPP_MIN_LOG_LEVEL="0", TF_FORCE_GPU_ALLOW_GROWTH="true"))
+    no_libraries = Libraries(nccl=Library(error="the process that loaded the libraries did not end well"))
+    shm_bytes, shm_free_bytes = environment.shared_memory()
+    host = Host(
+        python=platform.python_version(),
+        python_path=sys.executable,
+        ncclsync=importlib.import_module("ncclsync").__version__,
+        ncclsync_path=str(pathlib.Path(__file__).parents[2]),
+        driver=from_json(Driver, driver.facts) if driver.facts else Driver(error="NoAnswer", detail=driver.how),
+        present=host_gpus.count_gpus(),
+        kernel_driver=host_gpus.kernel_driver(),
+        libraries=from_json(Libraries, libraries.facts) if libraries.facts else no_libraries,
+        frameworks=frameworks,
+        choice=choice,
+        variables=environment.read_variables(environ, environment.nccl_files(environ)),
+        shm_bytes=shm_bytes,
+        shm_free_bytes=shm_free_bytes,
+        cores=len(os.sched_getaffinity(0)),
+        interfaces=tuple(name for _, name in socket.if_nameindex()),
+        troubles=tuple(troubles),
     )
     host = dataclasses.replace(host, all_reduce=_all_reduce(host, timeout_s, environ))
     problems = tuple(find_problems(host))
     return Report(host, tuple(_versions(host)), problems, summarize(host, problems))
-
-
-def _driver(answer: probes.Answer) -> Driver:
-    return from_json(Driver, answer.facts) if answer.facts else Driver(error="NoAnswer", detail=answer.how)
-
-
-def _libraries(answer: probes.Answer) -> Libraries:
-    if not answer.facts:
-        return Libraries(nccl=Library(error="the process that loaded the libraries did not end well"))
-    return from_json(Libraries, answer.facts)
 
 
 def _frameworks(answer: probes.Answer) -> tuple[Frameworks, Choice]:
@@ -129,38 +120,36 @@ def _all_reduce(host: Host, timeout_s: float, environ: dict[str, str]) -> AllRed
 def _versions(host: Host) -> list[Version]:
     """Return the table of versions, with their origins."""
     driver, libraries, found, nccl = host.driver, host.libraries, host.frameworks, host.libraries.nccl
-    tensorflow = _and(found.tensorflow_path, "CPU build" if found.cuda_build is False else "")
-    keras = _and(found.keras_path, f"backend {found.keras_backend}") if found.keras_path else found.keras_error
-    cuda = _place(libraries.cuda_runtime, found.build_cuda and f"TensorFlow was built for {found.build_cuda}")
-    cudnn = _place(libraries.cudnn, found.build_cudnn and f"TensorFlow was built for {found.build_cudnn}")
-    origin = "NVML" if driver.version else "kernel module" if host.kernel_driver else "none found"
     serves = driver.cuda or libraries.driver_cuda
-    by_nccl = _place(nccl, nccl.cuda and f"built with CUDA {nccl.cuda}")
-    other = libraries.is_other_nccl
-    return [
-        Version("ncclsync", host.ncclsync, host.ncclsync_path),
-        Version("Python", host.python, host.python_path),
-        Version(
+    origin = "NVML" if driver.version else "kernel module" if host.kernel_driver else "none found"
+    nccl_version, nccl_more = nccl.version, nccl.cuda and f"built with CUDA {nccl.cuda}"
+    if libraries.is_other_nccl:
+        nccl_version, nccl_more = None, f"another library with its calls, version {nccl.version}"
+    rows = [
+        ("ncclsync", host.ncclsync, host.ncclsync_path, ""),
+        ("Python", host.python, host.python_path, ""),
+        (
             "TensorFlow",
             found.tensorflow or _installed("tensorflow"),
-            tensorflow or found.tensorflow_error or "no answer",
+            found.tensorflow_path or found.tensorflow_error or "no answer",
+            "CPU build" if found.cuda_build is False else "",
         ),
-        Version("Keras", found.keras or _installed("keras"), keras or "no answer"),
-        Version("CUDA", libraries.cuda_runtime.version, cuda),
-        Version("cuDNN", libraries.cudnn.version, cudnn),
-        Version("driver", driver.version or host.kernel_driver, _and(origin, serves and f"serves CUDA up to {serves}")),
-        Version("NCCL", None, _place(nccl, f"another library with its calls, version {nccl.version}"))
-        if other
-        else Version("NCCL", nccl.version, by_nccl),
+        (
+            "Keras",
+            found.keras or _installed("keras"),
+            found.keras_path or found.keras_error or "no answer",
+            found.keras_path and f"backend {found.keras_backend}",
+        ),
+        ("CUDA", libraries.cuda_runtime.version, *_origin(libraries.cuda_runtime, found.build_cuda)),
+        ("cuDNN", libraries.cudnn.version, *_origin(libraries.cudnn, found.build_cudnn)),
+        ("driver", driver.version or host.kernel_driver, origin, serves and f"serves CUDA up to {serves}"),
+        ("NCCL", nccl_version, nccl.path or "none found", nccl_more),
     ]
+    return [Version(name, version, ", ".join(filter(None, source))) for name, version, *source in rows]
 
 
-def _place(library: Library, more: str | None) -> str:
-    return _and(library.path or "none found", more)
-
-
-def _and(text: str | None, more: str | None) -> str:
-    return ", ".join(filter(None, (text, more)))
+def _origin(library: Library, built_for: str | None) -> tuple[str, str]:
+    return library.path or "none found", f"TensorFlow was built for {built_for}" if built_for else ""
 
 
 def _installed(package: str) -> str | None:

@@ -267,21 +267,8 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON takes it."""
-        host = dataclasses.asdict(self.host)
-        driver, frameworks = host.pop("driver"), host.pop("frameworks")
-        return {
-            "healthy": self.healthy,
-            "summary": self.summary,
-            "versions": [dataclasses.asdict(one) for one in self.versions],
-            "gpus": driver.pop("gpus"),
-            "links": driver.pop("links"),
-            "backend": host.pop("choice"),
-            "all_reduce": host.pop("all_reduce"),
-            "processes": [dataclasses.asdict(one) for one in self.processes],
-            "joint_all_reduce": None if self.joint is None else dataclasses.asdict(self.joint),
-            "variables": host.pop("variables"),
-            "problems": [dataclasses.asdict(one) for one in self.problems],
-            "driver": driver,
-            "frameworks": frameworks,
-            **host,
-        }
+        found = dataclasses.asdict(self)
+        host, joint = found.pop("host"), found.pop("joint")
+        gpus, links = (host["driver"].pop(name) for name in ("gpus", "links"))
+        about = {"gpus": gpus, "links": links, "backend": host.pop("choice"), **host, "joint_all_reduce": joint}
+        return {"healthy": self.healthy, **found, **about}

@@ -4,9 +4,8 @@ import concurrent.futures
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
+from ncclsync.compat.host_gpus import VISIBLE
 from ncclsync.tools.doctor import probes
-
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,12 +49,12 @@ def check_gpus(
         return known or ("" if answer.ended == "well" else f"{answer.how}, while {answer.stage}")
 
     def alone(gpu: str) -> str:
-        return failure("copies", {**environ, _VISIBLE: gpu})
+        return failure("copies", {**environ, VISIBLE: gpu})
 
     def together(some: Sequence[str]) -> str:
         # NCCL's limit is shorter, since its error names the missing ranks.
         arguments = {"backend": "nccl", "devices": list(range(len(some))), "timeout_s": 0.7 * timeout_s}
-        return failure("all_reduce", {**environ, _VISIBLE: ",".join(some)}, arguments)
+        return failure("all_reduce", {**environ, VISIBLE: ",".join(some)}, arguments)
 
     with concurrent.futures.ThreadPoolExecutor(len(gpus)) as pool:
         tried = zip(gpus, pool.map(alone, gpus), strict=True)

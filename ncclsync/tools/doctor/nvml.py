@@ -25,8 +25,6 @@ _P2P_STATUS = {
     5: "not supported",
 }
 
-# nvmlReturn_t, for a pynvml with a single exception class.
-_ERRORS = {4: "NoPermission", 9: "DriverNotLoaded", 12: "LibraryNotFound", 18: "LibRmVersionMismatch"}
 _COMPUTE_PROHIBITED = 2
 _SWITCH = 2  # NVML_NVLINK_DEVICE_TYPE_SWITCH
 
@@ -157,5 +155,4 @@ def _bus_id(pci: Any) -> str | None:
 
 def _name(error: Exception) -> str:
     """Return NVML's name of an error, such as "DriverNotLoaded"."""
-    name = type(error).__name__.removeprefix("NVMLError")
-    return name.lstrip("_") or _ERRORS.get(getattr(error, "value", None), "Unknown")  # type: ignore[arg-type]
+    return type(error).__name__.removeprefix("NVMLError").lstrip("_") or "Unknown"

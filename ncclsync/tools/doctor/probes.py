@@ -60,7 +60,9 @@ def ask(name: str, timeout_s: float, environ: Mapping[str, str], arguments: Any 
             )
             try:
                 code = process.wait(timeout_s)
-                ended, how = ("well", "") if code == 0 else ("crash", _how(code))
+                ended, how = "crash" if code else "well", f"ended with exit status {code}" if code else ""
+                if code < 0:
+                    how = f"killed by {signal.Signals(-code).name}"
             except subprocess.TimeoutExpired:
                 ended, how = "hang", f"no answer within {timeout_s:g} s"
             except BaseException:
@@ -78,12 +80,6 @@ def _kill(process: subprocess.Popen) -> None:
     # A process that hangs in the kernel cannot be ended; do not wait for it.
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(5)
-
-
-def _how(code: int) -> str:
-    if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
-    return f"ended with exit status {code}"
 
 
 class _Facts:

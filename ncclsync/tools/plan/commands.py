@@ -135,10 +135,10 @@ def _measure(given: argparse.Namespace, show: Callable[[str], None]) -> Found:
         # One tower needs neither NCCL nor a second GPU.
         on_tower = nccl_parallel(towers=1, backend="cpu", **options)(undecorated(factory))()
         with towers_of(on_tower) or contextlib.nullcontext():
-            traffic = traced_traffic(on_tower, data, batch_size)
+            stages, conditional = traced_traffic(on_tower, data, batch_size)
     finally:
         logger.setLevel(level)
-    return Found(batch_size, seconds, origin, traffic.stages, traffic.conditional)
+    return Found(batch_size, seconds, origin, stages, conditional)
 
 
 def _faster(spread: Spread, speedup: float) -> Spread:

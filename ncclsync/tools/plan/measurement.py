@@ -73,21 +73,17 @@ def _seconds(model: keras.Model, iterator: Iterator, calls: int) -> float:
     return device_timer(lambda: [run(iterator) for _ in range(calls)], calls * model.steps_per_execution)()
 
 
-@dataclasses.dataclass(frozen=True)
-class Traffic:
-    """Hold the exchanges of a step."""
-
-    stages: tuple[Stage, ...]  # of the step, each with its messages
-    conditional: bool  # whether some happen only in certain steps, as with gradient accumulation
-
-
-def traced_traffic(model: keras.Model, data: Any, batch: int) -> Traffic:
-    """Trace a model's train step as for several towers, run it once, and return its traffic.
+def traced_traffic(model: keras.Model, data: Any, batch: int) -> tuple[tuple[Stage, ...], bool]:
+    """Trace a model's train step as for several towers, and run it once.
 
     Args:
         model: on one tower, by `nccl_parallel`; it is trained by a step.
         data: structure of arrays, of at least `batch` rows.
         batch: samples of a tower.
+
+    Returns:
+        The stages of the step, each with its messages; and whether some messages are sent only in certain steps, as
+        with gradient accumulation.
     """
     rows = _first_rows(data, batch)
     specs = tf.nest.map_structure(tf.TensorSpec.from_tensor, rows)
@@ -106,7 +102,7 @@ def traced_traffic(model: keras.Model, data: Any, batch: int) -> Traffic:
     runs = _joined(program, runs)
     total = sum(work for work, _ in runs)
     stages = tuple(Stage(work / total if total else 1 / len(runs), messages) for work, messages in runs)
-    return Traffic(stages, _is_conditional(program))
+    return stages, any(bucket.when for segment in program.segments for bucket in segment.outgoing)
 
 
 def _joined(program: Program, runs: list[tuple[float, tuple[Message, ...]]]) -> list[tuple[float, tuple[Message, ...]]]:
@@ -121,10 +117,6 @@ def _joined(program: Program, runs: list[tuple[float, tuple[Message, ...]]]) -> 
             work, messages = before + work, (*earlier, *messages)
         joined.append((work, messages))
     return joined
-
-
-def _is_conditional(program: Program) -> bool:
-    return any(bucket.when for segment in program.segments for bucket in segment.outgoing)
 
 
 def _recorded(segment: Segment, batch: int, runs: list[tuple[float, tuple[Message, ...]]]) -> Segment:

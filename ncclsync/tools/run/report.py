@@ -19,8 +19,7 @@ class Start:
     began: datetime.datetime  # when
     seconds: float  # how long it ran
     gpus: tuple[str, ...]  # the UUIDs of the GPUs that it was given; () if CUDA has none
-    exit_code: int | None  # of the process; None if a signal ended it
-    number: int | None  # of that signal, or None
+    code: int  # its exit code, or -N if signal N ended it
     error: str | None  # the exception that ended it; None if none did, or if it is not known
     device_error: bool  # whether the exception is a GPU's error, or a hang's time limit
     # Its reported positions, by name; for `BackupAndRestore` epoch and samples, by its folder
@@ -33,18 +32,18 @@ class Start:
     @property
     def shell_code(self) -> int:
         """Return a shell's exit code: of a signal, 128 and its number."""
-        return 128 + self.number if self.number is not None else self.exit_code or 0
+        return self.code if self.code >= 0 else 128 - self.code
 
     @property
     def died(self) -> bool:
         """Return whether to start it again: a signal or a GPU has ended it, without a request to end."""
-        return self.device_error or (self.number is not None and self.number not in _REQUESTS)
+        return self.device_error or (self.code < 0 and -self.code not in _REQUESTS)
 
     @property
     def signal(self) -> str | None:
-        """Return the signal's name."""
+        """Return the name of the signal that ended it; None if none did."""
         known = {one.value: one.name for one in signal.Signals}
-        return None if self.number is None else known.get(self.number, f"signal {self.number}")  # not all have names
+        return None if self.code >= 0 else known.get(-self.code, f"signal {-self.code}")  # not all have names
 
     @property
     def words(self) -> str:
@@ -52,14 +51,15 @@ class Start:
         if self.signal:
             return f"killed by {self.signal}"
         why = "a GPU's error or a hang's time limit: " if self.device_error else ""
-        return f"ended with exit code {self.exit_code}" + (f" ({why}{self.error})" if self.error else "")
+        return f"ended with exit code {self.code}" + (f" ({why}{self.error})" if self.error else "")
 
 
 def as_line(start: Start) -> str:
     """Return it as a line of JSON."""
     fields = dataclasses.asdict(start) | {"signal": start.signal, "seconds": round(start.seconds, 1)}
+    code = fields.pop("code")
+    fields["exit_code"] = None if start.signal else code
     fields |= {"began": start.began.isoformat(timespec="seconds")}
-    del fields["number"]
     return json.dumps(fields, ensure_ascii=False) + "\n"
 
 

@@ -150,14 +150,12 @@ class _Supervisor:
         ending: dict[str, Any] = {"error": None, "device": False}
         if self._ending.exists():
             ending = json.loads(self._ending.read_text())
-        code = process.returncode
         return Start(
             start=len(self.starts) + 1,
             began=began,
             seconds=time.monotonic() - clock,
             gpus=gpus,
-            exit_code=code if code >= 0 else None,
-            number=-code if code < 0 else None,
+            code=process.returncode,
             error=ending["error"],
             device_error=ending["device"],
             progress=after,

@@ -63,4 +63,4 @@ def _is_float32(part: Any) -> bool:
 
 
 # A tower without samples may have something to send from the step before.
-ROUNDED = ops.Collective("all_reduce", "sum", empty_too=True)
+ROUNDED = ops.Collective(ops.CollectiveKind.ALL_REDUCE, "sum", empty_too=True)

@@ -19,10 +19,10 @@ from ncclsync.compat import keras_optimizers, other_libraries
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.gradients.compression import ErrorFeedback
 from ncclsync.gradients.sharded_optimizer import OptimizerSharding
-from ncclsync.ops import Collective, Context
+from ncclsync.ops import Collective, CollectiveKind, Context
 
 # The towers' running sums of gradients; a tower without rows of this batch has sums of earlier batches.
-ACCUMULATED = Collective("all_reduce", "sum", empty_too=True)
+ACCUMULATED = Collective(CollectiveKind.ALL_REDUCE, "sum", empty_too=True)
 
 _nested = threading.local()
 

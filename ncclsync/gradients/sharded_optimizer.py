@@ -20,10 +20,10 @@ from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError
 from ncclsync.gradients.elementwise import find_coupling
 from ncclsync.gradients.partitions import PartitionedSlot, Place, Processes
-from ncclsync.ops import SCATTERED, Collective
+from ncclsync.ops import SCATTERED, Collective, CollectiveKind
 
 # Towers without samples have updated their parts, too.
-GATHERED = Collective("stack", empty_too=True)
+GATHERED = Collective(CollectiveKind.STACK, empty_too=True)
 
 Copies = Callable[[tf.Variable], list[tf.Variable]]
 

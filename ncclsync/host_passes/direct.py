@@ -8,13 +8,13 @@ from typing import Any
 import tensorflow as tf
 
 from ncclsync.communicator import native
-from ncclsync.ops import host_ops
+from ncclsync.ops import CollectiveKind, host_ops
 from ncclsync.program.program import Bucket
 
 
 def unpacked(bucket: Bucket) -> Bucket:
     """Return the bucket, joined unpacked by the C op; unchanged if the op does not know its dtype or wire."""
-    if bucket.wire.kind == "broadcast" or bucket.exchanges[0].dtype.name not in native.DTYPES:
+    if bucket.wire.kind == CollectiveKind.BROADCAST or bucket.exchanges[0].dtype.name not in native.DTYPES:
         return bucket
     return dataclasses.replace(bucket, packed=False, join=join)
 
@@ -49,6 +49,6 @@ def join(
             joined = host_ops.all_reduce(given, weights, wire.op)
         for tower, row in enumerate(received):
             for place, tensor in zip(chosen, joined, strict=True):
-                row[place] = tensor[tower : tower + 1] if wire.kind == "reduce_scatter" else tensor
+                row[place] = tensor[tower : tower + 1] if wire.kind == CollectiveKind.REDUCE_SCATTER else tensor
     left = [iter(row) for row in received]
     return [[[next(one) for _ in bucket.exchanges] for bucket in buckets] for one in left]

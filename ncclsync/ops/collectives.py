@@ -6,6 +6,7 @@ they return the tensor itself, since a reduction over one tower is the identity.
 
 import contextlib
 import dataclasses
+import enum
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -17,20 +18,42 @@ from ncclsync.communicator import native
 REDUCE_OPS = ("mean", "sum", "prod", "max", "min")
 
 
+class CollectiveKind(str, enum.Enum):
+    """Say what every tower gets."""
+
+    ALL_REDUCE = "all_reduce"  # the sum, maximum, … of the towers' tensors
+    BROADCAST = "broadcast"  # the root's tensor
+    ALL_GATHER = "all_gather"  # all towers' rows, in their order, the same number for each sample
+    STACK = "stack"  # the same of tensors with one row per tower
+    REDUCE_SCATTER = "reduce_scatter"  # its row of the sum of tensors with one row per tower
+
+
+class Purpose(str, enum.Enum):
+    """Say how the tensors of a mark are placed from there on, in a step that is traced."""
+
+    COLLECTIVE = "collective"  # they meet their counterparts, as `Mark.collective` says
+    WHOLE = "whole"  # they are the batch's
+    SLICES = "slices"  # values and indices of a sparse gradient are the batch's
+    PARTS = "parts"  # each is what this tower adds to the batch's
+    SLICES_PART = "slices part"  # the same of values and indices
+    LOCAL = "local"  # they are this tower's alone
+    ADDENDS = "addends"  # a gradient, of which each tower takes its addend
+    ROWS = "rows"  # what is local are this tower's rows of the batch
+    OWN_ROW = "own row"  # of one row for each tower, this tower's
+
+
 @dataclasses.dataclass(frozen=True)
 class Collective:
     """Describe how a tensor is joined with the other towers' tensors.
 
     Attributes:
-        kind: "all_reduce"; "broadcast": every tower gets the root's tensor; "all_gather": every tower gets all towers'
-            rows, in their order, the same number for each sample; "stack": an all-gather of tensors with one row per
-            tower; "reduce_scatter": tensors with one row per tower are added up, and each tower gets its row.
+        kind: what every tower gets.
         op: an element of `REDUCE_OPS`; "mean" weighs each tower by its samples. A broadcast does not use it.
         root: the tower that a broadcast starts from.
         empty_too: whether towers without samples take part, with values kept from earlier batches.
     """
 
-    kind: str
+    kind: CollectiveKind
     op: str = "sum"
     root: int = 0
     empty_too: bool = False
@@ -38,22 +61,22 @@ class Collective:
     @property
     def concatenates(self) -> bool:
         """Return whether the result holds the rows of all towers."""
-        return self.kind in ("all_gather", "stack")
+        return self.kind in (CollectiveKind.ALL_GATHER, CollectiveKind.STACK)
 
     @property
     def changes_rows(self) -> bool:
         """Return whether a tower's result has other rows than its input."""
-        return self.concatenates or self.kind == "reduce_scatter"
+        return self.concatenates or self.kind == CollectiveKind.REDUCE_SCATTER
 
     @property
     def divides(self) -> bool:
         """Return whether it divides a tensor among towers, a row for each, or joins these rows again."""
-        return self.kind == "reduce_scatter" or (self.kind == "stack" and self.empty_too)
+        return self.kind == CollectiveKind.REDUCE_SCATTER or (self.kind == CollectiveKind.STACK and self.empty_too)
 
     @property
     def differs(self) -> bool:
         """Return whether towers get different results."""
-        return self.kind == "reduce_scatter"
+        return self.kind == CollectiveKind.REDUCE_SCATTER
 
     def shape(self, shape: tf.TensorShape) -> tf.TensorShape:
         """Return the result's shape, with the dimensions that do not depend on the number of towers."""
@@ -61,10 +84,10 @@ class Collective:
             return shape
         if self.concatenates:
             return tf.TensorShape([None, *shape[1:]])
-        return tf.TensorShape([1, *shape[1:]]) if self.kind == "reduce_scatter" else shape
+        return tf.TensorShape([1, *shape[1:]]) if self.kind == CollectiveKind.REDUCE_SCATTER else shape
 
 
-SCATTERED = Collective("reduce_scatter")
+SCATTERED = Collective(CollectiveKind.REDUCE_SCATTER)
 
 
 class Share(NamedTuple):
@@ -113,8 +136,8 @@ class Context(Protocol):
         """
         ...
 
-    def mark(self, tensors: Sequence[tf.Tensor], purpose: str, **details: Any) -> list[tf.Tensor]:
-        """Return the tensors, placed as `program.Mark` says for that purpose."""
+    def mark(self, tensors: Sequence[tf.Tensor], purpose: Purpose, **details: Any) -> list[tf.Tensor]:
+        """Return the tensors, placed as that purpose says."""
         ...
 
     def can_exchange(self) -> bool:
@@ -165,7 +188,7 @@ def all_reduce(tensors: Any, op: str = "mean") -> Any:
     """
     if op not in REDUCE_OPS:
         raise ValueError(f"Expected op to be one of {REDUCE_OPS}. Received: op={op!r}")
-    return _map_collective(tensors, Collective("all_reduce", op))
+    return _map_collective(tensors, Collective(CollectiveKind.ALL_REDUCE, op))
 
 
 def broadcast(tensors: Any, root: int = 0) -> Any:
@@ -187,7 +210,7 @@ def broadcast(tensors: Any, root: int = 0) -> Any:
     """
     if isinstance(root, bool) or not isinstance(root, int) or root < 0:
         raise ValueError(f"Expected root to be the index of a tower. Received: root={root!r}")
-    return _map_collective(tensors, Collective("broadcast", root=root))
+    return _map_collective(tensors, Collective(CollectiveKind.BROADCAST, root=root))
 
 
 def all_gather(tensors: Any) -> Any:
@@ -210,7 +233,7 @@ def all_gather(tensors: Any) -> Any:
     for leaf in tf.nest.flatten(tensors):
         if leaf is not None and tf.convert_to_tensor(leaf).shape.rank == 0:
             raise ValueError(f"Expected tensors whose first axis runs over the samples. Received: {leaf}")
-    return _map_collective(tensors, Collective("all_gather"))
+    return _map_collective(tensors, Collective(CollectiveKind.ALL_GATHER))
 
 
 def stack(tensor: tf.Tensor) -> tf.Tensor:
@@ -226,7 +249,8 @@ def stack(tensor: tf.Tensor) -> tf.Tensor:
 
     @tf.custom_gradient
     def stacked(row):
-        return context.exchange([row], Collective("stack"))[0], lambda upstream: _marked([upstream], "own row")[0]
+        (rows,) = context.exchange([row], Collective(CollectiveKind.STACK))
+        return rows, lambda upstream: _marked([upstream], Purpose.OWN_ROW)[0]
 
     return stacked(row)
 
@@ -238,7 +262,7 @@ def to_local(tensors: Sequence[tf.Tensor], *, by_choice: bool = False) -> list[t
         tensors: of the batch.
         by_choice: whether the numbers may differ from one device's, since the user chose so.
     """
-    return [_both_ways("local", "rows", by_choice)(tensor) for tensor in tensors]
+    return [_both_ways(Purpose.LOCAL, Purpose.ROWS, by_choice)(tensor) for tensor in tensors]
 
 
 def from_local(tensors: Sequence[tf.Tensor], *, by_choice: bool = False) -> list[tf.Tensor]:
@@ -246,15 +270,15 @@ def from_local(tensors: Sequence[tf.Tensor], *, by_choice: bool = False) -> list
 
     The gradient that flows back to a tower is its addend of the batch's gradient.
     """
-    return [_both_ways("local", "addends", by_choice)(tensor) for tensor in tensors]
+    return [_both_ways(Purpose.LOCAL, Purpose.ADDENDS, by_choice)(tensor) for tensor in tensors]
 
 
 def to_replicate(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Let tensors, and the gradients that flow back to them, be the batch's here; differentiable."""
-    return [_both_ways("whole", "whole", False)(tensor) for tensor in tensors]
+    return [_both_ways(Purpose.WHOLE, Purpose.WHOLE, False)(tensor) for tensor in tensors]
 
 
-def _both_ways(forward: str, backward: str, by_choice: bool, of: str = "") -> Any:
+def _both_ways(forward: Purpose, backward: Purpose, by_choice: bool, of: str = "") -> Any:
     """Return a function that marks a tensor one way and its gradient the other way; of any order."""
 
     @tf.custom_gradient
@@ -287,14 +311,14 @@ def whole(gradients: Sequence[Any], *, rows_add_up: bool = False) -> list[Any]:
     if context is None or not context.can_exchange():
         return result
     dense = [i for i, one in enumerate(result) if tf.is_tensor(one) and not isinstance(one, tf.IndexedSlices)]
-    for i, tensor in zip(dense, context.mark([result[i] for i in dense], "whole") if dense else [], strict=True):
+    for i, tensor in zip(dense, context.mark([result[i] for i in dense], Purpose.WHOLE) if dense else [], strict=True):
         result[i] = tensor
     for i, one in enumerate(result):
         if isinstance(one, tf.IndexedSlices):
             shape: Any = None if one.dense_shape is None else tf.get_static_value(one.dense_shape)
             adds = rows_add_up and shape is not None
             details = {"rows_add_up": adds, "height": int(shape[0]) if adds else 0}
-            marked = context.mark([one.values, one.indices], "slices", **details)
+            marked = context.mark([one.values, one.indices], Purpose.SLICES, **details)
             result[i] = tf.IndexedSlices(*marked, dense_shape=one.dense_shape)
     return result
 
@@ -304,14 +328,14 @@ def parts(gradients: Sequence[Any]) -> list[Any]:
     return [
         None
         if one is None
-        else tf.IndexedSlices(*_marked([one.values, one.indices], "slices part"), dense_shape=one.dense_shape)
+        else tf.IndexedSlices(*_marked([one.values, one.indices], Purpose.SLICES_PART), dense_shape=one.dense_shape)
         if isinstance(one, tf.IndexedSlices)
-        else _marked([one], "parts")[0]
+        else _marked([one], Purpose.PARTS)[0]
         for one in gradients
     ]
 
 
-def _marked(tensors: list[tf.Tensor], purpose: str) -> list[tf.Tensor]:
+def _marked(tensors: list[tf.Tensor], purpose: Purpose) -> list[tf.Tensor]:
     context = current_context()
     return tensors if context is None else context.mark(tensors, purpose)
 
@@ -331,7 +355,7 @@ def _map_collective(structure: Any, collective: Collective) -> Any:
 
 
 def _check_dtype(dtype: tf.DType, collective: Collective) -> None:
-    if collective.op == "mean" and collective.kind == "all_reduce" and not dtype.is_floating:
+    if collective.op == "mean" and collective.kind == CollectiveKind.ALL_REDUCE and not dtype.is_floating:
         raise TypeError(f"Expected a floating dtype for op='mean'. Received: {dtype.name}")
     if dtype.name not in native.DTYPES and not collective.concatenates:
         raise TypeError(f"Expected one of the dtypes {sorted(native.DTYPES)}. Received: {dtype.name}")

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.source_lines import user_line
-from ncclsync.ops import Collective, Share
+from ncclsync.ops import Collective, CollectiveKind, Purpose, Share
 from ncclsync.ops.comparing import distance
 from ncclsync.program.graph import StepGraph, op_name
 from ncclsync.program.partition import Partition, Unshared, partition
@@ -183,7 +183,7 @@ class _Run:
     def _made(self, op: tf.Operation, given: list[Any], state: dict[str, Any]) -> tuple[list[Any], list[Any]]:
         """Return an op's results on a tower, and what it leaves in the variables that it is given."""
         mark = self.graph.marks.get(op.name)
-        divides = mark is not None and mark.purpose == "collective" and mark.collective.divides
+        divides = mark is not None and mark.purpose == Purpose.COLLECTIVE and mark.collective.divides
         if divides or any(one is None for one in (*given, *state.values())):
             state.update(dict.fromkeys(self.graph.writes[op.name]))
             return [None] * len(op.outputs), list(state.values())
@@ -237,7 +237,7 @@ class _Check(_Run):
         self._traced: dict[str, list[str]] = {}
         for op in alone.ops:
             # A sparse gradient's slices may come in another order: what they write is compared. Bits are not rounded.
-            is_sparse = op.name in alone.marks and "slices" in alone.marks[op.name].purpose
+            is_sparse = op.name in alone.marks and alone.marks[op.name].purpose in (Purpose.SLICES, Purpose.SLICES_PART)
             if not is_sparse and op.type != "Bitcast":
                 for output in op.outputs:
                     if output.name in placing.placed and output.dtype not in (tf.variant, tf.resource):
@@ -308,7 +308,7 @@ class _Check(_Run):
             if any(one is None for one in (expected, start, *values)):
                 continue
             if self.graph.role[handle] in (Role.SUM, Role.PARTIAL):
-                values = [joined(values, Collective("all_reduce", "sum"), self.shares)]
+                values = [joined(values, Collective(CollectiveKind.ALL_REDUCE, "sum"), self.shares)]
             if start.shape == expected.shape and start.dtype.is_floating:  # what was added is far smaller
                 expected, values = expected - start, [one - start for one in values]
             changes.append((op, expected, values, _magnitude(start)))
@@ -329,7 +329,7 @@ def _wholes(values: Values, placed: Placement, shares: Sequence[Share]) -> list[
     if placed.kind is Kind.REPLICATE:
         return values
     if placed.kind is Kind.PARTIAL and values[0].dtype != tf.bool:
-        return [joined(values, Collective("all_reduce", placed.op), shares)]
+        return [joined(values, Collective(CollectiveKind.ALL_REDUCE, placed.op), shares)]
     if placed.kind is Kind.SHARD:
         with contextlib.suppress(tf.errors.InvalidArgumentError):
             columns = zip(*[tf.split(value, placed.blocks, placed.axis) for value in values], strict=True)
@@ -341,7 +341,7 @@ def joined(values: Sequence[Any], collective: Collective, shares: Sequence[Share
     """Return what a collective gives."""
     if collective.concatenates:
         return tf.concat(values, 0)
-    if collective.kind == "broadcast":
+    if collective.kind == CollectiveKind.BROADCAST:
         return values[collective.root]
     if collective.op == "mean":
         return tf.add_n([one * tf.cast(share.fraction, one.dtype) for one, share in zip(values, shares, strict=True)])

@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from ncclsync.compat.source_lines import own_place
+from ncclsync.ops import CollectiveKind
 from ncclsync.program.roofline import COUNTS, POWERS, Roofline, Size, seconds
 from ncclsync.semantics.axes import Axes
 from ncclsync.semantics.functions import Functions
@@ -25,14 +26,14 @@ class Whole:
         op: its type.
         place, made: where it comes from, and the type of the op there, by `own_place`.
         size: bytes of them, by the rows of the batch.
-        kind: of the collective: an "all_gather", or the "all_reduce" of parts of all rows.
+        kind: of the collective: an all-gather, or the all-reduce of parts of all rows.
     """
 
     op: str
     place: str
     made: str
     size: Size
-    kind: str = "all_gather"
+    kind: CollectiveKind = CollectiveKind.ALL_GATHER
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +102,7 @@ class Costs:
         """Count nothing that is done with these, the slices of sparse gradients: it is the weights' update."""
         self._slices.update(tensor.name for tensor in op.outputs)
 
-    def receive(self, op: tf.Operation, size: Size, kind: str) -> None:
+    def receive(self, op: tf.Operation, size: Size, kind: CollectiveKind) -> None:
         """Count bytes that all towers receive for an op."""
         self.wholes.append(Whole(op.type, *own_place(op), size, kind))
 

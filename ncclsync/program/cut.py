@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.source_lines import user_line
-from ncclsync.ops import Collective
+from ncclsync.ops import Collective, CollectiveKind
 from ncclsync.ops.buckets import fill_buckets
 from ncclsync.ops.spans import Meter
 from ncclsync.program.crossing import Forms, find_uncrossable
@@ -29,7 +29,7 @@ from ncclsync.program.updates import find_updates
 from ncclsync.semantics.functions import Functions
 from ncclsync.semantics.placing import is_unrepeatable
 
-SUM = Collective("all_reduce", "sum")
+SUM = Collective(CollectiveKind.ALL_REDUCE, "sum")
 
 
 def cut(
@@ -206,6 +206,6 @@ def _fill_buckets(exchanges: list[Exchange], bucket_bytes: int, scheduled: Sched
 
 def _wire(collective: Collective) -> Collective:
     """Return the communicator's collective: a mean is weighted before, and is a sum on the wire."""
-    if collective.kind == "all_reduce" and collective.op == "mean":
+    if collective.kind == CollectiveKind.ALL_REDUCE and collective.op == "mean":
         return SUM
     return collective

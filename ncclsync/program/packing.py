@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from ncclsync.ops import CollectiveKind
 from ncclsync.ops.buckets import pack, unpack
 from ncclsync.ops.spans import Meter, begin, hold
 from ncclsync.program.program import Bucket
@@ -73,14 +74,14 @@ def _send(
     if bucket.join is not None and not bucket.wire.concatenates:
         return tensors
     for i, exchange in enumerate(bucket.exchanges):
-        if exchange.collective.kind == "all_reduce" and exchange.collective.op == "mean":
+        if exchange.collective.kind == CollectiveKind.ALL_REDUCE and exchange.collective.op == "mean":
             tensors[i] = tensors[i] * tf.cast(fraction, tensors[i].dtype)
     present = has_samples > 0 if branches or bucket.wire.concatenates else fraction > 0
     return [_contributed(bucket, one, present, branches) for one in ([pack(tensors)] if bucket.packed else tensors)]
 
 
 def _contributed(bucket: Bucket, tensor: tf.Tensor, present: tf.Tensor, branches: bool) -> tf.Tensor:
-    if bucket.wire.kind == "broadcast" or bucket.wire.empty_too:
+    if bucket.wire.kind == CollectiveKind.BROADCAST or bucket.wire.empty_too:
         return tensor
     if bucket.wire.concatenates:
         rows = tf.shape(tensor)[0]

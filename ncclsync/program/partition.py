@@ -19,7 +19,7 @@ from ncclsync.communicator import native
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.source_lines import user_line
 from ncclsync.errors import NcclSyncError
-from ncclsync.ops import Collective, Share
+from ncclsync.ops import Collective, CollectiveKind, Purpose, Share
 from ncclsync.program.cost import Costs
 from ncclsync.program.graph import Fold, StepGraph, op_name
 from ncclsync.program.program import Exchange, Results
@@ -36,7 +36,7 @@ logger = logging.getLogger("ncclsync")
 
 # TensorFlow refuses them of a tensor of open shape, as that of gathered rows is where the trace's is not.
 _SHAPED = frozenset({"MatrixDiagV2", "MatrixDiagV3"})
-GATHER, FOLLOW = Collective("all_gather"), Collective("broadcast")
+GATHER, FOLLOW = Collective(CollectiveKind.ALL_GATHER), Collective(CollectiveKind.BROADCAST)
 
 # Placed as what cannot be exchanged: computed again, of whole inputs.
 _RECOMPUTED = frozenset({Kind.AXES, Kind.PENDING, Kind.PIECE, Kind.PLACES, Kind.INDICES})
@@ -94,7 +94,7 @@ class Partition(Placer):
         self._seen = len(graph.tf_graph.get_operations())
         self._line_of: dict[str, str] = {}
         self.costs = Costs(self.functions, self.axes)
-        marked = [name for name, mark in graph.marks.items() if mark.purpose == "slices" and name in graph.inputs]
+        marked = [name for name, mark in graph.marks.items() if mark.purpose == Purpose.SLICES and name in graph.inputs]
         # They put the slices of a weight that is used several times one after the other, to be gathered.
         self._joins_slices = {op_name(tensor) for name in marked for tensor in graph.inputs[name]} & {
             op.name for op in graph.ops if op.type == "ConcatV2"
@@ -348,9 +348,9 @@ class Partition(Placer):
                     tensor = tf.cast(tensor, tf.int32)
             if tensor.op.type == "ReadVariableOp":
                 self._sums.add(tensor.op.name)
-            reduced = self.exchange(tensor, Collective("all_reduce", before.op), op)
+            reduced = self.exchange(tensor, Collective(CollectiveKind.ALL_REDUCE, before.op), op)
             if (size := self.costs.roofline.size_bytes(tensor)).power and op.name not in self.graph.marks:
-                self.costs.receive(op, size, "all_reduce")
+                self.costs.receive(op, size, CollectiveKind.ALL_REDUCE)
             if not boolean:
                 return reduced
             with self._building():
@@ -358,7 +358,7 @@ class Partition(Placer):
         if before.kind is Kind.ROWS:
             counts = np.reshape(before.counts, tensor.shape if tensor.shape.is_fully_defined() else [-1])
             if before.unit and np.any(counts < 0):  # a tower may have none of the unit
-                summed = self.exchange(tensor, Collective("all_reduce", "sum"), op)
+                summed = self.exchange(tensor, Collective(CollectiveKind.ALL_REDUCE, "sum"), op)
                 with self._building():
                     return tf.where(np.equal(counts, 0), tensor, summed)
             _, *extent = self._extent(before.unit, op)
@@ -371,7 +371,7 @@ class Partition(Placer):
                 return counted if np.all(counts) else tf.where(tf.equal(each, 0), tensor, counted)
         if before.kind is Kind.LOCAL:
             if tensor.dtype.is_floating and before.op == "mean":
-                return self.exchange(tensor, Collective("all_reduce", "mean"), op)
+                return self.exchange(tensor, Collective(CollectiveKind.ALL_REDUCE, "mean"), op)
             return self._followed(tensor, op)
         numbers = uneven.numbered(before)
         if numbers is not None and before.op in ("own", "every") and before.counts[0] > 0:
@@ -450,7 +450,7 @@ class Partition(Placer):
             lengths = self.costs.roofline.lengths(tensor)
             others = lengths[: before.axis] + lengths[before.axis + 1 :]
             rows = Size(max(before.each, 1) * max(before.blocks, 1) * max(tensor.dtype.size, 1), 1)
-            self.costs.receive(op, product([rows, *others]), "all_gather")
+            self.costs.receive(op, product([rows, *others]), CollectiveKind.ALL_GATHER)
         if not turned:
             return whole
         with self._building():
@@ -697,7 +697,7 @@ class Partition(Placer):
         """Return the shape of a padded ragged tensor, whose rows are as long as the batch's longest if that is open."""
         with self._building():
             own = tf.reduce_max(splits[1:] - splits[:-1])
-        longest = self.exchange(own, Collective("all_reduce", "max"), op)
+        longest = self.exchange(own, Collective(CollectiveKind.ALL_REDUCE, "max"), op)
         with self._building():
             shape = tf.broadcast_to(shape, [op.outputs[0].shape.rank])  # all lengths are open if it is a scalar
             second = tf.logical_and(shape < 0, tf.equal(tf.range(tf.size(shape)), 1))
@@ -707,12 +707,12 @@ class Partition(Placer):
         count = len(op.outputs) - mark.conditional
         pairs = list(zip(call.tensors, call.inputs, strict=True))
         names = self.graph.inputs[op.name]
-        if mark.purpose == "slices":
+        if mark.purpose == Purpose.SLICES:
             self.costs.leave_out(op)
             for output, tensor in zip(op.outputs, self._slices(op, mark, call), strict=True):
                 self._put(output, tensor, REPLICATE)
             return
-        if mark.purpose == "slices part":
+        if mark.purpose == Purpose.SLICES_PART:
             for output, tensor in zip(op.outputs, self._slices_part(op, call), strict=True):
                 self._put(output, tensor, LOCAL)
             return
@@ -728,39 +728,38 @@ class Partition(Placer):
     def _meet(
         self, op: tf.Operation, mark: Mark, name: str, tensor: tf.Tensor, placed: Placement, when: str | None
     ) -> tuple[tf.Tensor, Placement]:
-        if mark.by_choice and mark.purpose == "local" and not mark.of and placed.kind is Kind.SHARD:
+        if mark.by_choice and mark.purpose == Purpose.LOCAL and not mark.of and placed.kind is Kind.SHARD:
             self.normalized.append(mark.line)
         if mark.by_choice and self._exact:
             return tensor, placed
-        if mark.purpose == "whole":
+        if mark.purpose == Purpose.WHOLE:
             return self.convert(tensor, placed, REPLICATE, op), REPLICATE
-        if mark.purpose == "local":
+        if mark.purpose == Purpose.LOCAL:
             return (tensor if placed.kind is not Kind.PENDING else self._anew(tensor)), LOCAL
-        if mark.purpose == "parts":
+        if mark.purpose == Purpose.PARTS:
             return self.convert(tensor, placed, SUM, op), LOCAL
-        if mark.purpose == "addends":
+        if mark.purpose == Purpose.ADDENDS:
             if placed.kind in (Kind.SHARD, Kind.LOCAL) or placed == SUM:
                 return tensor, LOCAL
             tensor = self.convert(tensor, placed, MEAN if placed.kind is Kind.PARTIAL else REPLICATE, op)
             with self._building():
                 return tensor * tf.cast(self.share.fraction, tensor.dtype), LOCAL
-        if mark.purpose == "rows":
+        if mark.purpose == Purpose.ROWS:
             _, taken = self.placed[self.graph.traced_inputs[mark.of][0]]
             return tensor, taken if taken.kind is Kind.SHARD else SUM
-        if mark.purpose == "own row":
+        if mark.purpose == Purpose.OWN_ROW:
             whole = self.convert(tensor, placed, REPLICATE, op)
             with self._building():
                 at = tf.minimum(self.share.tower, tf.shape(whole)[0] - 1)
                 return whole[at : at + 1], LOCAL
         collective = mark.collective
-        if collective.kind == "all_gather" and placed.kind is Kind.SHARD:
+        reduces, how = collective.kind == CollectiveKind.ALL_REDUCE, collective.op
+        if collective.kind == CollectiveKind.ALL_GATHER and placed.kind is Kind.SHARD:
             return self.convert(tensor, placed, REPLICATE, op), REPLICATE
-        if placed.kind is Kind.PARTIAL and collective.kind == "all_reduce" and collective.op in ("mean", placed.op):
+        if placed.kind is Kind.PARTIAL and reduces and how in ("mean", placed.op):
             return self.convert(tensor, placed, REPLICATE, op), REPLICATE  # what its parts add up to
         local = self._local_value(name)
-        settled = collective.kind == "broadcast" or (
-            collective.kind == "all_reduce" and collective.op in ("mean", "max", "min")
-        )
+        settled = collective.kind == CollectiveKind.BROADCAST or (reduces and how in ("mean", "max", "min"))
         if settled and placed.whole and local is tensor:
             return tensor, REPLICATE
         result = self.exchange(local, collective, op, when)
@@ -805,7 +804,7 @@ class Partition(Placer):
         with self._building():
             count = tf.shape(slices)[0]
             counted = tf.cast(count, tf.int64)
-        total = self.exchange(counted, Collective("all_reduce", "sum"), op)
+        total = self.exchange(counted, Collective(CollectiveKind.ALL_REDUCE, "sum"), op)
         height = int(mark.height)
         # By a gather a tower receives what all others have: (N - 1) / N of all slices, values and indices. An
         # all-reduce moves 2 (N - 1) / N of the dense tensor. One of the two exchanges is then of nothing.
@@ -816,7 +815,7 @@ class Partition(Placer):
             few, where = slices[:kept], places[:kept]
             summed = tf.math.unsorted_segment_sum(slices[kept:], places[kept:], rest)
         few, where = self.exchange(few, GATHER, op), self.exchange(where, GATHER, op)
-        summed = self.exchange(summed, Collective("all_reduce", "sum"), op)
+        summed = self.exchange(summed, Collective(CollectiveKind.ALL_REDUCE, "sum"), op)
         with self._building():
             every = tf.cast(tf.range(rest), places.dtype)
             return [tf.concat([few, summed], 0), tf.concat([where, every], 0)]
@@ -864,13 +863,13 @@ def _find_folds(graph: StepGraph, reads: set[str]) -> None:
             result = next(
                 name
                 for name, e in graph.exchanges.items()
-                if op_name(e.source) == read and e.collective == Collective("all_reduce", "sum")
+                if op_name(e.source) == read and e.collective == Collective(CollectiveKind.ALL_REDUCE, "sum")
             )
             graph.folds.append(Fold(handle, None, result, (), root_only=True))
             continue
         source, result = f"@fold_{len(graph.folds)}:0", f"@folded_{len(graph.folds)}:0"
         line = user_line(graph.by_name[names[-1]].traceback)
-        collective = Collective("all_reduce", "sum")
+        collective = Collective(CollectiveKind.ALL_REDUCE, "sum")
         graph.exchanges[result] = Exchange(source, result, collective, variable.shape, variable.dtype, line=line)
         graph.folds.append(Fold(handle, source, result, tuple(names), True))
 

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.ops import Collective
+from ncclsync.ops import Collective, CollectiveKind
 from ncclsync.program.cost import StepWork
 
 
@@ -47,7 +47,7 @@ class Exchange:
             rows: of the batch; None if they are not known.
         """
         shape = tf.TensorShape([towers, *self.shape[1:]]) if self.collective.divides else self.shape
-        if self.collective.kind == "all_gather" and shape.rank:
+        if self.collective.kind == CollectiveKind.ALL_GATHER and shape.rank:
             shape = tf.TensorShape([rows, *shape[1:]])
         return int(shape.num_elements()) * self.dtype.size if shape.is_fully_defined() else None
 

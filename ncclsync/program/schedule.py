@@ -12,6 +12,7 @@ import collections
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+from ncclsync.ops import CollectiveKind
 from ncclsync.ops.buckets import fill_buckets
 from ncclsync.program.graph import StepGraph, op_name
 from ncclsync.program.program import Exchange
@@ -102,7 +103,7 @@ def _overlapping(
 def _travels_early(graph: StepGraph, levels: dict[str, int], level: int, exchange: Exchange) -> bool:
     """Return whether an exchange is a sum of known size of a tensor that its level computes."""
     return (
-        exchange.collective.kind == "all_reduce"
+        exchange.collective.kind == CollectiveKind.ALL_REDUCE
         and exchange.dtype.is_floating
         and exchange.when is None
         and exchange.shape.is_fully_defined()

@@ -9,7 +9,7 @@ import tensorflow as tf
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.source_lines import user_line
 from ncclsync.errors import NcclSyncError
-from ncclsync.ops import Collective, Share, running_in
+from ncclsync.ops import Collective, CollectiveKind, Purpose, Share, running_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,23 +18,19 @@ class Mark:
 
     Attributes:
         name: the op's.
-        purpose: "collective": they meet their counterparts, as `collective` says. "whole": they are the
-            batch's. "slices": values and indices of a sparse gradient are. "parts": what each tower adds to
-            them. "slices part": the same of values and indices. "local": they are local. "addends": a
-            gradient, of which each tower takes its addend. "rows": what is local are its rows of the batch.
-            "own row": of one row for each tower, its row.
-        collective: see "collective".
+        purpose: how they are placed.
+        collective: how they meet their counterparts, if that is the purpose.
         conditional: whether its last tensor says if the collective happens.
         line: the user's that asks for it, or calls what does.
         rows_add_up: see `ops.whole`.
         height: the rows of the table that slices are of, where `rows_add_up`.
-        of: the name of the mark that "rows" are taken back to.
+        of: the name of the mark that `Purpose.ROWS` are taken back to.
         by_choice: whether it gives other numbers than one device's, for speed.
     """
 
     name: str
-    purpose: str
-    collective: Collective = dataclasses.field(default_factory=lambda: Collective("all_reduce"))
+    purpose: Purpose
+    collective: Collective = dataclasses.field(default_factory=lambda: Collective(CollectiveKind.ALL_REDUCE))
     conditional: bool = False
     line: str = ""
     rows_add_up: bool = False
@@ -84,14 +80,15 @@ class _Marking:
                 "collective out of it, or leave it away: steps on towers compute what one device computes."
             )
         conditions = [] if when is None else [when]
-        results = self.mark([*tensors, *conditions], "collective", collective=collective, conditional=when is not None)
+        details = {"collective": collective, "conditional": when is not None}
+        results = self.mark([*tensors, *conditions], Purpose.COLLECTIVE, **details)
         results = results[: len(tensors)]
         if collective.changes_rows:
             # On towers there will be other rows, which what is traced from here on must not know.
             results = [tf.compat.v1.placeholder_with_default(t, [None, *t.shape[1:]]) for t in results]
         return results
 
-    def mark(self, tensors: Sequence[tf.Tensor], purpose: str, **details: Any) -> list[tf.Tensor]:
+    def mark(self, tensors: Sequence[tf.Tensor], purpose: Purpose, **details: Any) -> list[tf.Tensor]:
         if not self.can_exchange():  # in a loop, or a branch: what has no rule there is made whole before it
             return list(tensors)
         outputs = tf.identity_n(list(tensors), name="ncclsync_mark")

@@ -14,12 +14,18 @@ import numpy as np
 import tensorflow as tf
 
 from ncclsync.communicator import AllGather, AllReduce, Communicator, ReduceScatter, native
-from ncclsync.ops import Collective, device_ops
+from ncclsync.ops import Collective, CollectiveKind, device_ops
 from ncclsync.ops.group_ops import Joining, Turns, agree, gather_rows, group_all_reduce, group_broadcast, group_exchange
 from ncclsync.ops.spans import COMMUNICATION, Begun, Meter, begin, hold
 from ncclsync.program.program import Bucket
 from ncclsync.semantics.shards import Shards, digest_of_rows
-from ncclsync.towers.shard_sums import join_shards, nodes_of_towers, sums_of_towers, total_of_gathered
+from ncclsync.towers.shard_sums import (
+    join_shard_tensors,
+    join_shards,
+    nodes_of_towers,
+    sums_of_towers,
+    total_of_gathered,
+)
 from ncclsync.towers.state import TowerState
 
 # For each of this process' n towers, the ops and tensors that it waits for: [n] lists.
@@ -110,11 +116,8 @@ class Exchanges:
             given = [[row[i] for i in indices] for row in rows]
             labels = [f"bucket {i + 1} of {len(buckets)}" for i in indices]
             call = _Call(number, indices, [buckets[i] for i in indices], given, labels, done)
-            if (
-                self._enqueues
-                and _is_one_group(call.buckets[0])
-                and not (self._divided and any(bucket.wire.kind != "all_reduce" for bucket in call.buckets))
-            ):
+            sums = all(bucket.wire.kind == CollectiveKind.ALL_REDUCE for bucket in call.buckets)
+            if self._enqueues and _is_one_group(call.buckets[0]) and (sums or not self._divided):
                 after = self._enqueue(call)
                 continue
             when = call.buckets[0].when
@@ -284,11 +287,11 @@ def _is_one_group(bucket: Bucket) -> bool:
 
 def _is_grouped(bucket: Bucket) -> bool:
     """Return whether a collective of the communicator does what the bucket's wire says."""
-    if bucket.wire.kind in ("all_reduce", "reduce_scatter"):
+    if bucket.wire.kind in (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER):
         return True
     # Rows are gathered so where all towers are known to send as many: one of each, and of one size.
     exchange = bucket.exchanges[0]
-    same = bucket.wire.kind == "stack" and bucket.wire.empty_too and exchange.shape[1:].is_fully_defined()
+    same = bucket.wire.kind == CollectiveKind.STACK and bucket.wire.empty_too and exchange.shape[1:].is_fully_defined()
     return same and exchange.dtype.name in native.DTYPES
 
 
@@ -308,9 +311,9 @@ def _join(
 
 def _collective(wire: Collective, label: str) -> Joining:
     """Return the communicator's collective for a bucket that is grouped."""
-    if wire.kind == "stack":
+    if wire.kind == CollectiveKind.STACK:
         return AllGather((), (), label)
-    kind = ReduceScatter if wire.kind == "reduce_scatter" else AllReduce
+    kind = ReduceScatter if wire.kind == CollectiveKind.REDUCE_SCATTER else AllReduce
     return kind((), (), wire.op, label)
 
 
@@ -319,20 +322,10 @@ def _join_one(call: _Call, tensors: Sequence[tf.Tensor], towers: TowerState, tur
     wire, (label,), count = call.buckets[0].wire, call.labels, len(towers)
     if wire.root >= count:
         raise ValueError(f"Expected root to be below the number of towers, {count}. Received: {wire.root}")
-    if wire.kind == "broadcast":
+    if wire.kind == CollectiveKind.BROADCAST:
         return group_broadcast(tensors, towers.communicator, wire.root, label, turns)
     if wire.concatenates and towers.layout.meets_processes:
         return gather_rows(tensors, towers.communicator, label, turns)
     if wire.concatenates:
-        return _gather(tensors, towers)
+        return join_shard_tensors(call.buckets[0], tensors, towers.layout)
     return group_all_reduce(tensors, towers.communicator, wire.op, label, turns)
-
-
-def _gather(tensors: Sequence[tf.Tensor], towers: TowerState) -> list[tf.Tensor]:
-    """Concatenate the towers' rows, once for all towers of one device."""
-    gathered: dict[str, tf.Tensor] = {}
-    for device in towers.layout.devices:
-        if device not in gathered:
-            with tf.device(f"/{device}"):
-                gathered[device] = tf.concat(tensors, axis=0)
-    return [gathered[device] for device in towers.layout.devices]

@@ -13,6 +13,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from ncclsync.ops import CollectiveKind
 from ncclsync.ops.xla_programs import share
 from ncclsync.program.cost import Whole
 from ncclsync.program.program import Exchange, Program, Segment
@@ -231,7 +232,7 @@ def _compiled(program: Program, shards: Sequence[ShardRow], towers: TowerState) 
 def _wholes(program: Program, rows: int | None) -> tuple[WholeRow, ...]:
     found: dict[str, list[Whole]] = {}
     for whole in program.work.wholes:
-        if whole.kind == "all_gather":
+        if whole.kind == CollectiveKind.ALL_GATHER:
             found.setdefault(whole.place, []).append(whole)
     return tuple(
         WholeRow(group[0].op, len(group), int(sum(one.size.at(rows or 1) for one in group)), line)
@@ -267,15 +268,15 @@ def _shards(towers: TowerState, rows: int | None) -> tuple[ShardRow, ...]:
 
 def _words(exchange: Exchange) -> str:
     collective = exchange.collective
-    if collective.kind == "broadcast":
+    if collective.kind == CollectiveKind.BROADCAST:
         return f"broadcast: tower {collective.root}'s"
-    if collective.kind == "all_gather":
+    if collective.kind == CollectiveKind.ALL_GATHER:
         return "all-gather: the rows of all towers"
-    if collective.kind == "stack" and collective.divides:
+    if collective.kind == CollectiveKind.STACK and collective.divides:
         return "all-gather: what each tower has updated"
-    if collective.kind == "stack":
+    if collective.kind == CollectiveKind.STACK:
         return "all-gather: one row of each tower"
-    if collective.kind == "reduce_scatter":
+    if collective.kind == CollectiveKind.REDUCE_SCATTER:
         return "reduce-scatter: each tower its part of the sum"
     how = {"sum": "sum of the towers' parts", "mean": "mean over the samples"}
     when = ", when an update is due" if exchange.when else ""

@@ -123,7 +123,7 @@ class _Run:
         """
         # Before weights are written the host waits for the sums, where they must not be lost with a failure. A step
         # may write more than once: a divided optimizer its state before weights are gathered, a GAN for each optimizer.
-        waits = self._towers.session.owner.save is not None and bool(segment.written)
+        waits = self._towers.session.model.save is not None and bool(segment.written)
         if self._towers.layout.meets_processes and segment.written:
             after = self.exchanges.agree(after)
         sent: list[list[tf.Tensor]] = []

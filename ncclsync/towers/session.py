@@ -23,7 +23,7 @@ from ncclsync.program.program import Target
 from ncclsync.towers.feeding import Feeder
 from ncclsync.towers.in_flight import InFlight
 from ncclsync.towers.layout import Layout
-from ncclsync.towers.options import AUTO, MOST_TOWERS, TowerOptions
+from ncclsync.towers.options import AUTO, TowerOptions
 from ncclsync.towers.placement import (
     choose_placement,
     connect,
@@ -39,7 +39,7 @@ logger = logging.getLogger("ncclsync")
 
 
 @dataclasses.dataclass(frozen=True)
-class Owner:
+class ModelSide:
     """Say what towers ask of the model that they are for; of `Towers` without one, the defaults.
 
     Attributes:
@@ -67,7 +67,7 @@ class Session:
         target: what programs for these towers are cut for.
         in_flight: the steps whose collectives have not ended.
         feeders: what fetches ahead of the steps, by iterator; on GPUs.
-        owner: the model that the towers are for.
+        model: what is asked of the model that the towers are for.
         closed: whether `close` was called.
     """
 
@@ -113,7 +113,7 @@ class Session:
         self.target = self._make_target()
         self.in_flight = InFlight(self.communicator)
         self.feeders: weakref.WeakKeyDictionary[tf.data.Iterator, Feeder] = weakref.WeakKeyDictionary()
-        self.owner = Owner()
+        self.model = ModelSide()
         self.closed = False
         self._warned: set[str] = set()
         self._functions: dict[Any, Callable[..., list[tf.Tensor]]] = {}
@@ -122,15 +122,6 @@ class Session:
     def _make_target(self) -> Target:
         options = self.options
         return make_target(self.layout, self.backend, options.bucket_bytes, same_seeds=options.exact_random)
-
-    def why_undivided(self, rows: int) -> str:
-        """Return why a batch of so many rows cannot have twice as many shards; "" if it can."""
-        count = self.layout.shards
-        if count >= rows:
-            return "each shard has one row"
-        if self.options.shards is not None:
-            return f"the bits belong to shards={count}. Choose more shards, or a smaller batch"
-        return f"{count} shards are the most" if 2 * count > MOST_TOWERS else ""
 
     def split(self) -> None:
         """Divide batches into twice as many shards from now on."""
@@ -184,7 +175,7 @@ class Session:
 
     def names_of(self, variables: Sequence[tf.Variable]) -> list[str]:
         """Return the names of tower 0's variables for messages: their Keras paths where known."""
-        paths = self.owner.paths()
+        paths = self.model.paths()
         return [paths.get(id(variable), variable.name) for variable in variables]
 
     @functools.cached_property
@@ -235,7 +226,7 @@ class Session:
 
     def _failed_collective(self, written: frozenset[int] = frozenset()) -> BaseException | None:
         """Return the failure that ended the communicator, if any; save tower 0's state first; see `InFlight.report`."""
-        failure, save = self.in_flight.report(written), self.owner.save
+        failure, save = self.in_flight.report(written), self.model.save
         if failure is None or failure is self._saved_after or save is None:
             return failure
         self._saved_after = failure

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
+from ncclsync.ops import CollectiveKind
 from ncclsync.ops.tree import Node, nodes_within, reduce_nodes, reduce_tree
 from ncclsync.program.program import Bucket
 from ncclsync.towers.layout import Layout
@@ -36,7 +37,7 @@ def join_shards(
     """
     joined: list[list[list[tf.Tensor]]] = [[] for _ in given]
     for bucket, rows in zip(buckets, zip(*given, strict=True), strict=True):  # [s] lists of tensors
-        columns = [_join(bucket, column, layout) for column in zip(*rows, strict=True)]
+        columns = [join_shard_tensors(bucket, column, layout) for column in zip(*rows, strict=True)]
         for received, tensors in zip(joined, zip(*columns, strict=True), strict=True):
             received.append(list(tensors))
     return joined
@@ -58,7 +59,7 @@ def add_up(buckets: Sequence[Bucket], total: Sequence[tf.Tensor], given: Sequenc
 
 def _adds_up(bucket: Bucket) -> bool:
     """Return whether a tower may add up what its shards give for a bucket, before the towers meet."""
-    return not bucket.wire.concatenates and bucket.wire.kind != "broadcast" and bucket.when is None
+    return not bucket.wire.concatenates and bucket.wire.kind != CollectiveKind.BROADCAST and bucket.when is None
 
 
 def sums_of_towers(values: Sequence[tf.Tensor], layout: Layout) -> list[tf.Tensor]:
@@ -89,12 +90,12 @@ def total_of_gathered(gathered: tf.Tensor, op: str, layout: Layout, tower: int) 
         return reduce_tree(_COMBINE[op], shards, values)
 
 
-def _join(bucket: Bucket, values: Sequence[tf.Tensor], layout: Layout) -> list[tf.Tensor]:
-    """Join one tensor of each shard; [s] in, [s] out."""
+def join_shard_tensors(bucket: Bucket, values: Sequence[tf.Tensor], layout: Layout) -> list[tf.Tensor]:
+    """Join one tensor of each shard; [s] in, [s] out, computed once for all towers of one device."""
     wire, shards = bucket.wire, len(values)
     if wire.root >= shards:
         raise ValueError(f"Expected root to be below the number of shards, {shards}. Received: {wire.root}")
-    if wire.kind == "broadcast":
+    if wire.kind == CollectiveKind.BROADCAST:
         return [values[wire.root]] * shards
     nodes: dict[Node, tf.Tensor] = {}
     leaves = shards
@@ -112,6 +113,6 @@ def _join(bucket: Bucket, values: Sequence[tf.Tensor], layout: Layout) -> list[t
             with tf.device(f"/{device}"):
                 received[device] = tf.concat(values, 0) if wire.concatenates else reduce_tree(combine, leaves, nodes)
     results = [received[device] for device in layout.shard_devices]
-    if wire.kind != "reduce_scatter":
+    if wire.kind != CollectiveKind.REDUCE_SCATTER:
         return results
     return [tf.split(result, shards)[shard] for shard, result in enumerate(results)]

@@ -13,7 +13,7 @@ from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError, ProcessError
 from ncclsync.gradients.compression import ErrorFeedback
 from ncclsync.towers.layout import Layout
-from ncclsync.towers.options import TowerOptions
+from ncclsync.towers.options import MOST_TOWERS, TowerOptions
 from ncclsync.towers.replicas import Replicas
 from ncclsync.towers.session import Session
 from ncclsync.towers.watch import Watch
@@ -75,23 +75,24 @@ class TowerState:
         Returns:
             Whether they are divided; if not, a warning has said why.
         """
-        undivided = self.session.why_undivided(rows)
-        if undivided:
-            logger.warning(
-                'A batch of %d rows does not fit the memory, and on_oom="split" divides it no further: %s',
-                rows,
-                undivided,
-            )
+        count, why = self.layout.shards, ""
+        if count >= rows:
+            why = "each shard has one row"
+        elif self.options.shards is not None:
+            why = f"the bits belong to shards={count}. Choose more shards, or a smaller batch"
+        elif 2 * count > MOST_TOWERS:
+            why = f"{count} shards are the most"
+        begin = f"A batch of {rows} rows does not fit the memory"
+        if why:
+            logger.warning('%s, and on_oom="split" divides it no further: %s', begin, why)
             return False
         self.replicas.forget_shards()
         self.session.split()
+        most = max(map(len, self.layout.places))
         logger.warning(
-            "A batch of %d rows does not fit the memory: from now on it is computed in %d shards, up to %d of them on "
-            "each tower, one after another. A smaller batch, or shards=%d from the start, saves the attempt",
-            rows,
-            self.layout.shards,
-            max(map(len, self.layout.places)),
-            self.layout.shards,
+            "%s: from now on it is computed in %d shards, up to %d of them on each tower, one after another. A smaller "
+            "batch, or shards=%d from the start, saves the attempt",
+            *(begin, 2 * count, most, 2 * count),
         )
         return True
 
@@ -150,14 +151,14 @@ class TowerState:
         Raises:
             ValueError: if there is no such tower in this process.
         """
-        ranks, owner = self.layout.ranks, self.session.owner
+        ranks, model = self.layout.ranks, self.session.model
         if isinstance(tower, bool) or not isinstance(tower, (int, np.integer)) or tower not in ranks:
             raise ValueError(f"Expected a tower from {ranks[0]} to {ranks[-1]}. Received: {tower!r}")
         with self.telling():
             self.replicas.sync()
             self.session.in_flight.settle()
             first = self.layout.places[ranks.index(tower)][0]
-            weights = self.replicas.variables if owner.weights is None else owner.weights()
+            weights = self.replicas.variables if model.weights is None else model.weights()
             return [self.replicas.of_shards(tf_compat.backend_variable(v))[first].numpy() for v in weights]
 
     def broadcast(self) -> None:

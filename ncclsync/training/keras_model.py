@@ -25,7 +25,7 @@ from ncclsync.semantics.exactness import Inexact, find_inexact
 from ncclsync.semantics.shards import fixed_specs, grouped, rows_of
 from ncclsync.towers.explanation import Explanation, explain_program
 from ncclsync.towers.placement import default_device
-from ncclsync.towers.session import Owner
+from ncclsync.towers.session import ModelSide
 from ncclsync.towers.step import TowerStep
 from ncclsync.towers.step_function import to_tensor, without_optionals
 from ncclsync.towers.traced_step import Results, Source
@@ -47,7 +47,7 @@ def attach(model: keras.Model, towers: Towers) -> None:
     """
     give_towers(model, towers)
     path = towers.options.health.emergency_checkpoint
-    towers.session.owner = Owner(
+    towers.session.model = ModelSide(
         weights=lambda: model.weights,
         paths=lambda: keras_compat.paths_of(model),
         # By a weak reference: a save must not keep the model alive.

@@ -181,8 +181,8 @@ class Towers(TowerState):
         """
         self.session.require_open()
         self.session.require_eager("Towers.explain")
-        if self.session.owner.explain is not None:
-            return self.session.owner.explain(batch)
+        if self.session.model.explain is not None:
+            return self.session.model.explain(batch)
         last = [step.last() for step in self._steps.values()]
         if batch is not None or not last or last[-1] is None:
             raise NcclSyncError(

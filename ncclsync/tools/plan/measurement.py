@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ncclsync.ops import CollectiveKind
 from ncclsync.program.program import Program, Segment
 from ncclsync.program.roofline import OPERATIONS_PER_BYTE, Roofline
 from ncclsync.semantics.functions import Functions
@@ -128,9 +129,9 @@ def _recorded(segment: Segment, batch: int, runs: list[tuple[float, tuple[Messag
         messages = []
         for bucket, tensor, ready in zip(segment.outgoing, sent, shares, strict=True):
             size_bytes = float(tf.size(tensor)) * tensor.dtype.size
-            grows = bucket.wire.kind == "all_gather"
+            grows = bucket.wire.kind == CollectiveKind.ALL_GATHER
             of_sample = size_bytes / batch if grows else 0.0
-            messages.append(Message(bucket.wire.kind, ready, 0.0 if grows else size_bytes, of_sample))
+            messages.append(Message(bucket.wire.kind.value, ready, 0.0 if grows else size_bytes, of_sample))
         runs.append((work, tuple(messages)))
         return results
 

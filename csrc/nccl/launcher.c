@@ -273,7 +273,8 @@ static void* poll_groups(void* launcher_) {
       pthread_mutex_unlock(&launcher->mutex);
       continue;
     }
-    if (look_once(launcher, NULL) == ncclInProgress) nanosleep(&nap, NULL);
+    nanosleep(&nap, NULL); /* also before the first look: whoever waits for a group looks meanwhile */
+    look_once(launcher, NULL);
   }
   return NULL;
 }
@@ -635,7 +636,8 @@ void* ncs_launched_get_kept(const ncs_launched* launched, int rank) {
 void ncs_launched_release(ncs_launched* launched) {
   if (launched == NULL || __atomic_sub_fetch(&launched->users, 1, __ATOMIC_ACQ_REL) > 0) return;
   for (int r = 0; r < launched->launcher->n; ++r)
-    if (launched->arrivals[r] != NULL) let_arrival_go(launched, r, NULL, NULL);
+    if (launched->has_ended) ncs_arrival_release(launched->arrivals[r]); /* all later work comes after it */
+    else if (launched->arrivals[r] != NULL) let_arrival_go(launched, r, NULL, NULL);
   free_launched(launched);
 }
 

@@ -124,15 +124,15 @@ static void append(ncs_launcher* launcher, ncs_launched* group) {
   pthread_cond_broadcast(&launcher->changed);
 }
 
-/* Fails the groups under way, of which `group` is the first; NULL: the failure came before there was a group. Takes the
- * communicator away; the caller has it aborted. */
+/* Fails the groups under way. `group` is the one to be named; NULL: the failure came before there was a group. Takes
+ * the communicator away; the caller has it aborted. */
 static void fail_groups(ncs_launcher* launcher, const ncs_launched* group, ncclResult_t status, int stage,
                         double waited_s, const ncs_failure* failure) {
   ncs_launch_failure* reported = &launcher->failure;
   if (reported->status == ncclSuccess) {
     memset(reported, 0, sizeof(*reported));
-    reported->group = launcher->n_ended + 1;
     if (group != NULL) describe(launcher, group, stage, reported);
+    reported->group = launcher->n_ended + 1; /* of those under way, which all fail, the first */
     reported->failure.index = -1;
     if (failure != NULL) reported->failure = *failure;
     reported->status = status;
@@ -223,19 +223,26 @@ static ncclResult_t look(ncs_launcher* launcher, ncs_launched** ended) {
   return status;
 }
 
-/* Looks once; takes and gives back the lock. */
-static ncclResult_t look_once(void* launcher_, ncs_failure* failure) {
+/* Looks once; takes and gives back the lock. Where CUDA lets nobody look, the groups fail: nobody would see their end. */
+static ncclResult_t look_once(void* launcher_, ncs_failure* unused) {
   ncs_launcher* launcher = launcher_;
   ncs_launched* ended = NULL;
   CUcontext current = NULL;
+  ncs_failure failure;
   ncclResult_t status = ncclSuccess;
-  (void)failure;
+  (void)unused;
+  memset(&failure, 0, sizeof(failure));
+  failure.index = -1;
   pthread_mutex_lock(&launcher->mutex);
   if (launcher->first != NULL && launcher->comm != NULL) {
-    status = ncclInProgress;
-    if (ncs_enter(&launcher->cuda, launcher->contexts[0], NULL, &current) == ncclSuccess) {
+    status = ncs_enter(&launcher->cuda, launcher->contexts[0], &failure, &current);
+    if (status == ncclSuccess) {
       status = look(launcher, &ended);
       launcher->cuda.cuCtxSetCurrent(current);
+    } else {
+      launcher->doomed = launcher->comm;
+      fail_groups(launcher, launcher->first, status, NCS_RUNNING, ncs_now_s() - launcher->first->since, &failure);
+      status = ncclSuccess;
     }
   }
   pthread_mutex_unlock(&launcher->mutex);
@@ -736,19 +743,27 @@ ncclResult_t ncs_launcher_wait(ncs_launcher* launcher, double slice_s) {
   return ncs_poll(look_once, launcher, slice_s, NULL);
 }
 
-ncclResult_t ncs_launcher_get_failure(ncs_launcher* launcher, ncs_launch_failure* failure) {
-  pthread_mutex_lock(&launcher->mutex);
-  *failure = launcher->failure;
-  pthread_mutex_unlock(&launcher->mutex);
-  return ncclSuccess;
-}
-
 /* A group's launch holds the lock during NCCL's calls, which may hang. */
 static void get_launching(ncs_launcher* launcher, ncs_launch_failure* pending) {
   pthread_mutex_lock(&launcher->launching_mutex);
   *pending = launcher->launching;
   pending->waited_s = ncs_now_s() - launcher->launching_since;
   pthread_mutex_unlock(&launcher->launching_mutex);
+}
+
+ncclResult_t ncs_launcher_get_failure(ncs_launcher* launcher, ncs_launch_failure* failure) {
+  const double since = ncs_now_s();
+  while (pthread_mutex_trylock(&launcher->mutex) != 0) {
+    get_launching(launcher, failure);
+    if (failure->status == ncclInProgress) { /* a group is launched: nothing has failed */
+      memset(failure, 0, sizeof(*failure));
+      return ncclSuccess;
+    }
+    ncs_nap(ncs_now_s() - since);
+  }
+  *failure = launcher->failure;
+  pthread_mutex_unlock(&launcher->mutex);
+  return ncclSuccess;
 }
 
 ncclResult_t ncs_launcher_get_pending(ncs_launcher* launcher, ncs_launch_failure* pending) {

@@ -500,7 +500,7 @@ class Partition(Placer):
             else:
                 self.declared.add((known, after.blocks * max(after.each, 1)))
                 begin, size = first * each, count * each
-            if after.blocks > 1:
+            if after.blocks > 1 or self.graph.jit_compile:  # a slice XLA compiles anew for each first row
                 blocks = after.blocks if known is not None and not after.unit else tf.where(broadcast, 1, after.blocks)
                 starts = tf.range(blocks) * (length // after.blocks) + begin
                 places = tf.reshape(starts[:, None] + tf.range(size)[None], [-1])

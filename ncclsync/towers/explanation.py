@@ -215,14 +215,15 @@ def _compiled(program: Program, shards: Sequence[ShardRow], towers: TowerState) 
     count, by_rows = len(program.segments), sum(segment.takes_rows for segment in program.segments)
     sizes = sorted({max(1, one.end - one.begin) for one in shards}, reverse=True)  # at least a copy of a row
     of_these = f", of this batch {' and '.join(map(str, sizes))}" if sizes else ""
-    if not share(towers.layout.devices):
+    shared = share(towers.layout.devices)
+    if not shared:
         total = ": each device compiles what it runs"
     elif sizes:
         total = f": {count + by_rows * (len(sizes) - 1)} compilations on any number of devices"
     else:
         total = ", on any number of devices"
     # Parts of even size have one number of rows, or two that differ by one; by shares each tower may have its own.
-    most = towers.layout.shards if towers.layout.shares else min(2, towers.layout.shards)
+    most = towers.layout.shards if towers.layout.shares or not shared else min(2, towers.layout.shards)
     return (
         f"XLA compiles it as {count} programs, {by_rows} of these anew for each number of rows that a tower "
         f"gets{of_these}{total}. A smaller last batch of a fit takes up to {by_rows * most} more."

@@ -16,7 +16,8 @@ import time
 import numpy as np
 import pytest
 
-from ncclsync.communicator import AllGather, NcclCommunicator, ReduceScatter, native, nccl, timeouts
+from ncclsync.communicator import AllGather, AllReduce, NcclCommunicator, ReduceScatter, native, nccl, timeouts
+from ncclsync.communicator.native import ffi, lib
 from ncclsync.errors import NcclError, NcclSyncError, NcclTimeoutError
 
 pytestmark = pytest.mark.timeout(60)
@@ -184,6 +185,85 @@ def test_reopened_after_a_failure(standin):
     comm.close()
     with pytest.raises(NcclSyncError, match="Expected an open NcclCommunicator"):
         comm.reopen()
+
+
+@pytest.fixture
+def enqueued():
+    """A function that launches an all-reduce as ops do, and returns the group; NULL if the launch fails."""
+    kept, groups = [], []
+
+    def enqueue(comm):
+        launcher, label = comm.launcher()._handle, comm.label([AllReduce([], [], "sum", "enqueued")])
+        failure, arrivals, launched = ffi.new("ncs_failure*"), [], ffi.new("ncs_launched**")
+        arrays, given = buffers(1.0, comm.size)
+        kept.append(arrays)
+        for rank, (pointer, count, dtype) in enumerate(given):
+            memory, arrival = ffi.cast("void*", pointer), ffi.new("ncs_arrival**")
+            rows = ffi.new("ncs_buffer[]", [(memory, memory, count, native.DTYPES[str(dtype)])])
+            sent = ffi.new("ncs_buffers*", (rows, 1))
+            assert lib.ncs_arrive(launcher, rank, ffi.NULL, sent, failure, arrival) == 0
+            arrivals.append(arrival[0])
+        lib.ncs_launch(launcher, label, arrivals, ffi.new("ncs_collective[]", 1), 1, failure, launched)
+        for arrival in arrivals:
+            lib.ncs_arrival_release(arrival)
+        groups.append(launched[0])
+        return launched[0]
+
+    yield enqueue
+    for group in groups:
+        lib.ncs_launched_release(group)
+
+
+def test_a_failed_launch_fails_the_groups_under_way(standin, enqueued):
+    """The first of them is reported as failed, since NCCL aborts it, too; the message names the one that has failed."""
+    comm = opened()
+    standin.fail("slow:1:1=3000,ncclAllReduce:4")
+    first = enqueued(comm)
+    assert enqueued(comm) == ffi.NULL
+    assert isinstance(comm.failure, NcclError) and "all-reduce 2 " in str(comm.failure)
+    assert comm.failed_group == 1
+    assert lib.ncs_launched_wait(first, 5.0) != 0
+    comm.close()
+
+
+def test_groups_that_nobody_can_look_at_fail(standin, enqueued):
+    """A context that CUDA does not make current, as after cudaDeviceReset, is a failure, not a wait without an end."""
+    comm = opened(timeout_s=None)
+    standin.fail("slow:1:1=300")
+    group = enqueued(comm)
+    standin.fail("cuCtxSetCurrent:0=201")
+    assert lib.ncs_launched_wait(group, 10.0) not in (0, native.IN_PROGRESS)
+    assert isinstance(comm.failure, NcclError) and comm.failure.call == "cuCtxSetCurrent"
+    standin.fail("")
+    comm.close()
+
+
+def test_failure_is_known_while_another_thread_launches(standin):
+    """It takes no lock that a launch holds for as long as NCCL likes."""
+    comm = opened(timeout_s=3)
+    standin.fail("launching:1:0")
+    thread = threading.Thread(target=lambda: pytest.raises(NcclTimeoutError, reduce_ones, comm))
+    thread.start()
+    time.sleep(0.5)
+    began = time.monotonic()
+    assert comm.failure is None
+    assert time.monotonic() - began < 1
+    thread.join()
+    assert comm.closed
+
+
+def test_closed_by_a_signals_handler(standin):
+    """Also while the same thread waits for a collective, which then ends: by the time limit if a rank never comes."""
+    comm = opened(timeout_s=1)
+    standin.fail("stuck:1")
+    before = signal.signal(signal.SIGALRM, lambda *_: comm.close())
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(NcclSyncError):
+            reduce_ones(comm)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert comm.closed
 
 
 def test_waiting_is_cheap(standin):

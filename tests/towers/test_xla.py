@@ -79,6 +79,11 @@ def masks(x, scale):
     return x * scale + tf.reduce_sum(tf.square(tf.boolean_mask(tf.sin(x * scale), x > 0.0))) / 100
 
 
+def sorts(x, scale):
+    """The batch's rows in the order of their numbers, which all towers compute; each goes on with its own."""
+    return x * scale + tf.sort(tf.sin(x * scale), axis=0)
+
+
 def finds_unique(x, scale):
     """Numbers of the batch, each once."""
     whole, places = tf.unique(tf.cast(tf.reshape(2.0 * x, [-1]), tf.int32))
@@ -186,6 +191,7 @@ MODELS = {
     "branches": (model_of(lambda: Function(branches), layers.Flatten), SERIES),
     "masks": (model_of(lambda: Function(masks), layers.Flatten), SERIES),
     "fills_an_array": (model_of(lambda: Function(fills_an_array), layers.Flatten), SERIES),
+    "sorts": (model_of(lambda: Function(sorts), layers.Flatten), SERIES),
     "finds_unique": (model_of(lambda: Function(finds_unique), layers.Flatten), SERIES),
 }
 
@@ -198,6 +204,7 @@ CROSSING = [
     ("masks", 2),
     ("finds_unique", 3),
     ("fills_an_array", 2),
+    ("sorts", 3),
 ]
 
 
@@ -257,6 +264,13 @@ def test_compilations_do_not_depend_on_the_number_of_towers(towers):
     if towers == 2:
         own, told = count("small", towers, 16, NCCLSYNC_XLA_PROGRAMS="own")
         assert own == programs * towers and "each device compiles what it runs" in told
+
+
+@pytest.mark.slow
+def test_rows_taken_of_the_batch_are_compiled_once():
+    """Of what all towers have, a sorted batch, each takes its own rows: by one program, wherever these begin."""
+    found, told = count("sorts", 4, 16)
+    assert found == 1 + int(re.findall(r"as (\d+) programs", told)[0])
 
 
 @pytest.mark.slow

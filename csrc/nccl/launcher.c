@@ -223,7 +223,7 @@ static ncclResult_t look(ncs_launcher* launcher, ncs_launched** ended) {
   return status;
 }
 
-/* Looks once; takes and gives back the lock. Where CUDA lets nobody look, the groups fail: nobody would see their end. */
+/* Looks once; takes and gives back the lock. Where CUDA lets nobody look, the groups fail: their end is not seen. */
 static ncclResult_t look_once(void* launcher_, ncs_failure* unused) {
   ncs_launcher* launcher = launcher_;
   ncs_launched* ended = NULL;

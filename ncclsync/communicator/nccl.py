@@ -237,7 +237,7 @@ class NcclCommunicator(Communicator):
         self.repeatable = repeatable
         self._joined_by = joined_by
         self._is_closed = False
-        # Collectives that are waited for take turns, with the end, too: also an end within one, as in a signal's handler.
+        # Collectives that are waited for take turns, with the end, too, which a signal's handler may ask for in one.
         self._lock = threading.RLock()
         self._library = native.NcclLibrary()
         every_s = timeouts.WARN_AFTER_S / 12 if self.peers is None else timeouts.SLICE_S

@@ -242,7 +242,12 @@ def test_failure_is_known_while_another_thread_launches(standin):
     """It takes no lock that a launch holds for as long as NCCL likes."""
     comm = opened(timeout_s=3)
     standin.fail("launching:1:0")
-    thread = threading.Thread(target=lambda: pytest.raises(NcclTimeoutError, reduce_ones, comm))
+
+    def reduce():
+        with pytest.raises(NcclTimeoutError):
+            reduce_ones(comm)
+
+    thread = threading.Thread(target=reduce)
     thread.start()
     time.sleep(0.5)
     began = time.monotonic()

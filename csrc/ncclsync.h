@@ -265,14 +265,13 @@ ncclResult_t ncs_nccl_create(ncs_nccl* nccl, const char* cudart_path, const char
  * be called on the communicator. Not for two threads at once on one communicator. */
 ncclResult_t ncs_nccl_wait(ncs_nccl_comm* comm, double slice_s, /*outputs*/ ncs_failure* failure);
 
-/* How far each rank of this process is: here with its joining, its end or a launch, NCS_ABSENT or NCS_LAUNCHED. NCCL
- * reports nothing of other processes' ranks. */
+/* How far each rank of this process is with the call under way. NCCL reports nothing of other processes' ranks. */
 typedef enum {
   NCS_ABSENT = 0,   /* NCCL has not launched it yet */
   NCS_LAUNCHED = 1, /* queued on its GPU, or running and waiting for the other ranks */
   NCS_DONE = 2
 } ncs_progress;
-ncclResult_t ncs_nccl_get_progress(const ncs_nccl_comm* comm, /*outputs*/ int* progress);
+ncclResult_t ncs_nccl_get_progress(ncs_nccl_comm* comm, /*outputs*/ int* progress);
 
 /* NCS_ALL_REDUCE and NCS_BROADCAST work as ncs_cpu_all_reduce and ncs_cpu_broadcast, over device memory. The other
  * kinds have blocks of `count` elements, one for each rank p of the world:
@@ -307,12 +306,21 @@ ncclResult_t ncs_nccl_check_group(const ncs_nccl_comm* comm, const ncs_collectiv
                                   /*outputs*/ ncs_failure* failure);
 
 /* Waits, at most slice_s seconds, for the GPUs' own work: all work queued on these devices, on any stream, when this
- * wait began; ncclInProgress if it has not ended: then call it again. A thread waits; if the work never ends, the thread
- * stays. It fails while a stream of a device is being captured into a graph. */
+ * wait began; ncclInProgress if it has not ended: then call it again. Call it before ncs_nccl_run_group, whose streams
+ * do not wait for other streams. Afterwards sent buffers have been written, and received buffers are no longer read (an
+ * allocator may have handed them out while earlier work of its stream was pending). Work queued during the wait is not
+ * waited for. csrc/README.md says how; it fails while a stream of a device is being captured into a graph. */
 ncclResult_t ncs_nccl_wait_for_devices(ncs_nccl_comm* comm, double slice_s, /*outputs*/ ncs_failure* failure);
 
-/* During that wait: for each rank, NCS_ABSENT if its device's work is known not to have ended, else NCS_LAUNCHED. */
-ncclResult_t ncs_nccl_get_idle(const ncs_nccl_comm* comm, /*outputs*/ int* progress);
+/* During that wait: for each rank, 1 if its device's work is known not to have ended, else 0. */
+ncclResult_t ncs_nccl_get_busy(const ncs_nccl_comm* comm, /*outputs*/ int* busy);
+
+/* Runs collectives, checked by ncs_nccl_check_group, as one group that is opened and closed here, also when a call
+ * fails; every rank makes its calls in the order of `collectives`. Launches on the communicator's own streams, then
+ * waits as ncs_nccl_wait; after ncclInProgress, ncs_nccl_wait goes on with the wait, and the buffers must stay until
+ * its end. */
+ncclResult_t ncs_nccl_run_group(ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
+                                double slice_s, /*outputs*/ ncs_failure* failure);
 
 /* Begins to end a healthy communicator, on all ranks of the world; ncs_nccl_wait ends it. Then ncs_nccl_destroy. */
 ncclResult_t ncs_nccl_finalize(ncs_nccl_comm* comm, /*outputs*/ ncs_failure* failure);
@@ -331,10 +339,10 @@ ncclResult_t ncs_nccl_scratch(ncs_nccl_comm* comm, int index, size_t size, /*out
 ncclResult_t ncs_nccl_copy(ncs_nccl_comm* comm, int index, void* to, const void* from, size_t size,
                            /*outputs*/ ncs_failure* failure);
 
-/* ---- Groups (nccl/launcher.c) ----
+/* ---- Groups that are only enqueued (nccl/launcher.c) ----
  *
  * Collectives over buffers that other streams write and read, such as TensorFlow's, without a host thread that waits
- * for a GPU or for another rank, unless it asks to: ncs_arrive per rank, ncs_launch once with all ranks' arrivals, ncs_deliver per rank;
+ * for a GPU or for another rank: ncs_arrive per rank, ncs_launch once with all ranks' arrivals, ncs_deliver per rank;
  * csrc/README.md has the three steps. If a stream is not known (NULL), all streams of the GPU count. Where nothing can
  * be captured, launch and deliver block instead: ncs_launcher_open reports whether.
  *
@@ -353,12 +361,6 @@ typedef enum {
   NCS_RUNNING = 2    /* on the GPUs */
 } ncs_stage;
 
-/* A collective, as a failure names it. */
-typedef struct {
-  int64_t count; /* elements of its larger buffer */
-  int kind, dtype;
-} ncs_named;
-
 typedef struct {
   ncs_failure failure;
   int status;       /* ncclSuccess: none has failed; ncclTimeout: it did not end in time; ncclInProgress: interrupted */
@@ -366,11 +368,12 @@ typedef struct {
   double waited_s;
   int64_t group;    /* the number of the first group that failed, from 1; all later ones have failed with it */
   int64_t label;    /* from ncs_launch */
-  int64_t first;    /* the number of its first collective, from 1, of those whose label is not negative */
+  int64_t first;    /* the number of its first collective, from 1 */
   int n_collectives;
   int was_delivered; /* whether a failed group had been delivered to a rank before it failed */
-  int progress[NCS_MOST_RANKS]; /* ncs_progress of each rank; in NCS_OWN_WORK: NCS_ABSENT if its GPU is busy */
-  ncs_named collectives[NCS_MOST_NAMED]; /* the first ones; of more, the last one is in the last place */
+  int progress[NCS_MOST_RANKS];    /* ncs_progress of each rank; in NCS_OWN_WORK: NCS_ABSENT if its GPU is busy */
+  int64_t counts[NCS_MOST_NAMED];  /* elements and dtypes of the first collectives */
+  int dtypes[NCS_MOST_NAMED];
 } ncs_launch_failure;
 
 /* A rank's buffers in a collective; see ncs_collective. */
@@ -391,29 +394,28 @@ typedef struct {
 } ncs_buffers;
 
 /* Makes a launcher for communicators of n_ranks. It is never freed: a graph may hold its address for as long as the
- * process lives. */
-ncclResult_t ncs_launcher_create(int n_ranks, /*outputs*/ ncs_launcher** launcher);
+ * process lives. timeout_s: the most that the GPUs' own work before a group, NCCL's launch, and the group may each
+ * take; 0: no limit. on_host: the buffers are in host memory. */
+ncclResult_t ncs_launcher_create(int n_ranks, double timeout_s, int on_host, /*outputs*/ ncs_launcher** launcher);
 
-/* Lends it a communicator, always of the same GPUs, and clears an earlier failure. *blocks: whether launch and deliver block. */
+/* Lends it a communicator, and clears an earlier failure. *blocks: whether the host waits. */
 ncclResult_t ncs_launcher_open(ncs_launcher* launcher, ncs_nccl_comm* comm, /*outputs*/ int* blocks);
 
-/* The most that the GPUs' own work before a group, NCCL's launch, and the group may each take; 0: no limit. */
-ncclResult_t ncs_launcher_set_timeout(ncs_launcher* launcher, double timeout_s);
+/* Takes the communicator back, and ends its reservation; no group is launched any more. Groups under way fail with
+ * `status`. Blocks until the polling thread does not use it. A caller that had reserved the communicator must end it,
+ * even if it has failed meanwhile. */
+ncclResult_t ncs_launcher_close(ncs_launcher* launcher, int status);
 
-/* Launch and deliver block from now on: buffers are in host memory. */
-ncclResult_t ncs_launcher_block(ncs_launcher* launcher);
+/* Keeps launches and the polling thread away from the communicator while the caller uses it, until
+ * ncs_launcher_release. A failure meanwhile is aborted only then. ncclInvalidUsage: it has failed, or is closed. */
+ncclResult_t ncs_launcher_reserve(ncs_launcher* launcher);
+ncclResult_t ncs_launcher_release(ncs_launcher* launcher);
 
-/* Takes the communicator back; no group is launched any more, and groups under way fail. *was_open: 0 if it had failed,
- * and is aborted, or was closed. */
-ncclResult_t ncs_launcher_close(ncs_launcher* launcher, /*outputs*/ int* was_open);
+/* Counts collectives that the caller runs without the launcher; *first is the first one's number. */
+ncclResult_t ncs_launcher_count(ncs_launcher* launcher, int n_collectives, /*outputs*/ int64_t* first);
 
-/* Closes it, groups under way fail with `status`, and has a thread abort the communicator, unless it has failed before.
- * comm: another communicator to abort, which the launcher does not have; NULL: there is none. */
-ncclResult_t ncs_launcher_abort(ncs_launcher* launcher, int status, ncs_nccl_comm* comm);
-
-/* The numbers of groups that were launched, and that have ended well, and of their collectives. Never blocks. */
-ncclResult_t ncs_launcher_get_groups(const ncs_launcher* launcher, /*outputs*/ int64_t* launched, int64_t* ended,
-                                     int64_t* collectives);
+/* The numbers of groups that were launched, and that have ended well. Never blocks. */
+ncclResult_t ncs_launcher_get_groups(const ncs_launcher* launcher, /*outputs*/ int64_t* launched, int64_t* ended);
 
 /* Waits, at most slice_s seconds, until all launched groups have ended: ncclInProgress if they have not. */
 ncclResult_t ncs_launcher_wait(ncs_launcher* launcher, double slice_s);
@@ -429,9 +431,8 @@ ncclResult_t ncs_launcher_get_pending(ncs_launcher* launcher, /*outputs*/ ncs_la
  * way. */
 ncclResult_t ncs_launcher_interrupt(ncs_launcher* launcher);
 
-/* Waits, at most slice_s, for the end of an abort, which may wait for the GPUs' own work: ncclInProgress if it has not
- * ended; the abort's failure, once. */
-ncclResult_t ncs_launcher_wait_for_abort(ncs_launcher* launcher, double slice_s, /*outputs*/ ncs_failure* failure);
+/* Waits, at most slice_s, for the end of a failure's abort, which may wait for the GPUs' own work. */
+ncclResult_t ncs_launcher_wait_for_abort(ncs_launcher* launcher, double slice_s);
 
 /* Captures the work of a stream of the rank's GPU; if CUDA refuses, the launcher fails. After success let_go is called
  * later. */
@@ -449,8 +450,8 @@ ncclResult_t ncs_launch(ncs_launcher* launcher, int64_t label, ncs_arrival* cons
  * group's end, too. */
 ncclResult_t ncs_deliver(ncs_launched* launched, int rank, void* stream, int waits, /*outputs*/ ncs_failure* failure);
 
-/* Waits, at most slice_s, for the group's end: ncclInProgress if it has not ended; ncclRemoteError: it has failed. */
-ncclResult_t ncs_launched_wait(ncs_launched* launched, double slice_s);
+/* Blocks until the group has ended; ncclRemoteError: it has failed. */
+ncclResult_t ncs_launched_wait(ncs_launched* launched);
 
 /* The `kept` of the rank's arrival; NULL after its delivery. */
 void* ncs_launched_get_kept(const ncs_launched* launched, int rank);

@@ -70,6 +70,7 @@ typedef struct {
   X(cudaError_t, cudaEventDestroy, (cudaEvent_t event))                   \
   X(cudaError_t, cudaDeviceGetStreamPriorityRange, (int* least, int* greatest)) \
   X(cudaError_t, cudaStreamCreateWithPriority, (cudaStream_t* stream, unsigned int flags, int priority)) \
+  X(cudaError_t, cudaStreamQuery, (cudaStream_t stream))                  \
   X(cudaError_t, cudaStreamWaitEvent, (cudaStream_t stream, cudaEvent_t event, unsigned int flags)) \
   X(cudaError_t, cudaStreamDestroy, (cudaStream_t stream))                \
   X(cudaError_t, cudaMalloc, (void** pointer, size_t size))               \
@@ -117,8 +118,15 @@ struct ncs_nccl_comm {
   ncclComm_t* comms;     /* NULL where there is none */
   cudaStream_t* streams; /* NULL where there is none */
   CUcontext* contexts;   /* each device's primary one */
+  cudaEvent_t* events;   /* NULL where the driver cannot record a context's work */
   void** scratch;        /* device memory; NULL where there is none */
-  struct ncs_waiter* waiter; /* that waits for the devices' own work; NULL: there is none */
+  /* The wait for the devices' own work. */
+  int is_waiting;
+  struct ncs_waiter* waiter; /* where there are no events */
+  /* The call that is under way. */
+  int is_launching;    /* NCCL has not reported yet that it has launched its work */
+  int is_on_streams;   /* whether there is work on the streams then */
+  int n_done;          /* the number of the first ranks whose streams have finished */
 };
 
 ncclResult_t ncs_check_nccl(const ncs_nccl* nccl, ncclResult_t status, const char* call, ncs_failure* failure);

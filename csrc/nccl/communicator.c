@@ -23,9 +23,11 @@ static ncclResult_t release(ncs_nccl_comm* comm, ncclResult_t (*end)(ncclComm_t)
     if (status != ncclSuccess && first == ncclSuccess) first = ncs_check_nccl(comm->nccl, status, call, failure);
   }
   for (int r = comm->n - 1; r >= 0; --r) {
-    cudaError_t error;
+    cudaError_t error = 0;
     if (comm->streams[r] == NULL) continue;
     cuda->cuCtxSetCurrent(comm->contexts[r]);
+    if (comm->events[r] != NULL) error = cuda->cudaEventDestroy(comm->events[r]);
+    if (error != 0 && first == ncclSuccess) first = ncs_check_cuda(cuda, error, "cudaEventDestroy", failure);
     error = cuda->cudaStreamDestroy(comm->streams[r]);
     if (error != 0 && first == ncclSuccess) first = ncs_check_cuda(cuda, error, "cudaStreamDestroy", failure);
     /* Only now: earlier, cudaFree would wait for running work. */
@@ -51,6 +53,9 @@ static ncclResult_t create_stream(ncs_nccl_comm* comm, int r, ncs_failure* failu
         "cudaStreamCreateWithPriority", failure);
   if (status == ncclSuccess)
     status = ncs_check_cuda(cuda, cuda->cuCtxGetCurrent(&comm->contexts[r]), "cuCtxGetCurrent", failure);
+  if (status == ncclSuccess && cuda->cuCtxRecordEvent != NULL)
+    status = ncs_check_cuda(cuda, cuda->cudaEventCreateWithFlags(&comm->events[r], NCS_CUDA_EVENT_DISABLE_TIMING),
+                            "cudaEventCreateWithFlags", failure);
   return status;
 }
 
@@ -70,12 +75,13 @@ static ncclResult_t join(ncs_nccl_comm* comm, const ncclUniqueId* id, ncs_failur
   }
   ended = nccl->ncclGroupEnd(); /* in any case, as in launch_group */
   if (status == ncclSuccess && ended != ncclInProgress) status = ncs_check_nccl(nccl, ended, "ncclGroupEnd", failure);
+  comm->is_launching = 1;
   return status;
 }
 
 /* A communicator and its arrays, in one piece of memory; NULL if there is none. */
 static ncs_nccl_comm* make(ncs_nccl* nccl, const ncs_ranks* own) {
-  const size_t n = (size_t)own->n, per_rank = 4 * sizeof(void*) + 2 * sizeof(int);
+  const size_t n = (size_t)own->n, per_rank = 5 * sizeof(void*) + 2 * sizeof(int);
   ncs_nccl_comm* comm = calloc(1, sizeof(*comm) + n * per_rank);
   if (comm == NULL) return NULL;
   comm->nccl = nccl;
@@ -84,7 +90,8 @@ static ncs_nccl_comm* make(ncs_nccl* nccl, const ncs_ranks* own) {
   comm->comms = (ncclComm_t*)(comm + 1);
   comm->streams = (cudaStream_t*)(comm->comms + n);
   comm->contexts = (CUcontext*)(comm->streams + n);
-  comm->scratch = (void**)(comm->contexts + n);
+  comm->events = (cudaEvent_t*)(comm->contexts + n);
+  comm->scratch = (void**)(comm->events + n);
   comm->ranks = (int*)(comm->scratch + n);
   comm->devices = comm->ranks + n;
   memcpy(comm->ranks, own->ranks, n * sizeof(int));
@@ -135,6 +142,8 @@ ncclResult_t ncs_nccl_finalize(ncs_nccl_comm* comm, ncs_failure* failure) {
   }
   ended = nccl->ncclGroupEnd();
   if (status == ncclSuccess && ended != ncclInProgress) status = ncs_check_nccl(nccl, ended, "ncclGroupEnd", failure);
+  comm->is_launching = 1;
+  comm->is_on_streams = 0;
   return status;
 }
 

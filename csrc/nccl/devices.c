@@ -1,4 +1,4 @@
-/* The wait for the GPUs' own work, by a thread, and what else the files here need of time and of contexts. */
+/* How a collective waits for the GPUs' own work: by events, or by a thread if the driver is old; see README.md. */
 #define _POSIX_C_SOURCE 200809L
 
 #include <pthread.h>
@@ -48,7 +48,16 @@ ncclResult_t ncs_enter(const ncs_cuda* cuda, CUcontext context, ncs_failure* fai
   return ncs_check_cuda(cuda, cuda->cuCtxSetCurrent(context), "cuCtxSetCurrent", failure);
 }
 
-/* ---- The GPUs' own work ---- */
+/* ---- By events ---- */
+
+static ncclResult_t record_events(const ncs_nccl_comm* comm, ncs_failure* failure) {
+  const ncs_cuda* cuda = &comm->cuda;
+  ncclResult_t status = ncclSuccess;
+  for (int r = 0; r < comm->n && status == ncclSuccess; ++r)
+    status = ncs_check_cuda(cuda, cuda->cuCtxRecordEvent(comm->contexts[r], comm->events[r]), "cuCtxRecordEvent",
+                            failure);
+  return status;
+}
 
 ncclResult_t ncs_look_at_events(const ncs_cuda* cuda, const cudaEvent_t* events, int n, ncs_failure* failure) {
   for (int r = 0; r < n; ++r) {
@@ -58,6 +67,8 @@ ncclResult_t ncs_look_at_events(const ncs_cuda* cuda, const cudaEvent_t* events,
   }
   return ncclSuccess;
 }
+
+/* ---- By a thread ---- */
 
 /* Shared with the thread, which may outlive the communicator; the last user frees it. */
 typedef struct ncs_waiter {
@@ -126,10 +137,13 @@ static ncclResult_t look_at_thread(const ncs_nccl_comm* comm, ncs_failure* failu
   return status;
 }
 
+/* ---- Either way ---- */
+
 void ncs_stop_waiting(ncs_nccl_comm* comm) {
   ncs_waiter* waiter = comm->waiter;
   int has_ended;
   comm->waiter = NULL;
+  comm->is_waiting = 0;
   if (waiter == NULL) return;
   pthread_mutex_lock(&waiter->mutex);
   has_ended = waiter->has_ended;
@@ -140,24 +154,39 @@ void ncs_stop_waiting(ncs_nccl_comm* comm) {
 
 static ncclResult_t look(void* comm_, ncs_failure* failure) {
   ncs_nccl_comm* comm = comm_;
-  ncclResult_t status = comm->waiter == NULL ? start_thread(comm, failure) : ncclSuccess;
-  if (status == ncclSuccess) status = look_at_thread(comm, failure);
+  const int has_events = comm->cuda.cuCtxRecordEvent != NULL;
+  ncclResult_t status = ncclSuccess;
+  if (!comm->is_waiting) status = has_events ? record_events(comm, failure) : start_thread(comm, failure);
+  if (status != ncclSuccess) return status;
+  comm->is_waiting = 1;
+  status = has_events ? ncs_look_at_events(&comm->cuda, comm->events, comm->n, failure) : look_at_thread(comm, failure);
   if (status != ncclInProgress) ncs_stop_waiting(comm);
   return status;
 }
 
 ncclResult_t ncs_nccl_wait_for_devices(ncs_nccl_comm* comm, double slice_s, ncs_failure* failure) {
-  return ncs_poll(look, comm, slice_s, failure);
+  CUcontext current = NULL;
+  ncclResult_t status = ncs_enter(&comm->cuda, comm->contexts[0], failure, &current);
+  if (status != ncclSuccess) return status;
+  status = ncs_poll(look, comm, slice_s, failure);
+  comm->cuda.cuCtxSetCurrent(current);
+  return status;
 }
 
-ncclResult_t ncs_nccl_get_idle(const ncs_nccl_comm* comm, int* progress) {
+ncclResult_t ncs_nccl_get_busy(const ncs_nccl_comm* comm, int* busy) {
   ncs_waiter* waiter = comm->waiter;
-  int n_idle = comm->n;
+  CUcontext current = NULL;
+  int n_idle = 0;
+  ncclResult_t status = ncs_enter(&comm->cuda, comm->contexts[0], NULL, &current);
+  if (status != ncclSuccess) return status;
   if (waiter != NULL) {
     pthread_mutex_lock(&waiter->mutex);
     n_idle = waiter->n_idle;
     pthread_mutex_unlock(&waiter->mutex);
   }
-  for (int r = 0; r < comm->n; ++r) progress[r] = r == n_idle ? NCS_ABSENT : NCS_LAUNCHED;
+  for (int r = 0; r < comm->n; ++r)
+    busy[r] = comm->is_waiting &&
+              (waiter != NULL ? r == n_idle : comm->cuda.cudaEventQuery(comm->events[r]) == NCS_CUDA_NOT_READY);
+  comm->cuda.cuCtxSetCurrent(current);
   return ncclSuccess;
 }

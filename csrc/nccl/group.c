@@ -1,4 +1,4 @@
-/* Collectives over the GPUs of this process: all ranks' calls in one group; and the wait for NCCL to have taken them. */
+/* Collectives over the GPUs of this process: all ranks' calls in one group, and the wait for them. */
 #define _POSIX_C_SOURCE 200809L
 
 #include "nccl/api.h"
@@ -17,18 +17,44 @@ ncclResult_t ncs_ask_nccl(const ncs_nccl_comm* comm, ncs_failure* failure) {
   return all;
 }
 
-static ncclResult_t look(void* comm, ncs_failure* failure) { return ncs_ask_nccl(comm, failure); }
-
-ncclResult_t ncs_nccl_wait(ncs_nccl_comm* comm, double slice_s, ncs_failure* failure) {
-  return ncs_poll(look, comm, slice_s, failure);
+/* Looks once at the call under way. The order matters: until NCCL has launched its work, the streams may be empty and
+ * would seem to have finished. */
+static ncclResult_t look(void* comm_, ncs_failure* failure) {
+  ncs_nccl_comm* comm = comm_;
+  const ncs_cuda* cuda = &comm->cuda;
+  ncclResult_t status = ncs_ask_nccl(comm, failure);
+  if (status != ncclSuccess) return status;
+  comm->is_launching = 0;
+  if (!comm->is_on_streams) return ncclSuccess;
+  for (; comm->n_done < comm->n; ++comm->n_done) {
+    cudaError_t error = cuda->cudaStreamQuery(comm->streams[comm->n_done]);
+    if (error == NCS_CUDA_NOT_READY) return ncclInProgress;
+    if (error != 0) return ncs_check_cuda(cuda, error, "cudaStreamQuery", failure);
+  }
+  /* An error may have ended the streams' work since the last look. */
+  return ncs_ask_nccl(comm, failure);
 }
 
-ncclResult_t ncs_nccl_get_progress(const ncs_nccl_comm* comm, int* progress) {
+ncclResult_t ncs_nccl_wait(ncs_nccl_comm* comm, double slice_s, ncs_failure* failure) {
+  CUcontext current = NULL;
+  ncclResult_t status = ncs_enter(&comm->cuda, comm->contexts[0], failure, &current);
+  if (status != ncclSuccess) return status;
+  status = ncs_poll(look, comm, slice_s, failure);
+  comm->cuda.cuCtxSetCurrent(current);
+  return status;
+}
+
+ncclResult_t ncs_nccl_get_progress(ncs_nccl_comm* comm, int* progress) {
+  CUcontext current = NULL;
+  ncclResult_t status = ncs_enter(&comm->cuda, comm->contexts[0], NULL, &current);
+  if (status != ncclSuccess) return status;
   for (int r = 0; r < comm->n; ++r) {
     ncclResult_t state = ncclSuccess;
     comm->nccl->ncclCommGetAsyncError(comm->comms[r], &state);
-    progress[r] = state == ncclSuccess ? NCS_LAUNCHED : NCS_ABSENT;
+    if (comm->is_launching) progress[r] = state == ncclSuccess ? NCS_LAUNCHED : NCS_ABSENT;
+    else progress[r] = comm->cuda.cudaStreamQuery(comm->streams[r]) == 0 ? NCS_DONE : NCS_LAUNCHED;
   }
+  comm->cuda.cuCtxSetCurrent(current);
   return ncclSuccess;
 }
 
@@ -93,4 +119,16 @@ ncclResult_t ncs_launch_group(const ncs_nccl_comm* comm, const ncs_collective* c
   ended = nccl->ncclGroupEnd();
   if (status == ncclSuccess && ended != ncclInProgress) status = ncs_check_nccl(nccl, ended, "ncclGroupEnd", failure);
   return status;
+}
+
+ncclResult_t ncs_nccl_run_group(ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
+                                double slice_s, ncs_failure* failure) {
+  CUcontext current = NULL;
+  ncclResult_t status = ncs_enter(&comm->cuda, comm->contexts[0], failure, &current);
+  if (status != ncclSuccess) return status;
+  comm->is_launching = comm->is_on_streams = 1;
+  comm->n_done = 0;
+  status = ncs_launch_group(comm, collectives, n_collectives, failure);
+  comm->cuda.cuCtxSetCurrent(current);
+  return status == ncclSuccess ? ncs_nccl_wait(comm, slice_s, failure) : status;
 }

@@ -19,15 +19,13 @@
 struct ncs_launcher {
   pthread_mutex_t mutex;
   pthread_cond_t changed;
-  int n, blocks;
+  int n, on_host, blocks;
   double timeout_s;       /* 0: no limit */
   ncs_nccl_comm* comm;    /* NULL: closed, or failed */
-  ncs_nccl_comm* doomed;  /* the polling thread aborts it */
-  ncclResult_t aborted;   /* how that has ended */
-  ncs_failure abort_failure;
+  ncs_nccl_comm* doomed;  /* the polling thread aborts it once it is not reserved */
   ncs_cuda cuda;
   CUcontext* contexts;    /* the devices' primary contexts, which outlive a communicator */
-  int is_polled;
+  int is_reserved, is_polled;
   ncs_launched *first, **last; /* groups that are not known to have ended, in their order */
   int64_t n_launched, n_ended, n_collectives;
   int64_t interrupted_ns; /* 0: no cancellation is requested. Not under the lock, which a call of NCCL's may hold */
@@ -89,17 +87,20 @@ static void destroy_event(const ncs_launcher* launcher, cudaEvent_t* event) {
 
 /* ---- Failure. All under the lock ---- */
 
-static void find_progress(const ncs_launcher* launcher, const ncs_launched* group, int stage, int* progress) {
-  const ncs_cuda* cuda = &launcher->cuda;
-  const cudaEvent_t* events = stage == NCS_OWN_WORK ? group->before : group->end;
-  if (stage == NCS_LAUNCHING || (stage == NCS_OWN_WORK && cuda->cuCtxRecordEvent == NULL)) {
-    (stage == NCS_LAUNCHING ? ncs_nccl_get_progress : ncs_nccl_get_idle)(launcher->comm, progress);
-    return;
-  }
-  for (int r = 0; r < launcher->n; ++r) {
-    const int is_reached = events[r] == NULL ? stage == NCS_OWN_WORK : cuda->cudaEventQuery(events[r]) == 0;
-    if (stage == NCS_OWN_WORK) progress[r] = is_reached ? NCS_LAUNCHED : NCS_ABSENT;
-    else progress[r] = is_reached ? NCS_DONE : events[r] != NULL ? NCS_LAUNCHED : NCS_ABSENT;
+static void find_progress(const ncs_launcher* launcher, const ncs_launched* group, int stage,
+                          ncs_launch_failure* reported) {
+  for (int r = 0; r < launcher->n && r < NCS_MOST_RANKS; ++r) {
+    int* reached = &reported->progress[r];
+    ncclResult_t state = ncclSuccess;
+    *reached = NCS_ABSENT;
+    if (stage == NCS_LAUNCHING) {
+      launcher->comm->nccl->ncclCommGetAsyncError(launcher->comm->comms[r], &state);
+      if (state == ncclSuccess) *reached = NCS_LAUNCHED;
+    } else if (stage == NCS_OWN_WORK) {
+      if (group->before[r] == NULL || launcher->cuda.cudaEventQuery(group->before[r]) == 0) *reached = NCS_LAUNCHED;
+    } else if (group->end[r] != NULL) {
+      *reached = launcher->cuda.cudaEventQuery(group->end[r]) == 0 ? NCS_DONE : NCS_LAUNCHED;
+    }
   }
 }
 
@@ -109,7 +110,7 @@ static void describe(const ncs_launcher* launcher, const ncs_launched* group, in
   *reported = group->named;
   if (launcher->comm == NULL) return;
   if (ncs_enter(&launcher->cuda, launcher->contexts[0], NULL, &current) != ncclSuccess) return;
-  find_progress(launcher, group, stage, reported->progress);
+  find_progress(launcher, group, stage, reported);
   launcher->cuda.cuCtxSetCurrent(current);
 }
 
@@ -235,14 +236,17 @@ static ncclResult_t look_once(void* launcher_, ncs_failure* unused) {
   failure.index = -1;
   pthread_mutex_lock(&launcher->mutex);
   if (launcher->first != NULL && launcher->comm != NULL) {
-    status = ncs_enter(&launcher->cuda, launcher->contexts[0], &failure, &current);
-    if (status == ncclSuccess) {
-      status = look(launcher, &ended);
-      launcher->cuda.cuCtxSetCurrent(current);
-    } else {
-      launcher->doomed = launcher->comm;
-      fail_groups(launcher, launcher->first, status, NCS_RUNNING, ncs_now_s() - launcher->first->since, &failure);
-      status = ncclSuccess;
+    status = ncclInProgress;
+    if (!launcher->is_reserved) {
+      status = ncs_enter(&launcher->cuda, launcher->contexts[0], &failure, &current);
+      if (status == ncclSuccess) {
+        status = look(launcher, &ended);
+        launcher->cuda.cuCtxSetCurrent(current);
+      } else {
+        launcher->doomed = launcher->comm;
+        fail_groups(launcher, launcher->first, status, NCS_RUNNING, ncs_now_s() - launcher->first->since, &failure);
+        status = ncclSuccess;
+      }
     }
   }
   pthread_mutex_unlock(&launcher->mutex);
@@ -255,10 +259,9 @@ static void* poll_groups(void* launcher_) {
   const struct timespec nap = {0, (long)(NCS_LOOK_S * 1e9)};
   for (;;) {
     ncs_nccl_comm* doomed;
-    ncs_failure failure;
     ncs_launched* failed = NULL;
     pthread_mutex_lock(&launcher->mutex);
-    while (launcher->doomed == NULL && launcher->first == NULL && launcher->comm != NULL)
+    while (launcher->doomed != NULL ? launcher->is_reserved : launcher->first == NULL && launcher->comm != NULL)
       pthread_cond_wait(&launcher->changed, &launcher->mutex);
     if (launcher->doomed == NULL && launcher->comm == NULL) { /* closed: the next launch starts another thread */
       launcher->is_polled = 0;
@@ -269,19 +272,15 @@ static void* poll_groups(void* launcher_) {
     if (doomed != NULL) drop_groups(launcher, &failed);
     pthread_mutex_unlock(&launcher->mutex);
     if (doomed != NULL) {
-      /* The failure is reported already, before the GPUs' streams go on. */
-      const ncclResult_t aborted = ncs_nccl_abort(doomed, &failure);
-      release_groups(failed);
+      ncs_nccl_abort(doomed, NULL); /* the failure is reported already, before the GPUs' streams go on */
       pthread_mutex_lock(&launcher->mutex);
       launcher->doomed = NULL;
-      launcher->aborted = aborted;
-      launcher->abort_failure = failure;
       pthread_cond_broadcast(&launcher->changed);
       pthread_mutex_unlock(&launcher->mutex);
+      release_groups(failed);
       continue;
     }
-    nanosleep(&nap, NULL); /* also before the first look: whoever waits for a group looks meanwhile */
-    look_once(launcher, NULL);
+    if (look_once(launcher, NULL) == ncclInProgress) nanosleep(&nap, NULL);
   }
   return NULL;
 }
@@ -392,12 +391,9 @@ static ncs_launched* make_launched(ncs_launcher* launcher, int64_t label, ncs_ar
   made->users = 1;
   made->named.label = label;
   made->named.n_collectives = n_collectives;
-  for (int i = 0; i < n_collectives; ++i) {
-    ncs_named* one = &made->named.collectives[i < NCS_MOST_NAMED ? i : NCS_MOST_NAMED - 1];
-    const int is_of_blocks = collectives[i].kind != NCS_ALL_REDUCE && collectives[i].kind != NCS_BROADCAST;
-    one->kind = collectives[i].kind;
-    one->dtype = collectives[i].dtype;
-    one->count = (int64_t)collectives[i].count * (is_of_blocks ? launcher->comm->world_size : 1);
+  for (int i = 0; i < n_collectives && i < NCS_MOST_NAMED; ++i) {
+    made->named.counts[i] = (int64_t)collectives[i].count;
+    made->named.dtypes[i] = collectives[i].dtype;
   }
   for (size_t r = 0; r < n; ++r) {
     __atomic_fetch_add(&arrivals[r]->users, 1, __ATOMIC_RELAXED);
@@ -409,10 +405,8 @@ static ncs_launched* make_launched(ncs_launcher* launcher, int64_t label, ncs_ar
 }
 
 /* Waits until NCCL has launched its work, which waits for no GPU; or for the GPUs' own work, if no event captures it.
- * Under the lock, without which other threads read how far the ranks are. */
-static ncclResult_t wait_for(ncs_launcher* launcher, const ncs_launched* made, int stage, ncs_failure* failure) {
-  const double since = made->since;
-  int progress[NCS_MOST_RANKS];
+ * Under the lock. */
+static ncclResult_t wait_for(ncs_launcher* launcher, int stage, double since, ncs_failure* failure) {
   for (;;) {
     const ncclResult_t status = stage == NCS_OWN_WORK ? ncs_nccl_wait_for_devices(launcher->comm, 0, failure)
                                                       : ncs_ask_nccl(launcher->comm, failure);
@@ -420,10 +414,6 @@ static ncclResult_t wait_for(ncs_launcher* launcher, const ncs_launched* made, i
     if (status != ncclInProgress) return status;
     if (has_expired(launcher, since, now)) return ncclTimeout;
     if (wants_out(launcher, now)) return ncclInProgress;
-    find_progress(launcher, made, stage, progress);
-    pthread_mutex_lock(&launcher->launching_mutex);
-    memcpy(launcher->launching.progress, progress, (size_t)launcher->n * sizeof(*progress));
-    pthread_mutex_unlock(&launcher->launching_mutex);
     ncs_nap(now - since);
   }
 }
@@ -447,7 +437,7 @@ static ncclResult_t enqueue(ncs_launcher* launcher, ncs_launched* made, const nc
   ncclResult_t status = ncclSuccess;
   *stage = NCS_OWN_WORK;
   begin_stage(launcher, made, *stage);
-  if (cuda->cuCtxRecordEvent == NULL) status = wait_for(launcher, made, *stage, failure);
+  if (cuda->cuCtxRecordEvent == NULL) status = wait_for(launcher, *stage, made->since, failure);
   for (int r = 0; r < launcher->n && status == ncclSuccess; ++r)
     if (made->before[r] != NULL)
       status = ncs_check_cuda(cuda, cuda->cudaStreamWaitEvent(comm->streams[r], made->before[r], 0),
@@ -456,7 +446,7 @@ static ncclResult_t enqueue(ncs_launcher* launcher, ncs_launched* made, const nc
   *stage = NCS_LAUNCHING;
   begin_stage(launcher, made, *stage);
   status = ncs_launch_group(comm, collectives, made->named.n_collectives, failure);
-  if (status == ncclSuccess) status = wait_for(launcher, made, *stage, failure);
+  if (status == ncclSuccess) status = wait_for(launcher, *stage, made->since, failure);
   for (int r = 0; r < launcher->n && status == ncclSuccess; ++r) {
     status = ncs_check_cuda(cuda, cuda->cuCtxSetCurrent(launcher->contexts[r]), "cuCtxSetCurrent", failure);
     if (status == ncclSuccess) status = make_event(launcher, failure, &made->end[r]);
@@ -481,7 +471,7 @@ static ncclResult_t launch(ncs_launcher* launcher, ncs_launched* made, const ncs
   made->named.group = ++launcher->n_launched;
   made->named.first = launcher->n_collectives + 1;
   made->since = ncs_now_s();
-  if (made->named.label >= 0) launcher->n_collectives += made->named.n_collectives;
+  launcher->n_collectives += made->named.n_collectives;
   status = ncs_enter(&launcher->cuda, launcher->contexts[0], failure, &current);
   if (status == ncclSuccess) status = enqueue(launcher, made, collectives, failure, &stage);
   pthread_mutex_lock(&launcher->launching_mutex);
@@ -530,6 +520,7 @@ static ncclResult_t launch_collected(ncs_launcher* launcher, int64_t label, ncs_
   ncclResult_t status = ncclInvalidUsage;
   ncs_launched* made = NULL;
   pthread_mutex_lock(&launcher->mutex);
+  while (launcher->is_reserved && launcher->comm != NULL) pthread_cond_wait(&launcher->changed, &launcher->mutex);
   if (launcher->comm == NULL)
     ncs_fail(failure, status, "ncs_launch", -1,
              "Expected an open communicator. Received: one that is closed, or that a failed collective has aborted");
@@ -604,15 +595,13 @@ static ncclResult_t look_for_end(void* launched_, ncs_failure* failure) {
   return status;
 }
 
-ncclResult_t ncs_launched_wait(ncs_launched* launched, double slice_s) {
-  return ncs_poll(look_for_end, launched, slice_s, NULL);
-}
+ncclResult_t ncs_launched_wait(ncs_launched* launched) { return ncs_poll(look_for_end, launched, HUGE_VAL, NULL); }
 
 /* Also after a failure: the memory must not be reused before the group has ended. */
 static ncclResult_t let_arrival_go(ncs_launched* launched, int rank, cudaStream_t stream, ncs_failure* failure) {
   ncs_arrival* arrival = launched->arrivals[rank];
   const ncclResult_t status = order(launched, rank, stream, failure);
-  if (status != ncclSuccess || launched->launcher->blocks) ncs_launched_wait(launched, HUGE_VAL);
+  if (status != ncclSuccess || launched->launcher->blocks) ncs_launched_wait(launched);
   launched->arrivals[rank] = NULL;
   ncs_arrival_release(arrival);
   return status;
@@ -624,7 +613,7 @@ ncclResult_t ncs_deliver(ncs_launched* launched, int rank, void* stream, int wai
   if (launched->arrivals[rank] == NULL)
     return ncs_fail(failure, ncclInvalidUsage, "ncs_deliver", -1,
                     "Expected a group that was not delivered to this rank");
-  if (waits || launcher->blocks) status = ncs_launched_wait(launched, HUGE_VAL);
+  if (waits || launcher->blocks) status = ncs_launched_wait(launched);
   else {
     pthread_mutex_lock(&launcher->mutex);
     if (launched->has_failed) status = ncclRemoteError;
@@ -643,14 +632,13 @@ void* ncs_launched_get_kept(const ncs_launched* launched, int rank) {
 void ncs_launched_release(ncs_launched* launched) {
   if (launched == NULL || __atomic_sub_fetch(&launched->users, 1, __ATOMIC_ACQ_REL) > 0) return;
   for (int r = 0; r < launched->launcher->n; ++r)
-    if (launched->has_ended) ncs_arrival_release(launched->arrivals[r]); /* all later work comes after it */
-    else if (launched->arrivals[r] != NULL) let_arrival_go(launched, r, NULL, NULL);
+    if (launched->arrivals[r] != NULL) let_arrival_go(launched, r, NULL, NULL);
   free_launched(launched);
 }
 
 /* ---- The launcher ---- */
 
-ncclResult_t ncs_launcher_create(int n_ranks, ncs_launcher** out) {
+ncclResult_t ncs_launcher_create(int n_ranks, double timeout_s, int on_host, ncs_launcher** out) {
   ncs_launcher* launcher = calloc(1, sizeof(*launcher));
   *out = NULL;
   if (launcher == NULL) return ncclSystemError;
@@ -663,6 +651,8 @@ ncclResult_t ncs_launcher_create(int n_ranks, ncs_launcher** out) {
   pthread_mutex_init(&launcher->launching_mutex, NULL);
   pthread_cond_init(&launcher->changed, NULL);
   launcher->n = n_ranks;
+  launcher->timeout_s = timeout_s;
+  launcher->on_host = on_host;
   launcher->last = &launcher->first;
   *out = launcher;
   return ncclSuccess;
@@ -670,77 +660,77 @@ ncclResult_t ncs_launcher_create(int n_ranks, ncs_launcher** out) {
 
 ncclResult_t ncs_launcher_open(ncs_launcher* launcher, ncs_nccl_comm* comm, int* blocks) {
   pthread_mutex_lock(&launcher->mutex);
-  if (launcher->contexts[0] == NULL) { /* later only read, without the lock */
-    launcher->cuda = comm->cuda;
-    memcpy(launcher->contexts, comm->contexts, (size_t)launcher->n * sizeof(*launcher->contexts));
-  }
+  launcher->cuda = comm->cuda;
+  memcpy(launcher->contexts, comm->contexts, (size_t)launcher->n * sizeof(*launcher->contexts));
   launcher->comm = comm;
+  launcher->is_reserved = 0;
   stay(launcher);
   memset(&launcher->failure, 0, sizeof(launcher->failure));
   launcher->n_ended = launcher->n_launched;
-  launcher->blocks |= comm->cuda.cuCtxRecordEvent == NULL || comm->cuda.cuCtxWaitEvent == NULL;
+  launcher->blocks =
+      launcher->on_host || comm->cuda.cuCtxRecordEvent == NULL || comm->cuda.cuCtxWaitEvent == NULL;
   *blocks = launcher->blocks;
   pthread_cond_broadcast(&launcher->changed);
   pthread_mutex_unlock(&launcher->mutex);
   return ncclSuccess;
 }
 
-ncclResult_t ncs_launcher_set_timeout(ncs_launcher* launcher, double timeout_s) {
-  pthread_mutex_lock(&launcher->mutex);
-  launcher->timeout_s = timeout_s;
-  pthread_mutex_unlock(&launcher->mutex);
-  return ncclSuccess;
-}
-
-ncclResult_t ncs_launcher_block(ncs_launcher* launcher) {
-  pthread_mutex_lock(&launcher->mutex);
-  launcher->blocks = 1;
-  pthread_mutex_unlock(&launcher->mutex);
-  return ncclSuccess;
-}
-
-/* Takes the communicator away, under the lock; groups under way fail. NULL: it had none, or has failed. */
-static ncs_nccl_comm* take(ncs_launcher* launcher, int status) {
-  ncs_nccl_comm* comm = launcher->comm;
-  if (comm != NULL && launcher->first != NULL)
-    fail_groups(launcher, launcher->first, (ncclResult_t)status, NCS_RUNNING, 0, NULL);
-  launcher->comm = NULL;
-  pthread_cond_broadcast(&launcher->changed);
-  return comm;
-}
-
-ncclResult_t ncs_launcher_close(ncs_launcher* launcher, int* was_open) {
+ncclResult_t ncs_launcher_close(ncs_launcher* launcher, int status) {
   ncs_launched* dropped = NULL;
   pthread_mutex_lock(&launcher->mutex);
-  *was_open = take(launcher, ncclInvalidUsage) != NULL;
+  if (launcher->comm != NULL && launcher->first != NULL)
+    fail_groups(launcher, launcher->first, (ncclResult_t)status, NCS_RUNNING, 0, NULL);
+  launcher->comm = NULL;
+  if (launcher->is_reserved) launcher->doomed = NULL; /* the caller ends it */
   if (launcher->doomed == NULL) drop_groups(launcher, &dropped);
+  launcher->is_reserved = 0;
+  pthread_cond_broadcast(&launcher->changed);
   pthread_mutex_unlock(&launcher->mutex);
   release_groups(dropped);
   return ncclSuccess;
 }
 
-ncclResult_t ncs_launcher_abort(ncs_launcher* launcher, int status, ncs_nccl_comm* comm) {
-  ncs_nccl_comm* taken;
-  ncclResult_t started = ncclSuccess;
+ncclResult_t ncs_launcher_reserve(ncs_launcher* launcher) {
+  ncclResult_t status = ncclSuccess;
   pthread_mutex_lock(&launcher->mutex);
-  taken = take(launcher, status);
-  if (comm == NULL) comm = taken;
-  if (comm != NULL) started = start_polling(launcher, NULL);
-  if (comm != NULL && started == ncclSuccess) launcher->doomed = comm;
+  while (launcher->is_reserved) pthread_cond_wait(&launcher->changed, &launcher->mutex);
+  if (launcher->comm == NULL) status = ncclInvalidUsage;
+  else launcher->is_reserved = 1;
   pthread_mutex_unlock(&launcher->mutex);
-  return started == ncclSuccess ? ncclSuccess : ncs_nccl_abort(comm, NULL);
+  return status;
 }
 
-ncclResult_t ncs_launcher_get_groups(const ncs_launcher* launcher, int64_t* launched, int64_t* ended,
-                                     int64_t* collectives) {
+ncclResult_t ncs_launcher_release(ncs_launcher* launcher) {
+  pthread_mutex_lock(&launcher->mutex);
+  launcher->is_reserved = 0;
+  pthread_cond_broadcast(&launcher->changed);
+  pthread_mutex_unlock(&launcher->mutex);
+  return ncclSuccess;
+}
+
+ncclResult_t ncs_launcher_count(ncs_launcher* launcher, int n_collectives, int64_t* first) {
+  pthread_mutex_lock(&launcher->mutex);
+  *first = launcher->n_collectives + 1;
+  launcher->n_collectives += n_collectives;
+  pthread_mutex_unlock(&launcher->mutex);
+  return ncclSuccess;
+}
+
+ncclResult_t ncs_launcher_get_groups(const ncs_launcher* launcher, int64_t* launched, int64_t* ended) {
   *ended = __atomic_load_n(&launcher->n_ended, __ATOMIC_ACQUIRE);
   *launched = __atomic_load_n(&launcher->n_launched, __ATOMIC_ACQUIRE);
-  *collectives = __atomic_load_n(&launcher->n_collectives, __ATOMIC_RELAXED);
   return ncclSuccess;
 }
 
 ncclResult_t ncs_launcher_wait(ncs_launcher* launcher, double slice_s) {
   return ncs_poll(look_once, launcher, slice_s, NULL);
+}
+
+ncclResult_t ncs_launcher_get_failure(ncs_launcher* launcher, ncs_launch_failure* failure) {
+  pthread_mutex_lock(&launcher->mutex);
+  *failure = launcher->failure;
+  pthread_mutex_unlock(&launcher->mutex);
+  return ncclSuccess;
 }
 
 /* A group's launch holds the lock during NCCL's calls, which may hang. */
@@ -749,21 +739,6 @@ static void get_launching(ncs_launcher* launcher, ncs_launch_failure* pending) {
   *pending = launcher->launching;
   pending->waited_s = ncs_now_s() - launcher->launching_since;
   pthread_mutex_unlock(&launcher->launching_mutex);
-}
-
-ncclResult_t ncs_launcher_get_failure(ncs_launcher* launcher, ncs_launch_failure* failure) {
-  const double since = ncs_now_s();
-  while (pthread_mutex_trylock(&launcher->mutex) != 0) {
-    get_launching(launcher, failure);
-    if (failure->status == ncclInProgress) { /* a group is launched: nothing has failed */
-      memset(failure, 0, sizeof(*failure));
-      return ncclSuccess;
-    }
-    ncs_nap(ncs_now_s() - since);
-  }
-  *failure = launcher->failure;
-  pthread_mutex_unlock(&launcher->mutex);
-  return ncclSuccess;
 }
 
 ncclResult_t ncs_launcher_get_pending(ncs_launcher* launcher, ncs_launch_failure* pending) {
@@ -792,20 +767,16 @@ ncclResult_t ncs_launcher_interrupt(ncs_launcher* launcher) {
   return ncclSuccess;
 }
 
-/* Reports a failed abort once. */
 static ncclResult_t look_at_abort(void* launcher_, ncs_failure* failure) {
   ncs_launcher* launcher = launcher_;
-  ncclResult_t status = ncclInProgress;
+  int is_under_way;
+  (void)failure;
   pthread_mutex_lock(&launcher->mutex);
-  if (launcher->doomed == NULL) {
-    status = launcher->aborted;
-    if (status != ncclSuccess && failure != NULL) *failure = launcher->abort_failure;
-    launcher->aborted = ncclSuccess;
-  }
+  is_under_way = launcher->doomed != NULL;
   pthread_mutex_unlock(&launcher->mutex);
-  return status;
+  return is_under_way ? ncclInProgress : ncclSuccess;
 }
 
-ncclResult_t ncs_launcher_wait_for_abort(ncs_launcher* launcher, double slice_s, ncs_failure* failure) {
-  return ncs_poll(look_at_abort, launcher, slice_s, failure);
+ncclResult_t ncs_launcher_wait_for_abort(ncs_launcher* launcher, double slice_s) {
+  return ncs_poll(look_at_abort, launcher, slice_s, NULL);
 }

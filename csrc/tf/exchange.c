@@ -8,7 +8,6 @@
  * results. Their caller keeps automatic control dependencies from ordering them. */
 #define _POSIX_C_SOURCE 200809L
 
-#include <math.h>
 #include <stdlib.h>
 
 #include "tf/api.h"
@@ -226,7 +225,7 @@ static void compute_deliver(const exchange_kernel* kernel, TF_OpKernelContext* c
   ncclResult_t result;
   if (launched == NULL) return;
   if (kernel->passes) {
-    if (kernel->waits) ncs_launched_wait(launched, HUGE_VAL); /* the delivery reports a failure */
+    if (kernel->waits) ncs_launched_wait(launched); /* the delivery reports a failure */
     return;
   }
   all = ncs_launched_get_kept(launched, (int)kernel->rank);

@@ -30,8 +30,7 @@ from ncclsync.communicator.base import (
     read_buffers,
 )
 from ncclsync.communicator.buffers import CUDA, Buffers
-from ncclsync.communicator.launcher import OWN_WORK, Collective, Launcher, LaunchFailure
-from ncclsync.communicator.native import ffi
+from ncclsync.communicator.launcher import OWN_WORK, Launcher, LaunchFailure
 from ncclsync.communicator.nccl_calls import Progress
 from ncclsync.communicator.peers import Peers
 from ncclsync.communicator.preflight import check_paths
@@ -46,10 +45,6 @@ KINDS: dict[type, tuple[int, str]] = {
     ReduceScatter: (nccl_calls.REDUCE_SCATTER, "reduce-scatter"),
     AllGather: (nccl_calls.ALL_GATHER, "all-gather"),
 }
-_NOUNS = dict(KINDS.values())
-# Labels of groups: of the preflight, that have failed before their launch, that are waited for.
-_PREFLIGHT, _NONE, _WAITED = -1, 0, 1
-_UNNAMED = ("a group of collectives",)
 ABORT_WAIT_S = 1.0  # how long a failure waits for its abort, which then goes on by itself
 _MOST = 2**31 - 1  # NCCL's ranks and CUDA's ordinals are C's int
 _LISTED = 6  # collectives of a group that a message names
@@ -230,24 +225,18 @@ class NcclCommunicator(Communicator):
         self._failure: BaseException | None = None
         self._refused: NcclSyncError | None = None  # what the last agreement has raised
         self.agreed = math.inf if self.peers is None else 0
-        self._launcher = Launcher(self.size)
+        self._launcher: Launcher | None = None
         self._ending = threading.Event()
-        self._labels: dict[int, tuple[str, ...]] = {_PREFLIGHT: (), _NONE: _UNNAMED, _WAITED: ()}  # of launched groups
+        self._labels: list[tuple[tuple[type, str], ...]] = [()]  # of groups that ops launch
         self._preflight = preflight
         self.repeatable = repeatable
         self._joined_by = joined_by
         self._is_closed = False
-        # Collectives that are waited for take turns, with the end, too, which a signal's handler may ask for in one.
-        self._lock = threading.RLock()
+        self._n_collectives = 0  # without those that were launched
+        self._aborting: timeouts.Aside | None = None  # an abort that nobody waits for
+        self._lock = threading.Lock()  # NCCL: never two threads at once on one communicator
         self._library = native.NcclLibrary()
-        every_s = timeouts.WARN_AFTER_S / 12 if self.peers is None else timeouts.SLICE_S
-        arguments = (weakref.ref(self), self._ending, every_s)
-        threading.Thread(target=_warn_of_pending, args=arguments, name="ncclsync pending", daemon=True).start()
-        try:
-            self._join()
-        except BaseException:
-            self._ending.set()
-            raise
+        self._join()
 
     @property
     def world_size(self) -> int:
@@ -267,7 +256,7 @@ class NcclCommunicator(Communicator):
 
     def _take_failure(self) -> None:
         """Take over the failure of a launched group; the launcher has aborted the communicator."""
-        found = None if self._handle is None else self._launcher.failure()
+        found = None if self._launcher is None or self._handle is None else self._launcher.failure()
         if found is None:
             return
         self._handle, self._failure = None, self._explain(found)
@@ -278,38 +267,48 @@ class NcclCommunicator(Communicator):
     @property
     def enqueues(self) -> bool:  # type: ignore[override]
         """Return whether groups are launched without anybody waiting for their ends."""
-        return not self._launcher.blocks
+        return self._launcher is not None and not self._launcher.blocks
 
     def groups(self) -> tuple[int, int]:
         """Return how many groups were launched, and how many of them are known to have ended well."""
-        return self._launcher.groups()
+        return (0, 0) if self._launcher is None else self._launcher.groups()
 
     def launcher(self, *, on_host: bool = False) -> Launcher:
-        """Return what launches groups on this communicator; one for its life.
+        """Return what launches groups on this communicator without waiting for them; one for its life.
 
-        Its failure is that of the communicator: `failure` returns it, and raises nothing.
+        Its failure is that of the communicator: `failure` returns it, and raises nothing. A collective of this
+        class keeps launches away until it has ended.
 
         Args:
-            on_host: whether ops launch groups over host memory.
+            on_host: whether the buffers are in host memory.
         """
-        if on_host:
-            self._launcher.block()
-        return self._launcher
+        with self._lock:
+            if self._launcher is None:
+                self._launcher = Launcher(self.size, self.timeout_s, on_host)
+                every_s = timeouts.WARN_AFTER_S / 12 if self.peers is None else timeouts.SLICE_S
+                arguments = (weakref.ref(self), self._ending, every_s)
+                threading.Thread(target=_warn_of_pending, args=arguments, name="ncclsync pending", daemon=True).start()
+                if self._handle is not None:
+                    self._launcher.open(self._handle)
+            return self._launcher
 
     def label(self, collectives: Sequence[AnyCollective]) -> int:
         """Return a number by which a launched group is named in messages, of these collectives."""
-        number = len(self._labels) - 1
-        self._labels[number] = tuple(one.label for one in collectives)
-        return number
+        self._labels.append(tuple((type(one), one.label) for one in collectives))
+        return len(self._labels) - 1
 
     def interrupt(self) -> None:
         """Give up launched groups unless one ends within a second: somebody pressed Ctrl-C."""
-        self._launcher.interrupt()
+        if self._launcher is not None:
+            self._launcher.interrupt()
 
     def wait(self) -> None:
         """Wait until all launched groups have ended; see `Communicator.wait`. Ctrl-C ends it."""
-        with timeouts.interruptible(self.interrupt):
-            while not self._launcher.wait(timeouts.SLICE_S):
+        launcher = self._launcher
+        if launcher is None:
+            return
+        with timeouts.interruptible(launcher.interrupt):
+            while not launcher.wait(timeouts.SLICE_S):
                 pass
         if self.failure is not None:
             raise self.failure
@@ -329,7 +328,7 @@ class NcclCommunicator(Communicator):
         except NcclSyncError as error:
             self._refused = error
             self.report_failure(error)
-            while not self._launcher.wait(timeouts.SLICE_S):
+            while self._launcher is not None and not self._launcher.wait(timeouts.SLICE_S):
                 pass  # what fails with it has then failed, too
             raise
         self.agreed = launched
@@ -342,14 +341,15 @@ class NcclCommunicator(Communicator):
 
     def heed(self) -> None:
         """Give up launched groups that other processes do not launch: they, or this one, have failed."""
-        peers, pending = self.peers, self._launcher.pending()
-        if peers is None or pending is None:
+        launcher, peers = self._launcher, self.peers
+        pending = None if launcher is None or peers is None else launcher.pending()
+        if launcher is None or peers is None or pending is None:
             return
         if peers.have_ended() or (pending.group > self.agreed and peers.failures != self._failures_before):
-            self._launcher.interrupt()
+            launcher.interrupt()
 
     def _explain(self, found: LaunchFailure) -> BaseException | None:
-        """Return the error of a launched group's failure.
+        """Return the error of a launched group's failure, in the words of one that was waited for.
 
         None if it was given up since this process has failed, which is known.
         """
@@ -361,7 +361,8 @@ class NcclCommunicator(Communicator):
                 return error
             if self.peers.failures != self._failures_before:
                 return self._refused or self.peers.raised
-        call = found.call or (nccl_calls.CALLS[found.collectives[0][0]] if found.collectives else "ncclGroupEnd")
+        kinds = self._labels[found.label]
+        call = found.call or (nccl_calls.CALLS[KINDS[kinds[0][0]][0]] if kinds else "ncclGroupEnd")
         if found.status == native.IN_PROGRESS:
             return NcclSyncError(
                 f"Expected {what} to end. Received: an interrupt (Ctrl-C) after {found.waited_s:.1f} s"
@@ -374,19 +375,15 @@ class NcclCommunicator(Communicator):
 
     def _words_of(self, found: LaunchFailure) -> tuple[str, str]:
         """Return what a launched group is, and who has arrived."""
-        labels, last = self._labels[found.label], len(found.collectives) - 1
-
-        def name(index: int) -> str:
-            return _name(found.first + index, labels[index], *found.collectives[min(index, last)])
-
-        if not found.count or found.label == _PREFLIGHT:
-            what = labels[0]
-        elif 0 <= found.index < last or found.index == found.count - 1:
-            what = name(found.index)
-        else:
-            what = _list(found.count, name)
+        kinds = self._labels[found.label]
+        names = [
+            _name(kind, found.first + index, label, *size)
+            for index, ((kind, label), size) in enumerate(zip(kinds, found.sizes, strict=False))
+        ]
+        what = _list(len(names), names.__getitem__) if names else "a group of collectives"
         if found.stage == OWN_WORK:
-            return f"the GPUs' own work before {what}", self._busy_words(found.progress)
+            busy = [i for i, reached in enumerate(found.progress) if reached is Progress.ABSENT]
+            return f"the GPUs' own work before {what}", self._busy_words(busy)
         return what, self._progress_words(found.progress)
 
     def warn_of_pending(self, warned: int) -> int:
@@ -395,11 +392,28 @@ class NcclCommunicator(Communicator):
         Args:
             warned: the number of the group that was logged last.
         """
-        pending = self._launcher.pending()
+        pending = None if self._launcher is None else self._launcher.pending()
         if pending is None or pending.group <= warned or pending.waited_s < timeouts.WARN_AFTER_S:
             return warned
         timeouts.warn_of_pending(*self._words_of(pending), pending.waited_s, self.timeout_s)
         return pending.group
+
+    @contextlib.contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """Make calls on the communicator in turns: with other threads, and with groups that ops launch."""
+        with self._lock, self._reserved():
+            yield
+
+    @contextlib.contextmanager
+    def _reserved(self) -> Iterator[None]:
+        """Keep groups that ops launch, and their failures, away from the communicator; under the lock."""
+        if self._launcher is None or self._handle is None:
+            yield
+            return
+        with self._launcher.reserved() as is_open:
+            if not is_open:
+                self._take_failure()
+            yield
 
     def reopen(self) -> None:
         """Join the same GPUs again after a failed collective. Blocks. Does nothing to an open communicator.
@@ -421,14 +435,11 @@ class NcclCommunicator(Communicator):
                     "Expected a communicator of one process. Received: one that was joined by a unique id. "
                     "Join all processes anew, by a new unique id."
                 )
-            timeouts.wait(
-                self._launcher.wait_for_abort,
-                self._launcher.wait_for_abort,
-                call="ncclCommAbort",
-                what=lambda: f"the abort of the earlier communicator on GPUs {list(self.devices)}",
-                timeout_s=self.timeout_s,
-                arrived=lambda: "the GPUs' own work has to end first",
-            )
+            if self._aborting is not None:
+                self._wait_for_abort(self._aborting.wait)
+                self._aborting = None
+            if self._launcher is not None:
+                self._wait_for_abort(self._launcher.wait_for_abort)
             if self.peers is not None:
                 self._meet()
             self._join()
@@ -446,20 +457,22 @@ class NcclCommunicator(Communicator):
         finally:
             if self.peers.failure or self.peers.failures != self._failures_before:
                 self._wait_for_agreed()
-                self._take_failure()
-                if self._handle is not None:
-                    self._handle, (_, ended) = None, self.groups()
-                    if self.peers.failure is not None or ended < self.agreed:
-                        self._failure = self.peers.failure or self.peers.raised
-                        # Steps may have computed with what these groups should have brought.
-                        self.failed_group, self.was_delivered = ended + 1, ended < self.agreed
-                    self._abort(self.peers.failure)
+                with self._reserved():
+                    handle, self._handle = self._handle, None
+                    if handle is not None:
+                        ended = self.groups()[1]
+                        if self.peers.failure is not None or ended < self.agreed:
+                            self._failure = self.peers.failure or self.peers.raised
+                            # Steps may have computed with what these groups should have brought.
+                            self.failed_group, self.was_delivered = ended + 1, ended < self.agreed
+                        self._abort(handle, self.peers.failure)
 
     def _wait_for_agreed(self) -> None:
         """Wait until the groups have ended that all processes have launched: weights rest on them."""
         assert self.peers is not None
-        while self.groups()[1] < self.agreed:
-            if self.peers.have_ended() or self._launcher.failure() is not None:
+        launcher = self._launcher
+        while launcher is not None and launcher.groups()[1] < self.agreed:
+            if self.peers.have_ended() or launcher.failure() is not None:
                 return
             time.sleep(1e-3)
 
@@ -476,39 +489,41 @@ class NcclCommunicator(Communicator):
 
     def close(self) -> None:
         """End the communicator, on all ranks. Blocks. Idempotent; collectives then raise NcclSyncError."""
-        with self._lock:
-            self._take_failure()
+        with self._exclusive():
             handle, self._handle = self._handle, None
             self._is_closed = True
             self._ending.set()
-            if handle is None or not self._launcher.close():
+            if handle is None:
                 return
+            if self._launcher is not None:
+                self._launcher.close()
+
+            def begin(handle, slice_s):
+                nccl_calls.finalize(handle)
+                return nccl_calls.wait(handle, slice_s)
+
             # Another process that has ended, or failed, leaves nothing to be ended in order.
-            what = "the end of a communicator"
             with contextlib.suppress(ProcessError):
                 with self._aborted_on_error(handle):
-                    self._wait_for_devices(handle, what)
-                    nccl_calls.finalize(handle, what)
-                    self._wait_for(handle, lambda: what, "ncclCommFinalize")
+                    self._launch(handle, lambda: "the end of a communicator", "ncclCommFinalize", begin)
                 nccl_calls.destroy(handle)
 
     def _join(self) -> None:
         self._check_different()
         nvls.apply(self.repeatable)
         handle = nccl_calls.create(self._library, self._joined_by, self._world_size, self.ranks, self.devices)
-        try:
-            with self._aborted_on_error(handle):
-                self._wait_for(handle, self._joining, "ncclCommInitRankConfig")
+        with self._aborted_on_error(handle):
+            try:
+                self._run_task(handle, self._joining, "ncclCommInitRankConfig", nccl_calls.wait)
                 if self._preflight and self._world_size > 1:
-                    self._wait_for_devices(handle, "the preflight")  # which makes and copies memory
-                self._launcher.set_timeout(self.timeout_s)
-                self._launcher.open(handle)
-            self._handle, self._failure = handle, None
-            if self._preflight and self._world_size > 1:
-                with self._aborted_on_error():
-                    check_paths(handle, self.ranks, self._world_size, self._run_preflight)
-        except NcclError as error:
-            nccl_calls.raise_explained(error, self.devices)
+                    self._wait_for_devices(handle, lambda: "the preflight")  # which makes and copies memory
+                    launch = functools.partial(self._launch, handle)
+                    check_paths(handle, self.ranks, self._world_size, launch)
+            except NcclError as error:
+                nccl_calls.raise_explained(error, self.devices)
+        self._handle, self._failure = handle, None
+        if self._launcher is not None:
+            self._launcher.open(handle)
 
     def _joining(self) -> str:
         return f"the joining of {self._world_size} ranks, here {self._names(range(self.size))}"
@@ -523,102 +538,103 @@ class NcclCommunicator(Communicator):
 
     def _run_group(self, collectives: Sequence[AnyCollective]) -> None:
         buffers = [read_buffers(one, self.memory, self._world_size) for one in collectives]
-        group = [_fields(*row) for row in zip(collectives, buffers, strict=True)]
-
-        def name(index: int) -> str:
-            count, dtype = max(side.count for side in buffers[index]), buffers[index][0].dtype
-            return _name(self._launcher.count() + 1 + index, collectives[index].label, group[index].kind, count, dtype)
-
-        with self._lock:
-            if self._handle is None:  # closed by another thread meanwhile
+        group = nccl_calls.Group([_fields(*row) for row in zip(collectives, buffers, strict=True)])
+        with self._exclusive():
+            handle = self._handle
+            if handle is None:  # closed by another thread meanwhile
                 self.raise_closed()
-            self._labels[_WAITED] = tuple(one.label for one in collectives)
-            self._run(group, _WAITED, name)
+            first = self._n_collectives + 1 if self._launcher is None else self._launcher.count(group.size)
 
-    def _run_preflight(self, what: str, collective: Collective) -> None:
-        self._labels[_PREFLIGHT] = (what,)
-        self._run([collective], _PREFLIGHT, lambda _: what)
+            def name(index: int) -> str:
+                kind, label = type(collectives[index]), collectives[index].label
+                count, dtype = max(side.count for side in buffers[index]), buffers[index][0].dtype
+                return _name(kind, first + index, label, count, dtype)
 
-    def _run(self, group: Sequence[Collective], label: int, name: Callable[[int], str]) -> None:
-        """Launch a group and wait for its end; `name` names a collective of it that is refused."""
-        self._launcher.set_timeout(self.timeout_s)
-        try:
-            with timeouts.interruptible(self.interrupt):
-                status, failure = self._launcher.run(group, label)
-        except BaseException as error:
-            self._give_up(error)
-            raise
-        if status != 0:
-            self._labels[_NONE] = (_list(len(group), name),)
-            self._take_failure()
-            self._labels[_NONE] = _UNNAMED
-        if status == native.INVALID_ARGUMENT and self.failure is None:
-            which = f", in {name(failure.index)}" if len(group) > 1 else ""
-            raise ValueError(native.words(failure) + which)
-        if status != 0 and self.failure is not None:
-            self._end_abort(self.failure)
-            raise self.failure
-        if self._handle is None:
-            self.raise_closed()
-        native.check_failure(status, failure)
+            def begin(handle: Any, slice_s: float) -> bool:
+                return nccl_calls.run_group(handle, group, slice_s, name)
 
-    def _wait_for_devices(self, handle: Any, what: str) -> None:
-        """Wait for the GPUs' own work, for which the freeing of memory would wait without a limit."""
-        wait = functools.partial(nccl_calls.wait_for_devices, handle)
-        idle = functools.partial(nccl_calls.idle, handle, self.size)
-        own_work = f"the GPUs' own work before {what}"
-        self._wait(wait, lambda: own_work, "cudaDeviceSynchronize", lambda: self._busy_words(idle()))
+            nccl_calls.check_group(handle, group, name)
+            self._n_collectives += group.size
+            with self._aborted_on_error(handle):
+                self._launch(handle, lambda: _list(group.size, name), group.call, begin)
 
-    def _wait_for(self, handle: Any, what: Callable[[], str], call: str) -> None:
-        """Wait for a call of NCCL's."""
-        progress = functools.partial(nccl_calls.progress, handle, self.size)
-        wait = functools.partial(nccl_calls.wait, handle)
-        self._wait(wait, what, call, lambda: self._progress_words(progress()))
+    def _launch(self, handle: Any, what: Callable[[], str], call: str, begin: Callable[[Any, float], bool]) -> None:
+        """Run a task after the GPUs' own work, for which NCCL's streams do not wait."""
+        self._wait_for_devices(handle, what)
+        self._run_task(handle, what, call, begin)
 
-    def _wait(
-        self, wait: Callable[[float], bool], what: Callable[[], str], call: str, arrived: Callable[[], str]
+    def _wait_for_devices(self, handle: Any, what: Callable[[], str]) -> None:
+        wait = nccl_calls.wait_for_devices
+        own_work, busy = lambda: f"the GPUs' own work before {what()}", lambda: self._busy_ranks(handle)
+        self._run_task(handle, own_work, "ncs_nccl_wait_for_devices", wait, wait, busy)
+
+    def _run_task(
+        self,
+        handle: Any,
+        what: Callable[[], str],
+        call: str,
+        begin: Callable[[Any, float], bool],
+        go_on: Callable[[Any, float], bool] = nccl_calls.wait,
+        arrived: Callable[[], str] | None = None,
     ) -> None:
-        """Wait; an error names what for."""
-        check = None if self.peers is None else self.peers.check
+        """Run a task and wait for its end; an error names the task."""
         try:
-            timeouts.wait(wait, wait, call=call, what=what, timeout_s=self.timeout_s, arrived=arrived, check=check)
+            timeouts.wait(
+                functools.partial(begin, handle),
+                functools.partial(go_on, handle),
+                call=call,
+                what=what,
+                timeout_s=self.timeout_s,
+                arrived=arrived or functools.partial(self._progress_of_ranks, handle),
+                check=None if self.peers is None else self.peers.check,
+            )
         except NcclError as error:
-            raise error if error.during else error.within(what()) from None
+            if error.during:
+                raise
+            raise error.within(what()) from None
 
     @contextlib.contextmanager
-    def _aborted_on_error(self, handle: Any = None) -> Iterator[None]:
-        """Abort the communicator on any error, also Ctrl-C: its ranks may be anywhere.
-
-        Args:
-            handle: the communicator's, while the launcher does not have it.
-        """
+    def _aborted_on_error(self, handle: Any) -> Iterator[None]:
+        """Abort the communicator on any error, also Ctrl-C: its ranks may be anywhere."""
         try:
             yield
         except BaseException as error:
-            self._give_up(error, handle)
+            self._handle, self._failure = None, error
+            self._abort(handle, error)
+            self.report_failure(error)
             raise
 
-    def _give_up(self, error: BaseException, handle: Any = None) -> None:
-        if self._handle is not None or handle is not None:  # else it has failed before
-            self._handle, self._failure = None, error
-            self._abort(error, handle)
-            self.report_failure(error)
-
-    def _abort(self, cause: BaseException | None, handle: Any = None) -> None:
+    def _abort(self, handle: Any, cause: BaseException | None) -> None:
         """Free the communicator aside: CUDA frees memory after the GPUs' own work, which may never end."""
-        self._launcher.abort(getattr(cause, "status", 0) or native.INVALID_USAGE, handle or ffi.NULL)
-        self._end_abort(cause)
-
-    def _end_abort(self, cause: BaseException | None) -> None:
-        """Let an abort end, if it soon does."""
+        if self._launcher is not None:
+            self._launcher.close(getattr(cause, "status", 0) or native.INVALID_USAGE)
+        aborting = timeouts.Aside(functools.partial(nccl_calls.abort, handle), "ncclsync abort")
         try:
-            self._launcher.wait_for_abort(ABORT_WAIT_S)
+            self._aborting = None if aborting.wait(ABORT_WAIT_S) else aborting
         except NcclError as error:
             raise error from cause
 
-    def _busy_words(self, states: Sequence[Progress]) -> str:
-        busy = [i for i, reached in enumerate(states) if reached is Progress.ABSENT]
+    def _wait_for_abort(self, wait: Callable[[float], bool]) -> None:
+        """Wait until the abort after an earlier failure has freed the communicator."""
+        timeouts.wait(
+            wait,
+            wait,
+            call="ncclCommAbort",
+            what=lambda: f"the abort of the earlier communicator on GPUs {list(self.devices)}",
+            timeout_s=self.timeout_s,
+            arrived=lambda: "the GPUs' own work has to end first",
+        )
+
+    def _busy_ranks(self, handle: Any) -> str:
+        """Return a phrase that names the ranks whose own work is known not to have ended."""
+        return self._busy_words(nccl_calls.busy(handle, self.size))
+
+    def _busy_words(self, busy: Sequence[int]) -> str:
         return f"{self._names(busy) or 'no rank any more'} still busy"
+
+    def _progress_of_ranks(self, handle: Any) -> str:
+        """Return a phrase that says which ranks have arrived, as far as it is known here."""
+        return self._progress_words(nccl_calls.progress(handle, self.size))
 
     def _progress_words(self, states: Sequence[Progress]) -> str:
         words = []
@@ -649,12 +665,15 @@ class NcclCommunicator(Communicator):
             )
 
 
-def _fields(collective: AnyCollective, buffers: tuple[Buffers, Buffers]) -> Collective:
+def _fields(
+    collective: AnyCollective, buffers: tuple[Buffers, Buffers]
+) -> tuple[int, list[Any], list[Any], int, int, int, int]:
+    """Return the fields of an ``ncs_collective`` that reads and writes these."""
     reads, writes = buffers
     op = 0 if isinstance(collective, Broadcast | AllGather) else native.OPS[collective.op]
     root = collective.root if isinstance(collective, Broadcast) else 0
     count = min(reads.count, writes.count)  # of blocks: of one
-    return Collective(KINDS[type(collective)][0], reads.pointers, writes.pointers, count, reads.dtype, op, root)
+    return KINDS[type(collective)][0], reads.pointers, writes.pointers, count, reads.dtype, op, root
 
 
 def _checked_numbers(numbers: Any, what: str, words: str) -> list[int]:
@@ -679,11 +698,11 @@ def _warn_of_pending(find: weakref.ref[NcclCommunicator], ending: threading.Even
         del communicator  # nobody else may have it while this sleeps
 
 
-def _name(number: int, label: str, kind: int, count: int, dtype: int) -> str:
-    """Name a collective for a message, by its number, its label, its kind and its size."""
+def _name(kind: type, number: int, label: str, count: int, dtype: int) -> str:
+    """Name a collective for a message, by its class, its number, its label and its size."""
     size_bytes = count * native.DTYPE_SIZES[dtype]
     return (
-        f"{_NOUNS[kind]} {number}{f' ({label})' if label else ''} of {size_bytes} bytes "
+        f"{KINDS[kind][1]} {number}{f' ({label})' if label else ''} of {size_bytes} bytes "
         f"({count} × {native.DTYPE_NAMES[dtype]})"
     )
 

@@ -7,7 +7,7 @@ Nothing here waits for longer than it is asked to: `timeouts` waits for the limi
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from ncclsync.communicator import native
@@ -16,7 +16,8 @@ from ncclsync.errors import NcclError, NcclUnavailableError
 
 UNIQUE_ID_BYTES = 128
 
-_FAILURE = ffi.typeof("ncs_failure*")
+_FAILURE, _POINTERS = ffi.typeof("ncs_failure*"), ffi.typeof("void*[]")
+_COLLECTIVES = ffi.typeof("ncs_collective[]")
 
 # Words of NCCL and CUDA, and what helps.
 _ADVICE = (
@@ -84,7 +85,7 @@ def create(
         devices: CUDA ordinals, one for each of `ranks`.
 
     Returns:
-        The communicator's handle, to be ended by `destroy`, or `Launcher.abort`.
+        The communicator's handle, to be ended by `destroy` or `abort`.
 
     Raises:
         NcclUnavailableError: no driver, or no CUDA runtime.
@@ -140,8 +141,7 @@ def raise_explained(error: NcclError, devices: Sequence[int]) -> NoReturn:
     raise type(error)(error.status, error.call, f"{words}.{remedy}", error.status_name, error.during) from error
 
 
-def is_done(status: int, failure: Any) -> bool:
-    """Return whether a call in progress has ended. Raises NcclError if it has failed."""
+def _is_done(status: int, failure: Any) -> bool:
     if status == native.IN_PROGRESS:
         return False
     native.check_failure(status, failure)
@@ -151,7 +151,64 @@ def is_done(status: int, failure: Any) -> bool:
 def wait(comm: Any, slice_s: float) -> bool:
     """Wait for the current call, for so many seconds; return whether it has ended. Raises NcclError."""
     failure = ffi.new(_FAILURE)
-    return is_done(lib.ncs_nccl_wait(comm, slice_s, failure), failure)
+    return _is_done(lib.ncs_nccl_wait(comm, slice_s, failure), failure)
+
+
+class Group:
+    """Hold collectives as the C library takes them; keeps alive what these point to, but not the buffers.
+
+    Attributes:
+        array, size: its ``ncs_collective`` structs, and how many there are.
+        failure: what the calls write into.
+        call: NCCL's name of the first one.
+    """
+
+    __slots__ = ("_alive", "array", "call", "failure", "size")
+
+    def __init__(self, collectives: Sequence[tuple[int, list[Any], list[Any], int, int, int, int]]) -> None:
+        """Take the fields of each ``ncs_collective``, the pointers of all ranks as lists."""
+        self._alive: list[Any] = []
+        structs = []
+        for kind, sends, recvs, *numbers in collectives:
+            received = ffi.new(_POINTERS, recvs)
+            sent = received if sends is recvs else ffi.new(_POINTERS, sends)
+            self._alive += (sent, received)
+            structs.append((kind, sent, received, *numbers))
+        self.array, self.size = ffi.new(_COLLECTIVES, structs), len(structs)
+        self.failure = ffi.new(_FAILURE)
+        self.call = CALLS[collectives[0][0]]
+
+
+def check_group(comm: Any, group: Group, name: Callable[[int], str]) -> None:
+    """Raise ValueError unless ``ncs_nccl_check_group`` finds a group in order.
+
+    Args:
+        comm: the communicator's handle.
+        group: what is to be run.
+        name: says which collective of the group is meant, by its index.
+    """
+    status = lib.ncs_nccl_check_group(comm, group.array, group.size, group.failure)
+    if status == native.INVALID_ARGUMENT:
+        which = f", in {name(group.failure.index)}" if group.size > 1 else ""
+        raise ValueError(native.words(group.failure) + which)
+    native.check_failure(status, group.failure)
+
+
+def run_group(comm: Any, group: Group, slice_s: float, name: Callable[[int], str]) -> bool:
+    """Begin to run a group that `check_group` has passed, and wait as `wait` does.
+
+    See ``ncs_nccl_run_group``; the arguments are those of `check_group`.
+
+    Raises:
+        NcclError: a call failed; the error names the collective, if it was one's.
+    """
+    status = lib.ncs_nccl_run_group(comm, group.array, group.size, slice_s, group.failure)
+    try:
+        return _is_done(status, group.failure)
+    except NcclError as error:
+        if group.failure.index < 0:
+            raise
+        raise error.within(name(group.failure.index)) from None
 
 
 def wait_for_devices(comm: Any, slice_s: float) -> bool:
@@ -160,38 +217,39 @@ def wait_for_devices(comm: Any, slice_s: float) -> bool:
     See ``ncs_nccl_wait_for_devices``. Raises NcclError.
     """
     failure = ffi.new(_FAILURE)
-    return is_done(lib.ncs_nccl_wait_for_devices(comm, slice_s, failure), failure)
+    return _is_done(lib.ncs_nccl_wait_for_devices(comm, slice_s, failure), failure)
+
+
+def busy(comm: Any, size: int) -> list[int]:
+    """Return the ranks, of this process' `size`, for which that wait is known to wait."""
+    states = ffi.new("int[]", size)
+    native.check(lib.ncs_nccl_get_busy(comm, states), "ncs_nccl_get_busy")
+    return [index for index, state in enumerate(states) if state]
 
 
 def progress(comm: Any, size: int) -> list[Progress]:
-    """Return how far each of this process' `size` ranks has come in being joined, or in its end."""
-    return _progress(lib.ncs_nccl_get_progress, comm, size)
-
-
-def idle(comm: Any, size: int) -> list[Progress]:
-    """Return the same of the wait for the GPUs' own work."""
-    return _progress(lib.ncs_nccl_get_idle, comm, size)
-
-
-def _progress(get: Any, comm: Any, size: int) -> list[Progress]:
+    """Return how far each of this process' `size` ranks has come in the current call."""
     states = ffi.new("int[]", size)
-    native.check(get(comm, states), "ncs_nccl_get_progress")
+    native.check(lib.ncs_nccl_get_progress(comm, states), "ncs_nccl_get_progress")
     return [Progress(state) for state in states]
 
 
-def finalize(comm: Any, what: str) -> None:
-    """Begin to end a healthy communicator; `wait`, then `destroy`. Raises NcclError, which names `what`."""
+def finalize(comm: Any) -> None:
+    """Begin to end a healthy communicator; `wait`, then `destroy`. Raises NcclError."""
     failure = ffi.new(_FAILURE)
-    try:
-        native.check_failure(lib.ncs_nccl_finalize(comm, failure), failure)
-    except NcclError as error:
-        raise error.within(what) from None
+    native.check_failure(lib.ncs_nccl_finalize(comm, failure), failure)
 
 
 def destroy(comm: Any) -> None:
     """Free a finalized communicator. Raises NcclError, after which it is gone too."""
     failure = ffi.new(_FAILURE)
     native.check_failure(lib.ncs_nccl_destroy(comm, failure), failure)
+
+
+def abort(comm: Any) -> None:
+    """Free any other communicator. Raises NcclError, after which it is gone too."""
+    failure = ffi.new(_FAILURE)
+    native.check_failure(lib.ncs_nccl_abort(comm, failure), failure)
 
 
 def scratch(comm: Any, index: int, size_bytes: int) -> Any:

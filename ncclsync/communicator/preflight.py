@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from ncclsync.communicator import native, nccl_calls
-from ncclsync.communicator.launcher import Collective
 from ncclsync.communicator.native import ffi
 from ncclsync.errors import NcclPreflightError, NcclTimeoutError
 
 COUNT = 4096  # elements per message: enough for each of NCCL's channels to carry some
+
+RunTask = Callable[[Callable[[], str], str, Callable[[Any, float], bool]], None]
 
 _INT32 = native.DTYPES["int32"]
 
@@ -28,14 +29,14 @@ _CAUSES = (
 )
 
 
-def check_paths(comm: Any, ranks: Sequence[int], world_size: int, run: Callable[[str, Collective], None]) -> None:
+def check_paths(comm: Any, ranks: Sequence[int], world_size: int, run: RunTask) -> None:
     """Send known numbers between all ranks and compare what this process' ranks receive. Collective.
 
     Args:
         comm: a communicator's handle; it holds the device memory that is used, also after a failure.
         ranks: this process' ranks.
         world_size: the number of ranks in all processes.
-        run: `run(what, collective)` runs one after the GPUs' own work, and waits for its end.
+        run: `run(what, call, begin)` begins a task after the GPUs' own work, and waits for its end.
 
     Raises:
         NcclPreflightError: a rank received something else. Names the pair.
@@ -48,10 +49,15 @@ def check_paths(comm: Any, ranks: Sequence[int], world_size: int, run: Callable[
 
     def exchange(kind, what, sent):
         during = f"the preflight's {what}"
+        group = nccl_calls.Group([(kind, sends, recvs, COUNT, _INT32, native.OPS["sum"], 0)])
+
+        def begin(handle, slice_s):
+            return nccl_calls.run_group(handle, group, slice_s, lambda _: during)
+
         for i, numbers in enumerate(sent):
             nccl_calls.copy(comm, i, sends[i], ffi.from_buffer(numbers), numbers.nbytes)
         try:
-            run(during, Collective(kind, sends, recvs, COUNT, _INT32, native.OPS["sum"]))
+            run(lambda: during, group.call, begin)
         except NcclTimeoutError as error:
             if error.during != during:  # the GPUs' own work before it has not ended
                 raise

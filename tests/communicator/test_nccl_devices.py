@@ -72,12 +72,12 @@ def test_late_failure_of_an_abort(standin, monkeypatch):
     """Of one that nobody waited for: told by who joins the ranks anew, once."""
     monkeypatch.setattr(nccl, "ABORT_WAIT_S", 0.05)
     comm = opened(timeout_s=0.05)
-    standin.fail("working:0,cudaStreamDestroy:2")
+    standin.fail("working:0,cudaEventDestroy:2")
     with pytest.raises(NcclTimeoutError):
         reduce_ones(comm)
-    standin.fail("cudaStreamDestroy:2")
+    standin.fail("cudaEventDestroy:2")
     comm.timeout_s = 5.0
-    with pytest.raises(NcclError, match="cudaStreamDestroy"):
+    with pytest.raises(NcclError, match="cudaEventDestroy"):
         comm.reopen()
     comm.reopen()
     reduce_ones(comm)

@@ -131,7 +131,7 @@ def test_bad_group_is_refused(standin):
         with comm:
             sends, recvs = given(3)
             good = group(sends, recvs, place=place)
-            standin.count("ncclGroupStart", "cudaStreamWaitEvent")
+            standin.count("ncclGroupStart", "cuCtxRecordEvent")
             for bad, message in (
                 (AllReduce(good[1].sends, good[1].recvs, "median"), "Expected op to be one of"),
                 (Broadcast(good[2].buffers, 3), "Expected root to be a rank, 0 to 2"),
@@ -262,7 +262,7 @@ def test_bad_blocks_are_refused(standin):
         group, sends, recvs = block_group()
         (whole, part, *_), (first, gathered, _) = group[0], group[2]
         second = [on_device(a[5:10]) for a in sends]
-        standin.count("ncclGroupStart", "cudaStreamWaitEvent")
+        standin.count("ncclGroupStart", "cuCtxRecordEvent")
         for bad, message in (
             (ReduceScatter(whole, part, "median"), "Expected op to be one of"),
             (ReduceScatter(whole[:2], part), "to hold 3 buffers"),

@@ -202,7 +202,7 @@ class Driver:
 
     def wait(self, launched: object) -> None:
         """Wait for a group's end. Raises NcclError if it has failed."""
-        native.check(lib.ncs_launched_wait(launched, float("inf")), "ncs_launched_wait")
+        native.check(lib.ncs_launched_wait(launched), "ncs_launched_wait")
 
     def check_nothing_is_left(self) -> None:
         """Check that each arrival's buffers were let go once, and that nothing is alive, within some seconds."""

@@ -146,8 +146,7 @@ static void join_launcher(void) {
   for (int r = 0; r < n; ++r) ranks[r] = r;
   check(ncs_nccl_create(nccl, cudart_path, driver_path, &own, &failure, &comm), &failure);
   wait_for_comm();
-  if (ncs_launcher_create(n, &launcher) != ncclSuccess) fail("ncs_launcher_create", "no memory");
-  ncs_launcher_set_timeout(launcher, 60.0);
+  if (ncs_launcher_create(n, 60.0, 0, &launcher) != ncclSuccess) fail("ncs_launcher_create", "no memory");
   ncs_launcher_open(launcher, comm, &blocks);
 }
 
@@ -174,9 +173,8 @@ static void all_reduce_by_launcher(size_t count) {
 
 static void part_launcher(void) {
   ncs_failure failure;
-  int was_open;
   while (ncs_launcher_wait(launcher, 1.0) == ncclInProgress) continue;
-  ncs_launcher_close(launcher, &was_open);
+  ncs_launcher_close(launcher, ncclInvalidUsage);
   check(ncs_nccl_finalize(comm, &failure), &failure);
   wait_for_comm();
   check(ncs_nccl_destroy(comm, &failure), &failure);

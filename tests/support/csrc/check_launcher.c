@@ -1,5 +1,5 @@
-/* Runs nccl/launcher.c over the stand-in libraries under a sanitizer: an arrival that fails while another thread runs a
- * group, closes the communicator or aborts it; a thread without a context that asks what is pending. As check_cpu.c: silent
+/* Runs nccl/launcher.c over the stand-in libraries under a sanitizer: an arrival that fails while another thread has
+ * the communicator reserved, or ends it; a thread without a context that asks what is pending. As check_cpu.c: silent
  * and 0 if all is well. Arguments: the stand-in libnccl and libcudart. */
 #define _POSIX_C_SOURCE 200809L
 
@@ -62,48 +62,44 @@ static void* look_on(void* unused) {
   return NULL;
 }
 
+static ncclResult_t run(ncs_nccl_comm* comm) {
+  float* at[N] = {numbers[0], numbers[1]};
+  const ncs_collective sum = {NCS_ALL_REDUCE, (const void* const*)at, (void* const*)at, COUNT, ncclFloat32, ncclSum, 0};
+  ncclResult_t status = ncs_nccl_run_group(comm, &sum, 1, 0.001, NULL);
+  while (status == ncclInProgress) status = ncs_nccl_wait(comm, 0.001, NULL);
+  return status;
+}
+
 static void end(ncs_nccl_comm* comm) {
-  EXPECT(ncs_nccl_wait_for_devices(comm, 5.0, NULL) == ncclSuccess);
   EXPECT(ncs_nccl_finalize(comm, NULL) == ncclSuccess);
   EXPECT(ncs_nccl_wait(comm, 5.0, NULL) == ncclSuccess);
   EXPECT(ncs_nccl_destroy(comm, NULL) == ncclSuccess);
 }
 
-/* In the midst of a collective, or before it; then the communicator is closed, or aborted, or left to the launcher. */
-static void fail_beside_others(int round) {
-  const ncs_collective sum = {NCS_ALL_REDUCE, NULL, NULL, COUNT, ncclFloat32, ncclSum, 0};
+/* In the midst of a collective, or before it; then the communicator is released, or closed and ended. */
+static void fail_while_reserved(int round) {
   ncs_launch_failure failure;
-  ncs_arrival* arrivals[N];
-  ncs_launched* group = NULL;
   pthread_t other, onlooker;
   ncs_nccl_comm* comm = open_launcher();
-  int was_open;
-  for (int r = 0; r < N; ++r) EXPECT(arrive(r, &arrivals[r]) == ncclSuccess);
-  standin_fail(round % 2 ? "cudaEventCreateWithFlags:1" : "slow:1:1=20,cudaEventCreateWithFlags:3");
-  if (round % 2 == 0) EXPECT(ncs_launch(launcher, 0, arrivals, &sum, 1, NULL, &group) == ncclSuccess);
+  EXPECT(ncs_launcher_reserve(launcher) == ncclSuccess);
+  standin_fail("slow:1:1=20,cudaEventCreateWithFlags:1");
   EXPECT(pthread_create(&onlooker, NULL, look_on, NULL) == 0);
   EXPECT(pthread_create(&other, NULL, fail_to_arrive, NULL) == 0);
-  if (round % 2) {
-    pthread_join(other, NULL);
-    EXPECT(ncs_launch(launcher, 0, arrivals, &sum, 1, NULL, &group) == ncclInvalidUsage && group == NULL);
+  if (round % 2) pthread_join(other, NULL);
+  EXPECT(run(comm) == ncclSuccess);
+  if (!(round % 2)) pthread_join(other, NULL);
+  EXPECT(ncs_launcher_get_failure(launcher, &failure) == ncclSuccess && failure.status == ncclUnhandledCudaError);
+  if (round % 4 < 2) {
+    EXPECT(ncs_launcher_close(launcher, ncclInvalidUsage) == ncclSuccess);
+    end(comm);
+  } else {
+    EXPECT(standin_alive("comm") == N && ncs_launcher_wait_for_abort(launcher, 0.0) == ncclInProgress);
+    EXPECT(ncs_launcher_release(launcher) == ncclSuccess);
   }
-  if (round % 6 < 2) {
-    EXPECT(ncs_launcher_close(launcher, &was_open) == ncclSuccess);
-    if (was_open) end(comm);
-  } else if (round % 6 < 4) {
-    EXPECT(ncs_launcher_abort(launcher, ncclInvalidUsage, NULL) == ncclSuccess);
-  } else if (group != NULL) {
-    EXPECT(ncs_launched_wait(group, 5.0) == ncclRemoteError || ncs_launched_wait(group, 0.0) == ncclSuccess);
-  }
-  if (round % 2 == 0) pthread_join(other, NULL);
-  pthread_join(onlooker, NULL);
-  EXPECT(ncs_launcher_wait_for_abort(launcher, 5.0, NULL) == ncclSuccess);
-  EXPECT(ncs_launcher_get_failure(launcher, &failure) == ncclSuccess);
-  EXPECT(failure.status == ncclUnhandledCudaError || failure.status == ncclInvalidUsage || round % 6 < 4);
-  for (int r = 0; r < N; ++r) ncs_arrival_release(arrivals[r]);
-  ncs_launched_release(group);
-  standin_fail("");
+  EXPECT(ncs_launcher_wait_for_abort(launcher, 5.0) == ncclSuccess);
+  EXPECT(ncs_launcher_reserve(launcher) == ncclInvalidUsage);
   EXPECT(standin_alive("comm") == 0);
+  pthread_join(onlooker, NULL);
 }
 
 static void* ask(void* pending) {
@@ -113,9 +109,10 @@ static void* ask(void* pending) {
   return NULL;
 }
 
-static void* close_it(void* was_open) {
+static void* close_it(void* unused) {
+  (void)unused;
   cuCtxSetCurrent(NULL);
-  EXPECT(ncs_launcher_close(launcher, was_open) == ncclSuccess);
+  EXPECT(ncs_launcher_close(launcher, ncclInvalidUsage) == ncclSuccess);
   EXPECT(!standin_has_context());
   return NULL;
 }
@@ -128,7 +125,6 @@ static void ask_without_context(const char* instruction, int stage, int own, int
   ncs_launched* group;
   pthread_t thread;
   ncs_nccl_comm* comm = open_launcher();
-  int was_open;
   standin_fail(instruction);
   for (int r = 0; r < N; ++r) EXPECT(arrive(r, &arrivals[r]) == ncclSuccess);
   EXPECT(ncs_launch(launcher, 0, arrivals, &sum, 1, NULL, &group) == ncclSuccess);
@@ -138,9 +134,8 @@ static void ask_without_context(const char* instruction, int stage, int own, int
     EXPECT(ncs_launcher_wait(launcher, 0.002) == ncclInProgress);
   }
   EXPECT(reported.stage == stage && reported.progress[0] == others && reported.progress[1] == own);
-  EXPECT(pthread_create(&thread, NULL, close_it, &was_open) == 0);
+  EXPECT(pthread_create(&thread, NULL, close_it, NULL) == 0);
   pthread_join(thread, NULL);
-  EXPECT(was_open);
   EXPECT(ncs_launcher_get_failure(launcher, &reported) == ncclSuccess && reported.status == ncclInvalidUsage);
   standin_fail("");
   EXPECT(ncs_nccl_abort(comm, NULL) == ncclSuccess);
@@ -153,8 +148,8 @@ int main(int argc, char** argv) {
   EXPECT(argc == 3);
   cuda_path = argv[2];
   EXPECT(ncs_nccl_open(argv[1], NULL, &nccl) == ncclSuccess);
-  EXPECT(ncs_launcher_create(N, &launcher) == ncclSuccess);
-  for (int round = 0; round < ROUNDS; ++round) fail_beside_others(round);
+  EXPECT(ncs_launcher_create(N, 0, 0, &launcher) == ncclSuccess);
+  for (int round = 0; round < ROUNDS; ++round) fail_while_reserved(round);
   ask_without_context("working:0", NCS_OWN_WORK, NCS_ABSENT, NCS_LAUNCHED);
   EXPECT(ncs_launcher_alive(&arrivals, &groups, &events) == ncclSuccess);
   EXPECT(arrivals == 0 && groups == 0 && events == 0);

@@ -1,4 +1,4 @@
-/* Runs csrc/nccl/ over the stand-in libraries under a sanitizer: every call, every failure of creation, aborts
+/* Runs the files nccl*.c over the stand-in libraries under a sanitizer: every call, every failure of creation, aborts
  * in the middle, GPUs that stay busy, communicators of several threads. As check_cpu.c: silent and 0 if all is well.
  * Arguments: the stand-in libnccl and libcudart. */
 #define _POSIX_C_SOURCE 200809L
@@ -21,30 +21,19 @@ enum { N = 3, COUNT = 1000, CALLERS = 4, ROUNDS = 20 };
 
 static ncs_nccl* nccl;
 static const char* cuda_path;
-static ncs_launcher* launchers[CALLERS + 1]; /* which are never freed */
-static __thread ncs_launcher* launcher;      /* this thread's */
-
-static void take_launcher(int number) {
-  EXPECT(ncs_launcher_create(N, &launchers[number]) == ncclSuccess);
-  launcher = launchers[number];
-}
 
 static ncclResult_t create(int first_device, ncs_nccl_comm** comm) {
   const int ranks[N] = {0, 1, 2}, devices[N] = {first_device, first_device + 1, first_device + 2};
   const ncs_ranks own = {NULL, N, N, ranks, devices};
   ncs_failure failure;
-  int blocks;
   ncclResult_t status = ncs_nccl_create(nccl, cuda_path, cuda_path, &own, &failure, comm);
   if (status != ncclSuccess) return status;
   status = ncs_nccl_wait(*comm, 5.0, &failure);
   if (status != ncclSuccess) ncs_nccl_abort(*comm, NULL);
-  else EXPECT(ncs_launcher_open(launcher, *comm, &blocks) == ncclSuccess);
   return status;
 }
 
 static void end(ncs_nccl_comm* comm) {
-  int was_open;
-  EXPECT(ncs_launcher_close(launcher, &was_open) == ncclSuccess && was_open);
   EXPECT(ncs_nccl_finalize(comm, NULL) == ncclSuccess);
   EXPECT(ncs_nccl_wait(comm, 5.0, NULL) == ncclSuccess);
   EXPECT(ncs_nccl_destroy(comm, NULL) == ncclSuccess);
@@ -60,36 +49,23 @@ static float* make(float* at[N], int blocks) {
   return all;
 }
 
-/* Launches a group and waits for its end; ncclInProgress: it is given up, and aborted. */
-static ncclResult_t run(const ncs_collective* collectives, int n, double slice_s) {
-  ncs_arrival* arrivals[N];
-  ncs_buffer buffers[N];
-  ncs_launched* launched = NULL;
-  ncs_failure failure;
-  ncclResult_t status;
-  for (int r = 0; r < N; ++r) {
-    const ncs_buffers all = {buffers, n, NULL, NULL};
-    for (int i = 0; i < n; ++i)
-      buffers[i] = (ncs_buffer){collectives[i].sends[r], collectives[i].recvs[r], COUNT, ncclFloat32};
-    EXPECT(ncs_arrive(launcher, r, NULL, &all, NULL, &arrivals[r]) == ncclSuccess);
-  }
-  status = ncs_launch(launcher, 1, arrivals, collectives, n, &failure, &launched);
-  if (status == ncclSuccess) status = ncs_launched_wait(launched, slice_s);
-  if (status == ncclInProgress) EXPECT(ncs_launcher_abort(launcher, ncclInvalidUsage, NULL) == ncclSuccess);
-  for (int r = 0; r < N; ++r) ncs_arrival_release(arrivals[r]);
-  ncs_launched_release(launched);
-  return status;
+static ncclResult_t run(ncs_nccl_comm* comm, const ncs_collective* collectives, int n, double slice_s,
+                        ncs_failure* failure) {
+  ncclResult_t status = ncs_nccl_wait_for_devices(comm, 5.0, failure);
+  if (status != ncclSuccess) return status;
+  EXPECT(ncs_nccl_check_group(comm, collectives, n, failure) == ncclSuccess);
+  return ncs_nccl_run_group(comm, collectives, n, slice_s, failure);
 }
 
 static ncs_collective of(int kind, float** sends, float** recvs) {
   return (ncs_collective){kind, (const void* const*)sends, (void* const*)recvs, COUNT, ncclFloat32, ncclSum, 2};
 }
 
-static ncclResult_t reduce(double slice_s) {
+static ncclResult_t reduce(ncs_nccl_comm* comm, double slice_s, ncs_failure* failure) {
   float* at[N];
   float* all = make(at, 1);
   const ncs_collective what = of(NCS_ALL_REDUCE, at, at);
-  ncclResult_t status = run(&what, 1, slice_s);
+  ncclResult_t status = run(comm, &what, 1, slice_s, failure);
   for (int r = 0; r < N && status == ncclSuccess; ++r) EXPECT(at[r][COUNT - 1] == 300.0f);
   free(all);
   return status;
@@ -102,8 +78,8 @@ static void check_collectives(ncs_nccl_comm* comm) {
   const ncs_collective twice[] = {of(NCS_BROADCAST, sends, sends), of(NCS_ALL_REDUCE, copies, sends)};
   ncs_failure failure;
   void* scratch;
-  EXPECT(reduce(5.0) == ncclSuccess);
-  EXPECT(run(group, 2, 5.0) == ncclSuccess);
+  EXPECT(reduce(comm, 5.0, &failure) == ncclSuccess);
+  EXPECT(run(comm, group, 2, 5.0, &failure) == ncclSuccess);
   for (int r = 0; r < N; ++r) {
     for (int p = 0; p < N; ++p) EXPECT(recvs[r][p * COUNT + COUNT - 1] == (float)(100 * p + r));
     EXPECT(copies[r][0] == 200.0f);
@@ -130,12 +106,12 @@ static void check_blocks(ncs_nccl_comm* comm) {
   const ncs_collective group[] = {of(NCS_REDUCE_SCATTER, sends, parts), of(NCS_ALL_GATHER, own, wholes)};
   const ncs_collective in_place = of(NCS_REDUCE_SCATTER, wholes, own);
   const ncs_collective wrong[] = {of(NCS_REDUCE_SCATTER, wholes, first), of(NCS_ALL_GATHER, first, wholes)};
-  EXPECT(run(group, 2, 5.0) == ncclSuccess);
+  EXPECT(run(comm, group, 2, 5.0, NULL) == ncclSuccess);
   for (int r = 0; r < N; ++r) {
     EXPECT(parts[r][COUNT - 1] == 300.0f + (float)(N * r));
     for (int p = 0; p < N; ++p) EXPECT(wholes[r][p * COUNT] == (float)(101 * p));
   }
-  EXPECT(run(&in_place, 1, 5.0) == ncclSuccess);
+  EXPECT(run(comm, &in_place, 1, 5.0, NULL) == ncclSuccess);
   for (int r = 0; r < N; ++r)
     for (int p = 0; p < N; ++p) EXPECT(wholes[r][p * COUNT + COUNT - 1] == (float)((p == r ? N : 1) * 101 * p));
   for (int i = 0; i < 2; ++i) EXPECT(ncs_nccl_check_group(comm, &wrong[i], 1, NULL) == ncclInvalidArgument);
@@ -148,8 +124,7 @@ static void check_failures(void) {
   static const char* const calls[] = {"cudaSetDevice",   "cudaStreamCreateWithPriority", "ncclGetUniqueId",
                                       "ncclGroupStart",  "ncclCommInitRankConfig",       "ncclGroupEnd",
                                       "ncclCommGetAsyncError"};
-  int progress[N] = {NCS_LAUNCHED, NCS_LAUNCHED, NCS_LAUNCHED};
-  ncs_launch_failure reported;
+  int progress[N], busy[N];
   ncs_nccl_comm* comm;
   ncs_failure failure;
   char told[64];
@@ -164,52 +139,35 @@ static void check_failures(void) {
   standin_fail("");
   EXPECT(create(0, &comm) == ncclSuccess);
   standin_fail("stuck:1");
-  EXPECT(ncs_launcher_set_timeout(launcher, 0.01) == ncclSuccess);
-  EXPECT(reduce(5.0) == ncclTimeout);
-  EXPECT(ncs_launcher_get_failure(launcher, &reported) == ncclSuccess && reported.stage == NCS_LAUNCHING);
-  EXPECT(reported.progress[0] == NCS_LAUNCHED && reported.progress[1] == NCS_ABSENT);
-  EXPECT(ncs_launcher_wait_for_abort(launcher, 5.0, &failure) == ncclSuccess);
-  EXPECT(ncs_launcher_set_timeout(launcher, 0) == ncclSuccess);
-  EXPECT(create(0, &comm) == ncclSuccess);
-  standin_fail("slow:1=5000");
-  EXPECT(reduce(0.01) == ncclInProgress); /* unless the driver is old, where a launch waits for the GPUs' own work */
-  EXPECT(ncs_launcher_wait_for_abort(launcher, 5.0, &failure) == ncclSuccess);
+  EXPECT(reduce(comm, 0.01, &failure) == ncclInProgress);
+  EXPECT(ncs_nccl_get_progress(comm, progress) == ncclSuccess);
+  EXPECT(progress[0] == NCS_LAUNCHED && progress[1] == NCS_ABSENT && progress[2] == NCS_LAUNCHED);
+  EXPECT(ncs_nccl_abort(comm, &failure) == ncclSuccess);
   EXPECT(create(0, &comm) == ncclSuccess);
   for (int is_awaited = 1; is_awaited >= 0; --is_awaited) {
     standin_fail("working:1");
     /* A thread that waits, where there is one, comes to the busy device when it gets to run. */
-    for (int i = 0; i < 500 && (i == 0 || progress[1] != NCS_ABSENT); ++i) {
+    for (int i = 0; i < 500 && (i == 0 || !busy[1]); ++i) {
       EXPECT(ncs_nccl_wait_for_devices(comm, 0.01, &failure) == ncclInProgress);
-      EXPECT(ncs_nccl_get_idle(comm, progress) == ncclSuccess);
+      EXPECT(ncs_nccl_get_busy(comm, busy) == ncclSuccess);
     }
-    EXPECT(progress[0] == NCS_LAUNCHED && progress[1] == NCS_ABSENT && progress[2] == NCS_LAUNCHED);
+    EXPECT(!busy[0] && busy[1] && !busy[2]);
     if (is_awaited) standin_fail("");
     if (is_awaited) EXPECT(ncs_nccl_wait_for_devices(comm, 5.0, &failure) == ncclSuccess);
   }
   standin_fail("working:1=20"); /* the abort begins with the wait still under way */
-  EXPECT(ncs_launcher_abort(launcher, ncclInvalidUsage, NULL) == ncclSuccess);
-  EXPECT(ncs_launcher_wait_for_abort(launcher, 5.0, &failure) == ncclSuccess);
+  EXPECT(ncs_nccl_abort(comm, NULL) == ncclSuccess);
   standin_fail("async:2=6");
   EXPECT(create(0, &comm) == ncclSuccess);
-  EXPECT(reduce(5.0) == ncclRemoteError);
-  EXPECT(ncs_launcher_get_failure(launcher, &reported) == ncclSuccess && reported.status == ncclRemoteError);
-  EXPECT(strcmp(reported.failure.call, "ncclCommGetAsyncError") == 0);
-  EXPECT(ncs_launcher_wait_for_abort(launcher, 5.0, &failure) == ncclSuccess);
-  standin_fail("stuck:0,cudaStreamDestroy:2"); /* an abort's own failure is told once */
-  EXPECT(create(0, &comm) == ncclSuccess && ncs_launcher_set_timeout(launcher, 0.01) == ncclSuccess);
-  EXPECT(reduce(5.0) == ncclTimeout);
-  EXPECT(ncs_launcher_wait_for_abort(launcher, 5.0, &failure) == ncclUnhandledCudaError);
-  EXPECT(strcmp(failure.call, "cudaStreamDestroy") == 0);
-  EXPECT(ncs_launcher_wait_for_abort(launcher, 5.0, &failure) == ncclSuccess);
-  EXPECT(ncs_launcher_set_timeout(launcher, 0) == ncclSuccess);
+  EXPECT(reduce(comm, 5.0, &failure) == ncclRemoteError && strcmp(failure.call, "ncclCommGetAsyncError") == 0);
+  EXPECT(ncs_nccl_abort(comm, NULL) == ncclSuccess);
   standin_fail("");
 }
 
 static void* use_one(void* first_device) {
   ncs_nccl_comm* comm;
-  take_launcher(*(int*)first_device);
   EXPECT(create(*(int*)first_device, &comm) == ncclSuccess);
-  for (int i = 0; i < ROUNDS; ++i) EXPECT(reduce(5.0) == ncclSuccess);
+  for (int i = 0; i < ROUNDS; ++i) EXPECT(reduce(comm, 5.0, NULL) == ncclSuccess);
   end(comm);
   return NULL;
 }
@@ -221,8 +179,7 @@ int main(int argc, char** argv) {
   EXPECT(argc == 3);
   cuda_path = argv[2];
   EXPECT(ncs_nccl_open(argv[1], NULL, &nccl) == ncclSuccess);
-  take_launcher(CALLERS);
-  EXPECT(create(0, &comm) == ncclSuccess);
+  EXPECT(create(4, &comm) == ncclSuccess);
   check_collectives(comm);
   check_blocks(comm);
   end(comm);

@@ -218,7 +218,7 @@ class Session:
         told.__cause__ = error
         return told
 
-    def tell(self, error: Exception) -> None:
+    def tell(self, error: BaseException) -> None:
         """Report an error that a call raises to the other processes."""
         if isinstance(error, ProcessError):  # not always within a step, which saves by itself
             self._failed_collective()

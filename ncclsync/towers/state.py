@@ -183,7 +183,7 @@ class TowerState:
         """Report errors raised within to the other processes; all of them can go on from tower 0's state."""
         try:
             yield
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
             if self.layout.meets_processes:
                 self.replicas.mark_stale()
                 self.session.tell(error)

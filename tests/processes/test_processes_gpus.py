@@ -194,9 +194,10 @@ def test_end_of_a_process_between_steps_is_saved(several, tmp_path):
     assert (tmp_path / "out.weights.h5").exists()
 
 
-def test_ctrl_c_in_one_process(several):
-    """Is a KeyboardInterrupt there, while its step waits for the other one, which is told."""
-    process, other = several("RANK", "interrupted")
+@pytest.mark.parametrize("way", ["interrupted", "interrupted early"])
+def test_ctrl_c_in_one_process(several, way):
+    """Is a KeyboardInterrupt there, while its step is traced or waits for the other one, which is told."""
+    process, other = several("RANK", way)
     other.wait(150)
     assert "[0] KeyboardInterrupt" in said(process), said(process)
     assert re.search(r"ProcessError.*KeyboardInterrupt", said(other)), said(other)

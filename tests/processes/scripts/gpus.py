@@ -215,11 +215,11 @@ def fail():
         model = nccl_parallel(towers=TOWERS, health=health)(build)()
         called = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: batch == 2 and wait())
         told(lambda: model.fit(IMAGES, LABELS, callbacks=[called], **options))
-    if way == "interrupted":
+    if way.startswith("interrupted"):
         if FAILS:
             time.sleep(8)
         else:
-            os.system(f"(sleep 2; kill -INT {os.getpid()}) > /dev/null 2>&1 &")
+            os.system(f"(sleep {0.3 if way.endswith("early") else 2}; kill -INT {os.getpid()}) > /dev/null 2>&1 &")
         try:
             told(lambda: model.train_on_batch(IMAGES[:16], LABELS[:16]))
         except KeyboardInterrupt:

@@ -219,7 +219,7 @@ def fail():
         if FAILS:
             time.sleep(8)
         else:
-            os.system(f"(sleep {0.3 if way.endswith("early") else 2}; kill -INT {os.getpid()}) > /dev/null 2>&1 &")
+            os.system(f"(sleep {0.3 if way.endswith('early') else 2}; kill -INT {os.getpid()}) > /dev/null 2>&1 &")
         try:
             told(lambda: model.train_on_batch(IMAGES[:16], LABELS[:16]))
         except KeyboardInterrupt:

@@ -471,13 +471,12 @@ def test_memory(tmp_path):
     assert two["more"]["of_needed"]["median"] == pytest.approx(two["value"]["median"] / needed)
 
 
-def test_memory_beyond_activations(monkeypatch):
-    """What 4 towers take beyond one tower's peak and three copies, by what the rows of one tower take."""
-    peaks = {("ncclsync", 1, None): 100, ("ncclsync", 4, None): 136, ("ncclsync", 1, 1): 60, ("ncclsync", 4, 4): 91}
+def tell_peaks(monkeypatch, peak_of):
+    """Have `bench memory` measure what `peak_of(arguments)` says, in place of processes."""
 
     class Told:
         def __init__(self, name, kind, arguments):
-            self.peak = peaks[arguments["library"], arguments["towers"], arguments["rows"]]
+            self.peak = peak_of(arguments)
 
         def __enter__(self):
             return self
@@ -489,6 +488,13 @@ def test_memory_beyond_activations(monkeypatch):
             return {"bytes": self.peak, "imported_bytes": 1, "state_bytes": 10, "xla": False}
 
     monkeypatch.setattr(training, "Side", Told)
+
+
+def test_memory_beyond_activations(monkeypatch):
+    """What 4 towers take beyond one tower's peak and three copies, by what the rows of one tower take."""
+    peaks = {("ncclsync", 1, None): 100, ("ncclsync", 4, None): 136, ("ncclsync", 1, 1): 60, ("ncclsync", 4, 4): 91}
+
+    tell_peaks(monkeypatch, lambda of: peaks[of["library"], of["towers"], of["rows"]])
     asked = {"model": ["language"], "towers": [1, 4], "against": [], "shards": [], "batch_size": None, "rounds": 1}
     given = argparse.Namespace(**asked, benchmark="memory", activations=True)
     rows = {(row.side, row.case["towers"]): row for row in training.bench_memory(given, print).rows}
@@ -500,20 +506,7 @@ def test_share_of_the_rows(monkeypatch):
     """What shards leave of what the rows take: both peaks less that of one row for each tower."""
     peaks = {(None, 64 * 128): 300, (16, 64 * 128): 150, (None, 2): 100}
 
-    class Told:
-        def __init__(self, name, kind, arguments):
-            self.peak = peaks[arguments.get("shards"), arguments["rows"]]
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-        def ask(self, do):
-            return {"bytes": self.peak, "imported_bytes": 1, "state_bytes": 10, "xla": False}
-
-    monkeypatch.setattr(training, "Side", Told)
+    tell_peaks(monkeypatch, lambda of: peaks[of.get("shards"), of["rows"]])
     asked = {"model": ["cnn"], "towers": [2], "against": [], "shards": [8], "batch_size": None, "rounds": 1}
     given = argparse.Namespace(**asked, benchmark="memory", activations=False)
     rows = {row.side: row.more for row in training.bench_memory(given, print).rows}

@@ -41,16 +41,17 @@ def pytest_report_header(config):
     return "tests: all" if config.option.all else "tests: those not marked slow; pytest --all runs all"
 
 
-HALVED = frozenset({"parity", "programs", "costs"})  # folders of tables with hundreds of rows
+TABLES = frozenset({"parity", "programs", "costs"})  # folders of tables with hundreds of rows
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Leave out the slow tests, unless all are asked for; or, with NCCLSYNC_HALF=0 or 1, half of the tables' rows."""
+    """Leave out the slow tests, unless all are asked for; with NCCLSYNC_PART=I/N, all but that part of the tables."""
     slow = set() if config.option.all else set(slow_tests(items))
-    if half := os.environ.get("NCCLSYNC_HALF"):
-        of_tables = (item for item in slow_tests(items) if item.path.parent.name in HALVED)
-        slow |= {item for item in of_tables if zlib.crc32(item.nodeid.encode()) % 2 != int(half)}
+    if part := os.environ.get("NCCLSYNC_PART"):
+        kept, parts = map(int, part.split("/"))
+        of_tables = (item for item in slow_tests(items) if item.path.parent.name in TABLES)
+        slow |= {item for item in of_tables if zlib.crc32(item.nodeid.encode()) % parts != kept}
     if slow:
         config.hook.pytest_deselected(items=[item for item in items if item in slow])
         items[:] = [item for item in items if item not in slow]
@@ -67,6 +68,27 @@ def slow_tests(items):
     for (_, but), group in marked.items():
         kept = {i * len(group) // but for i in range(but)}
         yield from (item for i, item in enumerate(group) if i not in kept)
+
+
+class FailedAtOnce:
+    """Names a failed test when it fails: a run that is cut off prints no summary."""
+
+    def __init__(self, config):
+        self._config = config
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report):
+        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and terminal is not None:
+            message = getattr(getattr(report.longrepr, "reprcrash", None), "message", str(report.longrepr))
+            terminal.ensure_newline()
+            terminal.write_line(f"FAILED {report.nodeid} ({report.when}): {message.partition(chr(10))[0][:200]}")
+
+
+def pytest_configure(config):
+    """Tell of failures as they come; pytest-xdist's workers have nobody to tell."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(FailedAtOnce(config))
 
 
 def pytest_sessionfinish(session):

@@ -227,12 +227,10 @@ ncclResult_t ncs_beat_tell(ncs_beat* beat, const ncs_mpi* mpi, int rank, const v
 typedef struct ncs_nccl ncs_nccl;           /* a loaded libnccl */
 typedef struct ncs_nccl_comm ncs_nccl_comm; /* N ranks: one NCCL communicator and one stream per GPU */
 
-/* Loads libnccl from `path` (as dlopen takes it). The caller owns *nccl. ncclSystemError: not loadable, or a symbol
- * is missing. ncclInvalidUsage: older than NCS_OLDEST_NCCL; the message has both versions. */
+/* Loads libnccl from `path` (as dlopen takes it), for the process' life: NCCL leaves threads running, and so may an
+ * abort. ncclSystemError: not loadable, or a symbol is missing. ncclInvalidUsage: older than NCS_OLDEST_NCCL; the
+ * message has both versions. */
 ncclResult_t ncs_nccl_open(const char* path, /*outputs*/ ncs_failure* failure, ncs_nccl** nccl);
-
-/* Frees the handle. The library itself stays loaded: NCCL leaves threads running. No communicator may be alive. */
-ncclResult_t ncs_nccl_close(ncs_nccl* nccl);
 
 /* NCCL's version as one number (23203 is 2.32.3). Needs no GPU and no driver. */
 ncclResult_t ncs_nccl_get_version(ncs_nccl* nccl, /*outputs*/ ncs_failure* failure, int* version);
@@ -447,7 +445,7 @@ ncclResult_t ncs_launch(ncs_launcher* launcher, int64_t label, ncs_arrival* cons
                         ncs_launched** launched);
 
 /* Orders the group before the stream's later work, and lets go of the rank's buffers. waits: the host waits for the
- * group's end, too. */
+ * group's end, too. A group that has failed keeps the buffers until it is aborted. */
 ncclResult_t ncs_deliver(ncs_launched* launched, int rank, void* stream, int waits, /*outputs*/ ncs_failure* failure);
 
 /* Blocks until the group has ended; ncclRemoteError: it has failed. */

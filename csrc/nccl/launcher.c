@@ -597,19 +597,16 @@ static ncclResult_t look_for_end(void* launched_, ncs_failure* failure) {
 
 ncclResult_t ncs_launched_wait(ncs_launched* launched) { return ncs_poll(look_for_end, launched, HUGE_VAL, NULL); }
 
-/* Also after a failure: the memory must not be reused before the group has ended. */
-static ncclResult_t let_arrival_go(ncs_launched* launched, int rank, cudaStream_t stream, ncs_failure* failure) {
+static void let_arrival_go(ncs_launched* launched, int rank) {
   ncs_arrival* arrival = launched->arrivals[rank];
-  const ncclResult_t status = order(launched, rank, stream, failure);
-  if (status != ncclSuccess || launched->launcher->blocks) ncs_launched_wait(launched);
   launched->arrivals[rank] = NULL;
   ncs_arrival_release(arrival);
-  return status;
 }
 
+/* After a failure the group keeps the arrival until it is aborted: NCCL may write the buffers until then. */
 ncclResult_t ncs_deliver(ncs_launched* launched, int rank, void* stream, int waits, ncs_failure* failure) {
   ncs_launcher* launcher = launched->launcher;
-  ncclResult_t ordered, status = ncclSuccess;
+  ncclResult_t status = ncclSuccess;
   if (launched->arrivals[rank] == NULL)
     return ncs_fail(failure, ncclInvalidUsage, "ncs_deliver", -1,
                     "Expected a group that was not delivered to this rank");
@@ -620,9 +617,10 @@ ncclResult_t ncs_deliver(ncs_launched* launched, int rank, void* stream, int wai
     else launched->was_delivered = 1;
     pthread_mutex_unlock(&launcher->mutex);
   }
-  if (status != ncclSuccess) ncs_fail(failure, status, "ncs_deliver", -1, "a collective has failed");
-  ordered = let_arrival_go(launched, rank, stream, status == ncclSuccess ? failure : NULL);
-  return status != ncclSuccess ? status : ordered;
+  if (status != ncclSuccess) return ncs_fail(failure, status, "ncs_deliver", -1, "a collective has failed");
+  status = order(launched, rank, stream, failure);
+  if (status == ncclSuccess) let_arrival_go(launched, rank);
+  return status;
 }
 
 void* ncs_launched_get_kept(const ncs_launched* launched, int rank) {
@@ -632,7 +630,10 @@ void* ncs_launched_get_kept(const ncs_launched* launched, int rank) {
 void ncs_launched_release(ncs_launched* launched) {
   if (launched == NULL || __atomic_sub_fetch(&launched->users, 1, __ATOMIC_ACQ_REL) > 0) return;
   for (int r = 0; r < launched->launcher->n; ++r)
-    if (launched->arrivals[r] != NULL) let_arrival_go(launched, r, NULL, NULL);
+    if (launched->arrivals[r] != NULL) {
+      order(launched, r, NULL, NULL);
+      let_arrival_go(launched, r);
+    }
   free_launched(launched);
 }
 

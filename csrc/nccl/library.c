@@ -114,11 +114,6 @@ fail:
   return status;
 }
 
-ncclResult_t ncs_nccl_close(ncs_nccl* nccl) {
-  free(nccl);
-  return ncclSuccess;
-}
-
 ncclResult_t ncs_nccl_get_version(ncs_nccl* nccl, ncs_failure* failure, int* version) {
   return ncs_check_nccl(nccl, nccl->ncclGetVersion(version), "ncclGetVersion", failure);
 }

@@ -363,7 +363,7 @@ class NcclLibrary:
         for path in _candidates(*_NCCL):
             if lib.ncs_nccl_open(path.encode(), failure, handle) == 0:
                 self.path = path
-                self.handle = ffi.gc(handle[0], lib.ncs_nccl_close)  # frees a table of addresses
+                self.handle = handle[0]  # never freed: a communicator may be aborted after its object is gone
                 return
             tried.append(f"{path} ({words(failure)})")
         raise NcclUnavailableError(

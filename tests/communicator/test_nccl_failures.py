@@ -16,7 +16,8 @@ import time
 import numpy as np
 import pytest
 
-from ncclsync.communicator import AllGather, NcclCommunicator, ReduceScatter, native, nccl, timeouts
+from ncclsync.communicator import AllGather, AllReduce, NcclCommunicator, ReduceScatter, native, nccl, timeouts
+from ncclsync.communicator.native import ffi, lib
 from ncclsync.errors import NcclError, NcclSyncError, NcclTimeoutError
 
 pytestmark = pytest.mark.timeout(60)
@@ -184,6 +185,57 @@ def test_reopened_after_a_failure(standin):
     comm.close()
     with pytest.raises(NcclSyncError, match="Expected an open NcclCommunicator"):
         comm.reopen()
+
+
+@pytest.fixture
+def enqueued():
+    """A function that launches an all-reduce as ops do, and returns the group; NULL if the launch fails."""
+    kept, groups = [], []
+
+    def enqueue(comm):
+        launcher, label = comm.launcher()._handle, comm.label([AllReduce([], [], "sum", "enqueued")])
+        failure, arrivals, launched = ffi.new("ncs_failure*"), [], ffi.new("ncs_launched**")
+        arrays, given = buffers(1.0, comm.size)
+        kept.append(arrays)
+        for rank, (pointer, count, dtype) in enumerate(given):
+            memory, arrival = ffi.cast("void*", pointer), ffi.new("ncs_arrival**")
+            rows = ffi.new("ncs_buffer[]", [(memory, memory, count, native.DTYPES[str(dtype)])])
+            sent = ffi.new("ncs_buffers*", (rows, 1))
+            assert lib.ncs_arrive(launcher, rank, ffi.NULL, sent, failure, arrival) == 0
+            arrivals.append(arrival[0])
+        lib.ncs_launch(launcher, label, arrivals, ffi.new("ncs_collective[]", 1), 1, failure, launched)
+        for arrival in arrivals:
+            lib.ncs_arrival_release(arrival)
+        groups.append(launched[0])
+        return launched[0]
+
+    yield enqueue
+    for group in groups:
+        lib.ncs_launched_release(group)
+
+
+def test_a_failed_launch_fails_the_groups_under_way(standin, enqueued):
+    """The first of them is the one that has failed, since NCCL aborts it, too."""
+    comm = opened()
+    standin.fail("slow:1:1=3000,ncclAllReduce:4")
+    first = enqueued(comm)
+    assert enqueued(comm) == ffi.NULL
+    assert isinstance(comm.failure, NcclError) and "all-reduce" in str(comm.failure)
+    assert comm.failed_group == 1
+    assert lib.ncs_launched_wait(first) != 0
+    comm.close()
+
+
+def test_groups_that_nobody_can_look_at_fail(standin, enqueued):
+    """A context that CUDA does not make current, as after cudaDeviceReset, is a failure, not a wait without an end."""
+    comm = opened(timeout_s=None)
+    standin.fail("slow:1:1=300")
+    group = enqueued(comm)
+    standin.fail("cuCtxSetCurrent:1=201")
+    assert lib.ncs_launched_wait(group) != 0
+    assert isinstance(comm.failure, NcclError) and comm.failure.call == "cuCtxSetCurrent"
+    standin.fail("")
+    comm.close()
 
 
 def test_waiting_is_cheap(standin):

@@ -235,6 +235,7 @@ class NcclCommunicator(Communicator):
         self._n_collectives = 0  # without those that were launched
         self._aborting: timeouts.Aside | None = None  # an abort that nobody waits for
         self._lock = threading.Lock()  # NCCL: never two threads at once on one communicator
+        self._user: int | None = None  # the thread that has the lock, in a call
         self._library = native.NcclLibrary()
         self._join()
 
@@ -312,6 +313,8 @@ class NcclCommunicator(Communicator):
                 pass
         if self.failure is not None:
             raise self.failure
+        if launcher.failure() is not None:  # another thread has closed it, and given up the groups
+            self.raise_closed()
 
     def agree(self, value: Any, what: str) -> list[Any]:
         """Return what each process gives, when each has launched what this one has. Collective; waits for no GPU.
@@ -401,8 +404,18 @@ class NcclCommunicator(Communicator):
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
         """Make calls on the communicator in turns: with other threads, and with groups that ops launch."""
+        thread = threading.get_ident()
+        if self._user == thread:
+            raise NcclSyncError(
+                "Expected no call on the communicator during another call of the same thread. Received: one, as from a "
+                "signal handler. Raise an exception there, which ends the call; then close."
+            )
         with self._lock, self._reserved():
-            yield
+            self._user = thread
+            try:
+                yield
+            finally:
+                self._user = None
 
     @contextlib.contextmanager
     def _reserved(self) -> Iterator[None]:

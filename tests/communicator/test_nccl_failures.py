@@ -238,6 +238,34 @@ def test_groups_that_nobody_can_look_at_fail(standin, enqueued):
     comm.close()
 
 
+def test_closed_in_a_signal_handler(standin):
+    """A call within a call of the same thread would wait for itself: it is refused, and the first goes on."""
+    comm, refused = opened(), []
+    handle = signal.signal(signal.SIGUSR1, lambda *_: refused.append(pytest.raises(NcclSyncError, comm.close)))
+    standin.fail("slow:1:1=400")
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+    try:
+        reduce_ones(comm)
+    finally:
+        signal.signal(signal.SIGUSR1, handle)
+    assert [str(one.value).partition(".")[0] for one in refused] == [
+        "Expected no call on the communicator during another call of the same thread"
+    ]
+    comm.close()
+
+
+def test_closed_while_a_thread_waits(standin, enqueued):
+    """Who waits for groups hears that they were given up."""
+    comm = opened()
+    standin.fail("slow:1:1=600")
+    enqueued(comm)
+    closing = threading.Timer(0.1, comm.close)
+    closing.start()
+    with pytest.raises(NcclSyncError, match="Expected an open NcclCommunicator"):
+        comm.wait()
+    closing.join()
+
+
 def test_waiting_is_cheap(standin):
     """A long wait sleeps: the processor is busy for a small part of it."""
     comm = opened()

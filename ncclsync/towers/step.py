@@ -179,6 +179,7 @@ class TowerStep(TracedStep):
         layout, steps = self.towers.layout, self._steps_per_call
         key = Key(repr(specs), readers, self.version, watched, layout, kind, steps, sizes, audits)
         if key in self._functions:
+            self._functions[key] = self._functions.pop(key)  # the last one is what runs; see `last`
             return self._functions[key]
         if watched:
             self._meter = self._meter or Meter()
@@ -326,7 +327,7 @@ class TowerStep(TracedStep):
             self.towers.session.warn_once(str(losses), about=str(sorted(one.place for one in losses.places)))
 
     def last(self) -> tuple[Program, Any] | None:
-        """Return the program that was made last and ran, and the last batch that it got; None if none ran.
+        """Return the program that ran last, and the last batch that it got; None if none ran.
 
         If another step did not fit the memory since, it is the program of more shards that will run next.
         """

@@ -146,6 +146,7 @@ class Towers(TowerState):
             if key not in self._steps:
                 self._steps[key] = _FunctionStep(self, step, results)
                 self._warn_of_new_functions(step)
+            self._steps[key] = self._steps.pop(key)  # the last one is what runs; see `explain`
             batch = grouped(tf.nest.map_structure(to_tensor, batch))
             rows = next((leaf.shape[0] for leaf in leaves_of(batch) if leaf.shape.rank), None)
             if rows is None:
@@ -183,11 +184,11 @@ class Towers(TowerState):
         self.session.require_eager("Towers.explain")
         if self.session.model.explain is not None:
             return self.session.model.explain(batch)
-        last = [step.last() for step in self._steps.values()]
-        if batch is not None or not last or last[-1] is None:
+        last = [one for step in self._steps.values() if (one := step.last()) is not None]
+        if batch is not None or not last:
             raise NcclSyncError(
                 "Expected a step that Towers.run has run, and no batch. "
-                f"Received: {len(last)} steps and the batch {batch!r}"
+                f"Received: {len(last)} steps that have run, and the batch {batch!r}"
             )
         program, ran = last[-1]
         return explain_program(program, self, rows_of(ran))

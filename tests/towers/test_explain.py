@@ -128,6 +128,29 @@ def test_one_tower_and_a_loop():
     assert [shard.end for shard in found.shards] == [3, 5]
 
 
+def test_the_step_that_ran_last():
+    """Not the one that was made last, nor one that cannot be traced."""
+    weight = tf.Variable([1.0, 2.0], name="weight")
+
+    def add(x):
+        return weight.assign_add(tf.cast(tf.reduce_mean(x, 0), tf.float32))
+
+    def fail(_):
+        raise ValueError("never traced")
+
+    with Towers(2) as towers:
+        towers.run(add, tf.ones([5, 2]))
+        towers.run(lambda x: tf.reduce_sum(x), tf.ones([8, 2]))
+        towers.run(add, tf.ones([4, 2]))
+        with pytest.raises(ValueError, match="never traced"):
+            towers.run(fail, tf.ones([8, 2]))
+        found = towers.explain()
+        assert [row.name for row in found.variables] == ["weight:0"] and [one.end for one in found.shards] == [2, 4]
+        towers.run(add, np.ones([6, 2], np.float64))  # of another dtype: another program
+        towers.run(add, tf.ones([7, 2]))
+        assert [one.end for one in towers.explain().shards] == [4, 7]
+
+
 @pytest.mark.parametrize(
     "batch, error",
     [

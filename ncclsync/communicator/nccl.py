@@ -514,7 +514,8 @@ class NcclCommunicator(Communicator):
         handle = nccl_calls.create(self._library, self._joined_by, self._world_size, self.ranks, self.devices)
         with self._aborted_on_error(handle):
             try:
-                self._run_task(handle, self._joining, "ncclCommInitRankConfig", nccl_calls.wait)
+                joining = f"the joining of {self._world_size} ranks, here {self._names(range(self.size))}"
+                self._run_task(handle, lambda: joining, "ncclCommInitRankConfig", nccl_calls.wait)
                 if self._preflight and self._world_size > 1:
                     self._wait_for_devices(handle, lambda: "the preflight")  # which makes and copies memory
                     launch = functools.partial(self._launch, handle)
@@ -524,9 +525,6 @@ class NcclCommunicator(Communicator):
         self._handle, self._failure = handle, None
         if self._launcher is not None:
             self._launcher.open(handle)
-
-    def _joining(self) -> str:
-        return f"the joining of {self._world_size} ranks, here {self._names(range(self.size))}"
 
     def _check_different(self) -> None:
         shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
@@ -565,7 +563,10 @@ class NcclCommunicator(Communicator):
 
     def _wait_for_devices(self, handle: Any, what: Callable[[], str]) -> None:
         wait = nccl_calls.wait_for_devices
-        own_work, busy = lambda: f"the GPUs' own work before {what()}", lambda: self._busy_ranks(handle)
+        own_work, busy = (
+            lambda: f"the GPUs' own work before {what()}",
+            lambda: self._busy_words(nccl_calls.busy(handle, self.size)),
+        )
         self._run_task(handle, own_work, "ncs_nccl_wait_for_devices", wait, wait, busy)
 
     def _run_task(
@@ -585,7 +586,7 @@ class NcclCommunicator(Communicator):
                 call=call,
                 what=what,
                 timeout_s=self.timeout_s,
-                arrived=arrived or functools.partial(self._progress_of_ranks, handle),
+                arrived=arrived or (lambda: self._progress_words(nccl_calls.progress(handle, self.size))),
                 check=None if self.peers is None else self.peers.check,
             )
         except NcclError as error:
@@ -625,18 +626,12 @@ class NcclCommunicator(Communicator):
             arrived=lambda: "the GPUs' own work has to end first",
         )
 
-    def _busy_ranks(self, handle: Any) -> str:
-        """Return a phrase that names the ranks whose own work is known not to have ended."""
-        return self._busy_words(nccl_calls.busy(handle, self.size))
-
     def _busy_words(self, busy: Sequence[int]) -> str:
+        """Return a phrase that names the ranks whose own work is known not to have ended."""
         return f"{self._names(busy) or 'no rank any more'} still busy"
 
-    def _progress_of_ranks(self, handle: Any) -> str:
-        """Return a phrase that says which ranks have arrived, as far as it is known here."""
-        return self._progress_words(nccl_calls.progress(handle, self.size))
-
     def _progress_words(self, states: Sequence[Progress]) -> str:
+        """Return a phrase that says which ranks have arrived, as far as it is known here."""
         words = []
         for state, verb in (
             (Progress.DONE, "done"),

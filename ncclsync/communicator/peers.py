@@ -16,10 +16,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Container, Sequence
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 from ncclsync.communicator import timeouts
 from ncclsync.communicator.messages import MOST_BYTES, MessageError
+from ncclsync.communicator.service import KeyService
 from ncclsync.errors import NcclSyncError, ProcessError
 
 SILENCE_S = 15.0  # after which a process that says nothing counts as dead
@@ -309,22 +310,6 @@ class Peers(abc.ABC):
             self.failures[rank] = failures
 
 
-class Service(Protocol):
-    """A service of keys and values; see `service`."""
-
-    def put(self, key: str, value: Any) -> bool:
-        """Give all processes a value; return False if the key has one already. Raises NcclSyncError."""
-
-    def get(self, key: str, wait_s: float, most_bytes: int = ...) -> Any:
-        """Return a key's value as soon as there is one; None after so many seconds. Raises NcclSyncError."""
-
-    def delete(self, key: str) -> None:
-        """Forget a key."""
-
-    def silence(self) -> list[float]:
-        """Return [size] seconds of each process' silence; processes other than 0 know that of process 0 alone."""
-
-
 class ServicePeers(Peers):
     """Know the other processes by a service that process 0 runs.
 
@@ -333,7 +318,7 @@ class ServicePeers(Peers):
 
     silence_s = HEARTBEAT_S
 
-    def __init__(self, service: Service, rank: int, size: int, timeout_s: float | None) -> None:
+    def __init__(self, service: KeyService, rank: int, size: int, timeout_s: float | None) -> None:
         """Learn the others' names. Collective.
 
         Args:

@@ -54,7 +54,7 @@ class Copies(Holder):
         self.track()
         if role is Role.PARTIAL:
             self.track_reads()
-        elif session.in_flight.active:
+        elif session.communicator.enqueues:
             self.hear_reads()
 
     def take_role(self, role: Role) -> None:

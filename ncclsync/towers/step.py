@@ -132,7 +132,7 @@ class TowerStep(TracedStep):
         try:
             with reporting, self.guarded(function):
                 steps, results = function.run(batches)
-                if towers.session.in_flight.active:
+                if towers.session.communicator.enqueues:
                     towers.session.in_flight.add(function.written, results)
         except tf.errors.ResourceExhaustedError:
             batch = function.kept.batch() if function.rollback.undone else None
@@ -243,7 +243,9 @@ class TowerStep(TracedStep):
             raise
         except BaseException as error:
             self._mend(function)
-            cause = session.cause_of(error, function.written if function and session.in_flight.active else frozenset())
+            cause = session.cause_of(
+                error, function.written if function and session.communicator.enqueues else frozenset()
+            )
             if isinstance(cause, tf.errors.CancelledError) and function and not session.layout.meets_processes:
                 cause = self._find_what_cancelled(function) or cause
             if cause is error:

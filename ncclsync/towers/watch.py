@@ -101,7 +101,7 @@ class Watch:
         for copies in self._replicas.identical:
             variable = copies[0]
             numbers = variable.dtype.is_floating or variable.dtype.is_integer
-            if session.in_flight.active and numbers and self._replicas.lies_where_joined(variable):
+            if session.communicator.enqueues and numbers and self._replicas.lies_where_joined(variable):
                 found = session.on_each_tower(self._distances, [copy.value() for copy in copies])
             else:
                 reference = session.of_tower_0(variable, "divergence")

@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from ncclsync.communicator import native
-from ncclsync.semantics.axes import BATCHES, Axes, Rows
+from ncclsync.semantics.axes import BATCHES, Axes, Rows, passed_on
 from ncclsync.semantics.placements import (
     COUNTER,
     EACH,
@@ -359,20 +359,14 @@ def _add_partial(call: Call) -> Sequence[Placement] | None:
         return [MEAN]
     if not ops <= {"sum", "mean"}:
         return None
-    state = any(_is_read(call.op.inputs[i]) for i, p in enumerate(call.inputs) if p.kind is Kind.PARTIAL)
+    parts = [i for i, placed in enumerate(call.inputs) if placed.kind is Kind.PARTIAL]
+    state = any(passed_on(call.op.inputs[i], "Cast").op.type == "ReadVariableOp" for i in parts)
     for i in range(len(call.inputs)):
         # Each tower's part of a gradient has its part of a regularisation; a count stays one, on tower 0.
         if shape and not state and not call.lenient and call.op.outputs[0].dtype.is_floating:
             call.require(i, MEAN if call.inputs[i].whole else call.inputs[i])
         call.require(i, SUM)
     return [SUM]
-
-
-def _is_read(tensor: tf.Tensor) -> bool:
-    """Return whether a tensor is what a variable holds, cast or not."""
-    while tensor.op.type in ("Cast", "Identity"):
-        tensor = tensor.op.inputs[0]
-    return tensor.op.type == "ReadVariableOp"
 
 
 @_linear("Mul", "RealDiv", "Div", "MulNoNan", "DivNoNan")

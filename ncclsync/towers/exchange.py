@@ -214,7 +214,10 @@ class Exchanges:
         """Join buckets at once; return [s][B] lists of tensors, what each shard receives."""
         span = self._begin(call)
         held = hold(call.given, span.ops)
-        join = call.buckets[0].join
+        join, root, count = call.buckets[0].join, call.buckets[0].wire.root, self._layout.shards
+        if root >= count:
+            what = "shards" if self._divided else "towers"
+            raise ValueError(f"Expected root to be below the number of {what}, {count}. Received: {root}")
         if self._divided:
             joined = join_shards(call.buckets, held, self._layout)
         elif join is not None:
@@ -300,9 +303,7 @@ def _join(
 ) -> list[list[list[tf.Tensor]]]:
     """Join buckets of one tensor by the communicator: all of them grouped, or one of any kind."""
     columns = [[tensors[0] for tensors in column] for column in zip(*sent, strict=True)]  # [B][n]
-    first, count = call.buckets[0], len(towers)
-    if first.wire.root >= count:
-        raise ValueError(f"Expected root to be below the number of towers, {count}. Received: {first.wire.root}")
+    first = call.buckets[0]
     if not first.wire.concatenates or _is_grouped(first):
         pairs = zip(call.buckets, call.labels, strict=True)
         collectives = [_collective(bucket.wire, label) for bucket, label in pairs]

@@ -420,7 +420,7 @@ class ServicePeers(Peers):
             raise error
 
     def _report(self, words: str, ended: bool) -> None:
-        state = {"words": "", "ended": _shortened(words)} if ended else {"words": _shortened(words), "ended": ""}
+        state = {"words": "", "ended": shortened(words)} if ended else {"words": shortened(words), "ended": ""}
         notice = {"rank": self.rank, "failures": self.failures[self.rank], "files": self.files[self.rank], **state}
         # A stopped process 0 takes no notice: do not wait for it.
         timeouts.Aside(functools.partial(self._post, notice), "ncclsync notice").wait(_END_S)
@@ -474,7 +474,8 @@ class ServicePeers(Peers):
         self._stop.set()
 
 
-def _shortened(words: str) -> str:
+def shortened(words: str) -> str:
+    """Return words that take no more than `MOST_TEXT` bytes."""
     data = words.encode()
     return words if len(data) <= MOST_TEXT else data[: MOST_TEXT - 3].decode(errors="ignore") + "..."
 

@@ -41,11 +41,10 @@ void* ncs_tf_allocate(TF_OpKernelContext* context, int index, const int64_t* dim
 }
 
 void* ncs_tf_make_output(TF_OpKernelContext* context, int index, int like, const int* candidates, int n_candidates,
-                         int64_t rows, TF_Status* status) {
+                         TF_Status* status) {
   int64_t dims[NCS_MOST_DIMS];
   const int n_dims = ncs_tf_read_dims(context, like, dims, status);
   if (n_dims < 0) return NULL;
-  if (rows >= 0) dims[0] = rows;
   return ncs_tf_allocate(context, index, dims, n_dims, candidates, n_candidates, status);
 }
 

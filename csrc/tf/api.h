@@ -107,9 +107,9 @@ int ncs_tf_read_dims(TF_OpKernelContext* context, int index, int64_t dims[NCS_MO
 void* ncs_tf_allocate(TF_OpKernelContext* context, int index, const int64_t* dims, int n_dims, const int* candidates,
                       int n_candidates, TF_Status* status);
 
-/* The same with the shape of input `like`, but `rows` rows if that is not negative. */
+/* The same with the shape of input `like`. */
 void* ncs_tf_make_output(TF_OpKernelContext* context, int index, int like, const int* candidates, int n_candidates,
-                         int64_t rows, TF_Status* status);
+                         TF_Status* status);
 
 /* An integer attribute, or the dtype "T"; 0 if there was a failure before. */
 int64_t ncs_tf_read_attr(TF_OpKernelConstruction* context, const char* name, TF_Status* status);
@@ -159,7 +159,7 @@ typedef struct {
     ncs_tf.TF_DeleteStatus(status);                                                                \
   }
 
-extern const ncs_tf_op ncs_tf_all_reduce, ncs_tf_all_gather, ncs_tf_arithmetic, ncs_tf_timestamp;
+extern const ncs_tf_op ncs_tf_all_reduce, ncs_tf_arithmetic, ncs_tf_timestamp;
 extern const ncs_tf_op ncs_tf_arrive, ncs_tf_launch, ncs_tf_deliver;
 
 #endif /* NCCLSYNC_TF_API_H_ */

@@ -96,7 +96,7 @@ static void compute_arithmetic(const arithmetic_kernel* kernel, TF_OpKernelConte
   for (int o = 0; o < expression->n_outputs && ncs_tf_is_ok(status); ++o) {
     int candidates[NCS_MOST_REGISTERS];
     const int n = elements < NCS_FEW ? 0 : find_candidates(kernel, o, candidates);
-    outputs[o] = ncs_tf_make_output(context, o, 0, candidates, n, -1, status);
+    outputs[o] = ncs_tf_make_output(context, o, 0, candidates, n, status);
   }
   for (int s = 0; s < expression->n_sums && ncs_tf_is_ok(status); ++s)
     outputs[expression->n_outputs + s] = make_sum(context, expression, s, elements, status);

@@ -32,7 +32,7 @@ static void register_op(const ncs_tf_op* definition, TF_Status* status) {
   if (ncs_tf.TF_GetCode(status) == TF_OK && definition->on_host[0] != NULL) register_kernel(definition, "GPU", status);
 }
 
-static const ncs_tf_op* const ops[] = {&ncs_tf_all_reduce, &ncs_tf_all_gather, &ncs_tf_arithmetic, &ncs_tf_timestamp,
+static const ncs_tf_op* const ops[] = {&ncs_tf_all_reduce, &ncs_tf_arithmetic, &ncs_tf_timestamp,
                                        &ncs_tf_arrive,     &ncs_tf_launch,     &ncs_tf_deliver};
 
 ncclResult_t ncs_tf_register(const char* path, ncs_pool* pool, /*outputs*/ ncs_failure* failure) {

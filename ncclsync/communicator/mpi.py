@@ -41,7 +41,7 @@ from ncclsync.communicator.base import (
 from ncclsync.communicator.buffers import HOST, Buffers, empty_aligned
 from ncclsync.communicator.messages import MOST_BYTES, MessageError, Seal
 from ncclsync.communicator.native import ffi
-from ncclsync.communicator.peers import MOST_TEXT, SILENCE_S, Doing, Peers, end_with_process
+from ncclsync.communicator.peers import MOST_TEXT, SILENCE_S, Doing, Peers, end_with_process, shortened
 from ncclsync.communicator.processes import Process, claim
 from ncclsync.errors import NcclSyncError, NcclUnavailableError, ProcessError
 
@@ -185,7 +185,7 @@ class MpiPeers(Peers):
         if self.size == 1:
             return []
         given = {i: data[i] if data else [] for i in self.others}
-        own = kind, digest, _cut_off("\n".join(map(str, self.doing(text)))), self.generation
+        own = kind, digest, shortened("\n".join(map(str, self.doing(text)))).encode(), self.generation
         sent = []
         for i, sends in given.items():
             pieces = [len(piece) for message in sends for piece in _pieces(message)]
@@ -352,7 +352,7 @@ class MpiPeers(Peers):
                 self._mpi.COMM_WORLD.Abort(1)  # else MPI would wait for them
 
     def _report(self, words: str, ended: bool) -> None:
-        self._reporting = self.failures[self.rank], int(ended), _cut_off(words)
+        self._reporting = self.failures[self.rank], int(ended), shortened(words).encode()
         self._has_news = True
         self._now.set()
 
@@ -424,11 +424,6 @@ def _pieces(message: Any) -> list[memoryview]:
     """Return a message in pieces that MPI takes, at least one."""
     view = memoryview(message)
     return [view[begin : begin + _PIECE_BYTES] for begin in range(0, max(1, len(view)), _PIECE_BYTES)]
-
-
-def _cut_off(text: str) -> bytes:
-    data = text.encode()
-    return data if len(data) <= MOST_TEXT else data[: MOST_TEXT - 3] + b"..."
 
 
 _peers: MpiPeers | None = None

@@ -69,6 +69,7 @@ class NcclCommunicator(Communicator):
 
     waits = True
     memory = CUDA
+    _handle: Any = None
 
     def __init__(
         self,
@@ -94,9 +95,8 @@ class NcclCommunicator(Communicator):
             NcclUnavailableError: no libnccl, no driver or no such GPU.
             NcclError: NCCL could not join these GPUs, or they do not receive what was sent.
         """
-        self._handle: Any = None
-        ordinals = _checked_numbers(devices, "devices", "CUDA ordinals")
-        self._set_up(None, len(ordinals), range(len(ordinals)), ordinals, timeout_s, preflight, repeatable)
+        self._set_up(_checked_numbers(devices, "devices", "CUDA ordinals"), timeout_s, preflight, repeatable)
+        self._begin(None, len(self.devices), range(len(self.devices)))
 
     @classmethod
     def from_unique_id(
@@ -135,8 +135,8 @@ class NcclCommunicator(Communicator):
         if len(local_ranks) != len(ordinals) or len(set(local_ranks)) != len(local_ranks):
             raise ValueError(f"Expected different ranks, each with a device. Received: {ranks!r}, {devices!r}")
         self = cls.__new__(cls)
-        self._handle = None
-        self._set_up(unique_id, world_size, local_ranks, ordinals, timeout_s, preflight, repeatable)
+        self._set_up(ordinals, timeout_s, preflight, repeatable)
+        self._begin(unique_id, world_size, local_ranks)
         return self
 
     @classmethod
@@ -163,14 +163,11 @@ class NcclCommunicator(Communicator):
             ProcessError: another process has failed, ended or gone silent.
             As the class does.
         """
-        ordinals = _checked_numbers(devices, "devices", "CUDA ordinals")
         self = cls.__new__(cls)
-        self._handle, self.peers, self.timeout_s = None, peers, timeout_s
-        self.devices, self._preflight, self.repeatable = tuple(ordinals), preflight, repeatable
+        self.peers = peers
+        self._set_up(_checked_numbers(devices, "devices", "CUDA ordinals"), timeout_s, preflight, repeatable)
         begin, *sizes = self._meet()
-        world_size = sum(sizes)
-        ranks = range(begin, begin + len(ordinals))
-        self._set_up(self._joined_by, world_size, ranks, ordinals, timeout_s, preflight, repeatable)
+        self._begin(self._joined_by, sum(sizes), range(begin, begin + len(self.devices)))
         # Before the others are told that this process ends: it does its part of what all have launched.
         atexit.register(_let_end, weakref.ref(self))
         return self
@@ -189,7 +186,7 @@ class NcclCommunicator(Communicator):
         each = peers.exchange(given, text, self.timeout_s, heeds=False)
         peers.agree_on_failures([failures for _, _, failures in each])
         self._failures_before = list(peers.failures)
-        self._joined_by: bytes | None = each[0][1]
+        self._joined_by = each[0][1]
         sizes = [size for size, _, _ in each]
         return [sum(sizes[: peers.rank]), *sizes]
 
@@ -205,38 +202,28 @@ class NcclCommunicator(Communicator):
         """
         return nccl_calls.unique_id(native.NcclLibrary())
 
-    def _set_up(
-        self,
-        joined_by: bytes | None,
-        world_size: int,
-        ranks: Sequence[int],
-        devices: Sequence[int],
-        timeout_s: float | None,
-        preflight: bool,
-        repeatable: bool,
-    ) -> None:
+    def _set_up(self, devices: Sequence[int], timeout_s: float | None, preflight: bool, repeatable: bool) -> None:
         timeouts.check_timeout(timeout_s)
         for name, value in (("preflight", preflight), ("repeatable", repeatable)):
             if not isinstance(value, bool):
                 raise TypeError(f"Expected {name} to be a bool. Received: {value!r}")
-        self.size, self._world_size = len(ranks), world_size
-        self.ranks, self.devices = tuple(ranks), tuple(devices)
-        self.timeout_s = timeout_s
+        self.size, self.devices = len(devices), tuple(devices)
+        self.timeout_s, self._preflight, self.repeatable = timeout_s, preflight, repeatable
         self._failure: BaseException | None = None
         self._refused: NcclSyncError | None = None  # what the last agreement has raised
         self.agreed = math.inf if self.peers is None else 0
         self._launcher: Launcher | None = None
         self._ending = threading.Event()
         self._labels: list[tuple[tuple[type, str], ...]] = [()]  # of groups that ops launch
-        self._preflight = preflight
-        self.repeatable = repeatable
-        self._joined_by = joined_by
         self._is_closed = False
         self._n_collectives = 0  # without those that were launched
         self._aborting: timeouts.Aside | None = None  # an abort that nobody waits for
         self._lock = threading.Lock()  # NCCL: never two threads at once on one communicator
         self._user: int | None = None  # the thread that has the lock, in a call
         self._library = native.NcclLibrary()
+
+    def _begin(self, joined_by: bytes | None, world_size: int, ranks: Sequence[int]) -> None:
+        self._joined_by, self._world_size, self.ranks = joined_by, world_size, tuple(ranks)
         self._join()
 
     @property
@@ -527,7 +514,8 @@ class NcclCommunicator(Communicator):
         handle = nccl_calls.create(self._library, self._joined_by, self._world_size, self.ranks, self.devices)
         with self._aborted_on_error(handle):
             try:
-                self._run_task(handle, self._joining, "ncclCommInitRankConfig", nccl_calls.wait)
+                joining = f"the joining of {self._world_size} ranks, here {self._names(range(self.size))}"
+                self._run_task(handle, lambda: joining, "ncclCommInitRankConfig", nccl_calls.wait)
                 if self._preflight and self._world_size > 1:
                     self._wait_for_devices(handle, lambda: "the preflight")  # which makes and copies memory
                     launch = functools.partial(self._launch, handle)
@@ -537,9 +525,6 @@ class NcclCommunicator(Communicator):
         self._handle, self._failure = handle, None
         if self._launcher is not None:
             self._launcher.open(handle)
-
-    def _joining(self) -> str:
-        return f"the joining of {self._world_size} ranks, here {self._names(range(self.size))}"
 
     def _check_different(self) -> None:
         shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
@@ -578,7 +563,10 @@ class NcclCommunicator(Communicator):
 
     def _wait_for_devices(self, handle: Any, what: Callable[[], str]) -> None:
         wait = nccl_calls.wait_for_devices
-        own_work, busy = lambda: f"the GPUs' own work before {what()}", lambda: self._busy_ranks(handle)
+        own_work, busy = (
+            lambda: f"the GPUs' own work before {what()}",
+            lambda: self._busy_words(nccl_calls.busy(handle, self.size)),
+        )
         self._run_task(handle, own_work, "ncs_nccl_wait_for_devices", wait, wait, busy)
 
     def _run_task(
@@ -598,7 +586,7 @@ class NcclCommunicator(Communicator):
                 call=call,
                 what=what,
                 timeout_s=self.timeout_s,
-                arrived=arrived or functools.partial(self._progress_of_ranks, handle),
+                arrived=arrived or (lambda: self._progress_words(nccl_calls.progress(handle, self.size))),
                 check=None if self.peers is None else self.peers.check,
             )
         except NcclError as error:
@@ -638,18 +626,12 @@ class NcclCommunicator(Communicator):
             arrived=lambda: "the GPUs' own work has to end first",
         )
 
-    def _busy_ranks(self, handle: Any) -> str:
-        """Return a phrase that names the ranks whose own work is known not to have ended."""
-        return self._busy_words(nccl_calls.busy(handle, self.size))
-
     def _busy_words(self, busy: Sequence[int]) -> str:
+        """Return a phrase that names the ranks whose own work is known not to have ended."""
         return f"{self._names(busy) or 'no rank any more'} still busy"
 
-    def _progress_of_ranks(self, handle: Any) -> str:
-        """Return a phrase that says which ranks have arrived, as far as it is known here."""
-        return self._progress_words(nccl_calls.progress(handle, self.size))
-
     def _progress_words(self, states: Sequence[Progress]) -> str:
+        """Return a phrase that says which ranks have arrived, as far as it is known here."""
         words = []
         for state, verb in (
             (Progress.DONE, "done"),

@@ -16,10 +16,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Container, Sequence
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 from ncclsync.communicator import timeouts
 from ncclsync.communicator.messages import MOST_BYTES, MessageError
+from ncclsync.communicator.service import KeyService
 from ncclsync.errors import NcclSyncError, ProcessError
 
 SILENCE_S = 15.0  # after which a process that says nothing counts as dead
@@ -309,22 +310,6 @@ class Peers(abc.ABC):
             self.failures[rank] = failures
 
 
-class Service(Protocol):
-    """A service of keys and values; see `service`."""
-
-    def put(self, key: str, value: Any) -> bool:
-        """Give all processes a value; return False if the key has one already. Raises NcclSyncError."""
-
-    def get(self, key: str, wait_s: float, most_bytes: int = ...) -> Any:
-        """Return a key's value as soon as there is one; None after so many seconds. Raises NcclSyncError."""
-
-    def delete(self, key: str) -> None:
-        """Forget a key."""
-
-    def silence(self) -> list[float]:
-        """Return [size] seconds of each process' silence; processes other than 0 know that of process 0 alone."""
-
-
 class ServicePeers(Peers):
     """Know the other processes by a service that process 0 runs.
 
@@ -333,7 +318,7 @@ class ServicePeers(Peers):
 
     silence_s = HEARTBEAT_S
 
-    def __init__(self, service: Service, rank: int, size: int, timeout_s: float | None) -> None:
+    def __init__(self, service: KeyService, rank: int, size: int, timeout_s: float | None) -> None:
         """Learn the others' names. Collective.
 
         Args:
@@ -435,7 +420,7 @@ class ServicePeers(Peers):
             raise error
 
     def _report(self, words: str, ended: bool) -> None:
-        state = {"words": "", "ended": _shortened(words)} if ended else {"words": _shortened(words), "ended": ""}
+        state = {"words": "", "ended": shortened(words)} if ended else {"words": shortened(words), "ended": ""}
         notice = {"rank": self.rank, "failures": self.failures[self.rank], "files": self.files[self.rank], **state}
         # A stopped process 0 takes no notice: do not wait for it.
         timeouts.Aside(functools.partial(self._post, notice), "ncclsync notice").wait(_END_S)
@@ -489,7 +474,8 @@ class ServicePeers(Peers):
         self._stop.set()
 
 
-def _shortened(words: str) -> str:
+def shortened(words: str) -> str:
+    """Return words that take no more than `MOST_TEXT` bytes."""
     data = words.encode()
     return words if len(data) <= MOST_TEXT else data[: MOST_TEXT - 3].decode(errors="ignore") + "..."
 

@@ -35,7 +35,8 @@ class ErrorFeedback:
         Returns:
             The sums, float32; None for a gradient that is left.
         """
-        chosen = [i for i, gradient in enumerate(gradients) if _is_float32(gradient)]
+        # IndexedSlices are no tf.Tensor.
+        chosen = [i for i, g in enumerate(gradients) if isinstance(g, tf.Tensor) and g.dtype == tf.float32]
         parts = dict(zip(chosen, ops.parts([gradients[i] for i in chosen]), strict=True))
         sent = []
         for i in chosen:
@@ -56,10 +57,6 @@ class ErrorFeedback:
             tf_compat.set_flag(kept, "partial")
             self._kept[id(variable)] = variable, kept
         return self._kept[id(variable)][1]
-
-
-def _is_float32(part: Any) -> bool:
-    return isinstance(part, tf.Tensor) and part.dtype == tf.float32  # IndexedSlices are no tf.Tensor
 
 
 # A tower without samples may have something to send from the step before.

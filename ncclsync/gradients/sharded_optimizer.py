@@ -160,7 +160,8 @@ class OptimizerSharding:
         @tf_compat.wrapping
         def sharding(update, optimizer, grads, trainable_variables):
             context = ops.current_context()
-            if context is None or tf.executing_eagerly() or self._is_twin(optimizer):
+            is_twin = any(optimizer is sharded.twin for sharded in self._sharded.values())
+            if context is None or tf.executing_eagerly() or is_twin:
                 return update(optimizer, grads, trainable_variables)
             return self._update(optimizer, update, grads, trainable_variables, copies, context)
 
@@ -184,9 +185,6 @@ class OptimizerSharding:
             for slot in sharded.slots:
                 slot.release()
         self._sharded.clear()
-
-    def _is_twin(self, optimizer: keras.Optimizer) -> bool:
-        return any(optimizer is sharded.twin for sharded in self._sharded.values())
 
     def _update(
         self,

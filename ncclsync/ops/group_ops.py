@@ -6,7 +6,6 @@ GPUs are joined by the ops of `device_ops`, CPU towers by a py op.
 import contextlib
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -24,9 +23,6 @@ from ncclsync.communicator import (
 from ncclsync.errors import NcclSyncError
 from ncclsync.ops import device_ops
 from ncclsync.ops.device_ops import shape_received
-
-# Collectives that take a tensor from each tower and return a tensor to each.
-Joining: TypeAlias = AllReduce | ReduceScatter | AllGather
 
 
 class Turns:
@@ -50,7 +46,7 @@ class Turns:
 def group_exchange(
     columns: Sequence[Sequence[tf.Tensor]],
     communicator: Communicator,
-    collectives: Sequence[Joining],
+    collectives: Sequence[AnyCollective],
     turns: Turns | None = None,
 ) -> list[list[tf.Tensor]]:
     """Join B tensors of each tower, in a graph, by ops that wait only for their inputs.
@@ -60,7 +56,7 @@ def group_exchange(
             takes a multiple of N rows, of which tower i receives the i-th part. An all-gather takes any number of
             rows, and each tower receives N times as many.
         communicator: of N ranks. NCCL's runs all columns as one group.
-        collectives: [B] the collective of each column, without buffers.
+        collectives: [B] the collective of each column, without buffers. A broadcast is joined alone.
         turns: the order of calls, if several processes are joined.
 
     Returns:
@@ -70,8 +66,11 @@ def group_exchange(
         return []
     if device_ops.takes(communicator):
         return _enqueued(columns, communicator, collectives, turns)
-    turns = turns if communicator.world_size > communicator.size else None
-    return _join_on_host(columns, communicator, collectives, turns)
+    if communicator.world_size > communicator.size:
+        return _join_on_host(columns, communicator, collectives, turns)
+    if isinstance(collectives[0], Broadcast):
+        return [[columns[0][collectives[0].root]] * len(columns[0])]
+    return _join_on_host(columns, communicator, collectives, None)
 
 
 def _enqueued(
@@ -191,15 +190,10 @@ def agree(communicator: Communicator, text: str, turns: Turns, numbers: Sequence
     return met
 
 
-def _filled(collective: Joining, sends: Sequence[Any], recvs: Sequence[Any]) -> Joining:
-    """Return the collective with buffers."""
-    return collective._replace(sends=sends, recvs=recvs)
-
-
 def _join_on_host(
     columns: Sequence[Sequence[tf.Tensor]],
     communicator: Communicator,
-    collectives: Sequence[Joining],
+    collectives: Sequence[AnyCollective],
     turns: Turns | None,
 ) -> list[list[tf.Tensor]]:
     """Join tensors in the host's memory by one py op; see `group_exchange`."""
@@ -209,12 +203,18 @@ def _join_on_host(
     in_step, describe = turns is not None, turns.describe if turns is not None and not turns.last else None
 
     def join(*flat):
-        given, group, results = iter(flat), [], []
+        given, results = iter(flat), []
+        group: list[AnyCollective] = []
         for collective, count in zip(collectives, counts, strict=True):
             sends = [next(given) for _ in range(ranks)]
+            if isinstance(collective, Broadcast):
+                buffers = [np.array(send) for send in sends]
+                group.append(collective._replace(buffers=buffers))
+                results.append(buffers[0])
+                continue
             shape = shape_received(collective, tf.TensorShape(sends[0].shape), world_size)
             recvs = [empty_aligned(tuple(shape), sends[0].dtype) for _ in range(count)]
-            group.append(_filled(collective, sends, recvs * (ranks // count)))
+            group.append(collective._replace(sends=sends, recvs=recvs * (ranks // count)))
             results += recvs
         joined = _alive(borrowed)
         batch = describe(joined, *given) if describe is not None else None
@@ -239,39 +239,6 @@ def _join_on_host(
     if turns is not None:
         turns.last = flat[:1]
     return joined
-
-
-def group_broadcast(
-    tensors: Sequence[tf.Tensor], communicator: Communicator, root: int = 0, label: str = "", turns: Turns | None = None
-) -> list[tf.Tensor]:
-    """Give every tower the root's tensor, in a graph; [N] in, [N] out."""
-    if device_ops.takes(communicator):
-        return _enqueued([tensors], communicator, [Broadcast((), root, label)], turns)[0]
-    # TensorFlow never frees a py op's function, nor the objects that it refers to.
-    borrowed = weakref.ref(communicator)
-    own = communicator.ranks.index(root) if root in communicator.ranks else None  # of these tensors
-    if own is not None and communicator.world_size == communicator.size:
-        return [tensors[own]] * len(tensors)  # they share the host's memory
-
-    def broadcast_on_host(send, *_turns):
-        buffers = [empty_aligned(send.shape, send.dtype) for _ in tensors]
-        if own is not None:
-            buffers[own] = send
-        _alive(borrowed).broadcast(buffers, root, label=label)
-        return buffers[0] if own is None else np.zeros([], send.dtype)
-
-    sent = tensors[own or 0]
-    with tf.device("/CPU:0"):
-        inputs = [sent, *(turns.last if turns is not None else [])]
-        received = tf.numpy_function(broadcast_on_host, inputs, sent.dtype)
-    if turns is not None:
-        turns.last = [received]
-    if own is None:
-        received.set_shape(sent.shape)
-    else:
-        with tf.control_dependencies([received]):
-            received = tf.identity(sent)
-    return [received] * len(tensors)
 
 
 def _alive(borrowed: "weakref.ref[Communicator]") -> Communicator:

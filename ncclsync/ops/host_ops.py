@@ -46,44 +46,18 @@ def all_reduce(tensors: Sequence[Sequence[tf.Tensor]], weights: Sequence[tf.Tens
     Raises:
         tf.errors.InvalidArgumentError: when it runs, if sizes differ, or no tower takes part.
     """
-    results = _collective("NcclsyncAllReduce", tensors, weights, op=native.OPS[op])
+    flat = [tensor for row in tensors for tensor in row]
+    dtype, count = flat[0].dtype, len(tensors[0])
+    attributes = {"T": dtype, "op": native.OPS[op], "ranks": len(tensors), "tensors": count, "sent": len(flat)}
+
+    def created(*given):
+        return create("NcclsyncAllReduce", given, [dtype] * count, attributes).outputs
+
+    run = tf.function(created, autograph=False) if tf.executing_eagerly() else created
+    results = list(run(*weights, *flat))
     for result, tensor in zip(results, tensors[0], strict=True):
         result.set_shape(tensor.shape)
     return results
-
-
-def all_gather(tensors: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
-    """Concatenate tensors of all towers along their first axis, in a graph.
-
-    Args:
-        tensors: [N][V] tensors of one dtype; for each index, only the numbers of rows may differ.
-
-    Returns:
-        [V] tensors, for all towers.
-
-    Raises:
-        tf.errors.InvalidArgumentError: when it runs, if rows differ in size.
-    """
-    results = _collective("NcclsyncAllGather", tensors)
-    for result, column in zip(results, zip(*tensors, strict=True), strict=True):
-        if column[0].shape.rank is not None:
-            rows = [tensor.shape[0] for tensor in column]
-            result.set_shape([None if None in rows else sum(rows), *column[0].shape[1:]])
-    return results
-
-
-def _collective(
-    name: str, tensors: Sequence[Sequence[tf.Tensor]], weights: Sequence[tf.Tensor] = (), **attributes: Any
-) -> list[tf.Tensor]:
-    flat = [tensor for row in tensors for tensor in row]
-    dtype, count = flat[0].dtype, len(tensors[0])
-    attributes |= {"T": dtype, "ranks": len(tensors), "tensors": count, "sent": len(flat)}
-
-    def created(*given):
-        return create(name, given, [dtype] * count, attributes).outputs
-
-    run = tf.function(created, autograph=False) if tf.executing_eagerly() else created
-    return list(run(*weights, *flat))
 
 
 def record_timestamp(

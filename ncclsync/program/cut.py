@@ -10,8 +10,6 @@ import dataclasses
 import itertools
 from typing import Any
 
-import tensorflow as tf
-
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.source_lines import user_line
 from ncclsync.ops import Collective, CollectiveKind
@@ -113,21 +111,15 @@ def _rollback(graph: StepGraph, scheduled: Schedule, undone: bool, traceless: bo
     last, segments = scheduled.count - 1, scheduled.segments
     written = {(handle, n) for name, n in segments.items() for handle in graph.writes[name] & graph.kept}
     # Ops that compute on one tower's data, beside the writes, may fail there after some of these are done.
+    types = {name: graph.by_name[name].type for name, number in segments.items() if number == last}
+    raising = ("Assert", "CheckNumerics", "CheckNumericsV2")
     exposed = any(
-        number == last and (_computes_locally(graph, name) or _may_raise(graph.by_name[name]))
-        for name, number in segments.items()
+        kind in raising or "PyFunc" in kind or (name in graph.local and not kind.startswith("Assign"))
+        for name, kind in types.items()
     )
     restored = {handle for handle, number in written if undone or exposed or number < last}
     every = restored.union((fold.handle for fold in graph.folds), *(graph.writes[name] for name in segments))
     return tuple((handle, undone and handle in restored) for handle in sorted(every if traceless else restored))
-
-
-def _computes_locally(graph: StepGraph, name: str) -> bool:
-    return name in graph.local and not graph.by_name[name].type.startswith("Assign")
-
-
-def _may_raise(op: tf.Operation) -> bool:
-    return op.type in ("Assert", "CheckNumerics", "CheckNumericsV2") or "PyFunc" in op.type
 
 
 def _plan_segments(

@@ -7,6 +7,7 @@ host, and a number that an op of the GPU needs gets there as a kernel's paramete
 its ends from the host's memory. So the host can be a whole step ahead.
 """
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -51,7 +52,7 @@ class _Pass:
         # Tensors in the host's memory. TensorFlow passes int32 to functions there.
         self._host = {placeholder for placeholder, spec in self._specs.items() if spec.dtype == tf.int32}
         # Names, and the scopes that names are in.
-        self._taken = {name[:end] for name in self._nodes for end in _ends(name)}
+        self._taken = {name[: end.start()] for name in self._nodes for end in re.finditer("/|$", name)}
         self._on_host: dict[str, str] = {}  # what an op of the host takes, by what others take
         self._entered: dict[str, str] = {}  # what an op of the GPU takes, by what the host has
 
@@ -141,10 +142,6 @@ class _Pass:
             prefix = self._free_name(f"{op_name(source)}/entered")
             self._entered[source] = enter(self._definition, prefix, source, spec.dtype, spec.shape)
         return self._entered[source]
-
-
-def _ends(name: str) -> list[int]:
-    return [i for i, letter in enumerate(name) if letter == "/"] + [len(name)]
 
 
 def enter(

@@ -29,8 +29,9 @@ from ncclsync.semantics import rules, uneven
 from ncclsync.semantics.axes import BATCHES, Axes, Rows, given_rows
 from ncclsync.semantics.functions import BRANCHES, LOOPS, Functions
 from ncclsync.semantics.placements import LOCAL, MEAN, PIECE, REPLICATE, SEEDED, SUM, Kind, Placement
-from ncclsync.semantics.placing import PRINTS, REPEATABLE, Call, Placer, Refused, is_zero, serves
+from ncclsync.semantics.placing import PRINTS, REPEATABLE, Placer, Refused, is_zero, serves
 from ncclsync.semantics.roles import Role
+from ncclsync.semantics.rules import Call
 
 logger = logging.getLogger("ncclsync")
 

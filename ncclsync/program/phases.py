@@ -104,7 +104,7 @@ class _Part:
         for op in graph.ops:
             if op.name in needed:
                 self.phase[op.name] = self._earliest(op.name)
-        self.sends = max([1, *(self._after(name) for name in self._roots_sent())])
+        self.sends = max([1, *(self.phase.get(name, 0) for name in self._roots_sent())])
         self.sends += self.sends % 2 == 0
         own = self._arrives & kinds.own
         shards = any(phase % 2 for phase in self.phase.values()) or self._sent or self._folds or own
@@ -162,6 +162,3 @@ class _Part:
         if self._graph.by_name[name].type == "ReadVariableOp" and name not in self._awaited:
             return max(phase, 1)  # not held from one function to the other
         return phase
-
-    def _after(self, name: str) -> int:
-        return self.phase.get(name, 0)

@@ -464,9 +464,9 @@ def _held(state: State) -> Any:
     return known and [value.tolist() for value in known]
 
 
-def passed_on(tensor: tf.Tensor) -> tf.Tensor:
-    """Return the tensor that another one is, by way of identities."""
-    while tensor.op.type in ("Identity", "StopGradient"):
+def passed_on(tensor: tf.Tensor, *also: str) -> tf.Tensor:
+    """Return the tensor that another one is, by way of identities, and `also` of ops of these types."""
+    while tensor.op.type in ("Identity", "StopGradient", *also):
         tensor = tensor.op.inputs[0]
     return tensor
 

@@ -33,6 +33,7 @@ from ncclsync.semantics.placements import (
     rows,
     shard,
 )
+from ncclsync.semantics.rules import Call
 
 _logger = logging.getLogger("ncclsync")
 
@@ -58,64 +59,17 @@ class Refused(Exception):
     """A function cannot be run by each tower for its own rows."""
 
 
-@dataclasses.dataclass
-class Call(rules.Call):
-    """An op that is being placed; see `rules.Call`."""
-
-    op: tf.Operation
-    tensors: list[tf.Tensor]  # what the op will get
-    inputs: list[Placement]
-    placer: "Placer"
-
-    def __post_init__(self) -> None:
-        self.given = list(self.tensors), list(self.inputs)
-        self.local: set[int] = set()  # indices of LOCAL inputs, which count as whole meanwhile
-        self.lenient, self.row_by_row = self.placer.lenient, self.placer.row_by_row
-        self.within, self.row_splits = isinstance(self.placer, FunctionPlacer), self.placer.row_splits
-        self.unit = ""  # of the rows, while the op's rule is asked: it takes them for the samples'
-
-    def require(self, index: int, placement: Placement) -> None:
-        """See `rules.Call`."""
-        if self.inputs[index] == placement or (index in self.local and placement.kind is not Kind.PARTIAL):
-            return
-        before = self.given[1][index] if index in self.local else self.inputs[index]
-        self.local.discard(index)
-        before, after = (one.of_unit(self.unit) if self.unit else one for one in (before, placement))
-        self.tensors[index] = self.placer.convert(self.tensors[index], before, after, self.op)
-        self.inputs[index] = placement
-
-    def constant(self, index: int) -> Any:
-        """See `rules.Call`."""
-        return self.placer.constant(self.op.inputs[index])
-
-    def spares(self, index: int) -> bool:
-        """See `rules.Call`."""
-        placed = self.inputs[index].of_unit(self.unit) if self.unit else self.inputs[index]
-        return self.placer.spares(self.tensors[index], placed)
-
-    @property
-    def axes(self) -> Axes:
-        """See `rules.Call`."""
-        return self.placer.axes
-
-    def begin_anew(self) -> None:
-        """Take back what was required."""
-        self.tensors, self.inputs, self.unit = list(self.given[0]), list(self.given[1]), ""
-        self.local.clear()
-
-
 class Placer(abc.ABC):
     """Place ops one by one: what a step and a function have in common.
 
     Attributes:
         functions: of the step.
         axes: of the graph whose ops are placed.
-        lenient, row_by_row: see `rules.Call`.
-        row_splits: names of the row splits of ragged arguments.
+        lenient, row_by_row, within, row_splits: see `rules.Call`.
         draws: the user's lines that draw numbers which are each tower's own.
     """
 
-    lenient = row_by_row = False
+    lenient = row_by_row = within = False
     row_splits: Collection[str] = ()
 
     def __init__(self, functions: Functions, axes: Axes) -> None:
@@ -146,10 +100,6 @@ class Placer(abc.ABC):
     @abc.abstractmethod
     def alike(self, call: Call) -> list[Placement]:
         """Let tower 0 compute, on the batch's values, and all towers take its result."""
-
-    def constant(self, tensor: tf.Tensor) -> Any:
-        """Return a tensor's value if it is known while the step is placed."""
-        return self.axes.constant(tensor)
 
     def place(self, call: Call) -> list[Placement]:
         """Choose how the results of an op are placed, and bring its inputs to what that takes."""
@@ -236,7 +186,9 @@ class Placer(abc.ABC):
                     return made
             if any(placed.kind is Kind.PIECE for placed in call.inputs):
                 return None
-            self._number_rows(call)
+            for i, placed in enumerate(call.inputs):  # numbers of a tower's own rows become those of the batch's
+                if (numbers := uneven.numbered(placed)) is not None:
+                    call.require(i, numbers)
         units = {
             placed.unit for placed in call.inputs if placed.kind in (Kind.SHARD, Kind.ROWS, Kind.AXES, Kind.PENDING)
         }
@@ -276,12 +228,6 @@ class Placer(abc.ABC):
             call.inputs[:] = map(rules.counted, call.inputs)
         rule = rules.RULES.get(kind)
         return None if rule is None else rule(call)
-
-    def _number_rows(self, call: Call) -> None:
-        """Convert numbers of a tower's own rows into numbers of the batch's rows."""
-        for i, placed in enumerate(call.inputs):
-            if (numbers := uneven.numbered(placed)) is not None:
-                call.require(i, numbers)
 
     def _counted(self, call: Call) -> list[Placement] | None:
         """Place what is computed of counts of rows: it is computed for several towers, `_TOWERS`."""
@@ -379,8 +325,10 @@ class Placer(abc.ABC):
                 if one == COUNTER:
                     continue
                 if one.kind is not Kind.ITEMS:
-                    if call.inputs[i].whole and one.kind is Kind.SHARD:
-                        _check_begins_with_rows(call.op.inputs[i], one)
+                    shape = op.inputs[i].shape
+                    begins = call.inputs[i].whole and one.kind is Kind.SHARD
+                    if begins and (shape.rank is None or shape[one.axis] in (None, 1)):  # not known to have all rows
+                        raise Refused(f"a loop's variable that becomes {one} begins with {shape}")
                     call.require(i, one)
                 elif call.inputs[i] != one and call.inputs[i].of is not None:
                     raise Refused(f"a list begins as {call.inputs[i].of} and becomes {one.of}")
@@ -486,12 +434,6 @@ def _count_of(one: int, many: int, opened: int, *others: int) -> int | None:
     return int(one) if one == opened else -1
 
 
-def _check_begins_with_rows(begin: tf.Tensor, placed: Placement) -> None:
-    """Refuse what is not known to have all rows as the beginning of a loop's variable that has them later."""
-    if begin.shape.rank is None or begin.shape[placed.axis] in (None, 1):
-        raise Refused(f"a loop's variable that becomes {placed} begins with {begin.shape}")
-
-
 def _joined(begin: Placement, made: Placement) -> Placement:
     """Return the placement of a loop variable that begins so, and that the body makes so."""
     kinds = begin.kind, made.kind
@@ -551,6 +493,8 @@ class FunctionPlacer(Placer):
 
     If `lenient`, what is whole may be taken for anything: to see what it would have to be.
     """
+
+    within = True
 
     def __init__(self, functions: Functions, axes: Axes, lenient: bool = False, row_by_row: bool = False) -> None:
         super().__init__(functions, axes)

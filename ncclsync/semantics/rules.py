@@ -13,13 +13,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from ncclsync.communicator import native
-from ncclsync.semantics.axes import BATCHES, Axes, Rows
+from ncclsync.semantics.axes import BATCHES, Axes, Rows, passed_on
 from ncclsync.semantics.placements import (
     COUNTER,
     EACH,
@@ -37,44 +37,62 @@ from ncclsync.semantics.placements import (
 )
 
 
-class Call(Protocol):
-    """Hold an op that is being placed.
+@dataclasses.dataclass
+class Call:
+    """An op that is being placed.
 
     Attributes:
         op: as it was traced.
-        inputs: the placements of what it will get; a rule changes them by `require`.
+        tensors: what the op will get.
+        inputs: their placements; a rule changes them by `require`.
+        placer: the `placing.Placer` that asks.
+        given: the tensors and their placements as they came.
+        local: indices of LOCAL inputs, which count as whole meanwhile.
         lenient: whether what is whole may be taken for rows: a loop's body is looked at to see what begins
             it.
         row_by_row: whether it is in a loop over a tower's rows.
         within: whether it is in a function, where nothing can be put before it.
         row_splits: names of the row splits of ragged arguments whose values lie in rows, not in rows of rows.
-        unit: of the rows of its inputs, which are placed as those of samples meanwhile; see `Placement`.
+        axes: what is known of the lengths of the op's inputs and outputs.
+        unit: of the rows of its inputs, which are placed as those of samples while its rule is asked; see `Placement`.
     """
 
     op: tf.Operation
+    tensors: list[tf.Tensor]
     inputs: list[Placement]
-    lenient: bool
-    row_by_row: bool
-    within: bool
-    row_splits: Collection[str]
-    unit: str
+    placer: Any
+
+    def __post_init__(self) -> None:
+        self.given = list(self.tensors), list(self.inputs)
+        self.local: set[int] = set()
+        self.lenient, self.row_by_row, self.within = self.placer.lenient, self.placer.row_by_row, self.placer.within
+        self.row_splits: Collection[str] = self.placer.row_splits
+        self.axes: Axes = self.placer.axes
+        self.unit = ""
 
     def require(self, index: int, placement: Placement) -> None:
         """Give the op input `index` with that placement."""
-        ...
+        if self.inputs[index] == placement or (index in self.local and placement.kind is not Kind.PARTIAL):
+            return
+        before = self.given[1][index] if index in self.local else self.inputs[index]
+        self.local.discard(index)
+        before, after = (one.of_unit(self.unit) if self.unit else one for one in (before, placement))
+        self.tensors[index] = self.placer.convert(self.tensors[index], before, after, self.op)
+        self.inputs[index] = placement
 
     def constant(self, index: int) -> Any:
         """Return the value of input `index` if it is known now."""
-        ...
+        return self.axes.constant(self.op.inputs[index])
 
     def spares(self, index: int) -> bool:
         """Return whether input `index` can be placed otherwise and no rows are gathered: every tower knows all."""
-        ...
+        placed = self.inputs[index].of_unit(self.unit) if self.unit else self.inputs[index]
+        return self.placer.spares(self.tensors[index], placed)
 
-    @property
-    def axes(self) -> Axes:
-        """Return what is known of the lengths of the op's inputs and outputs."""
-        ...
+    def begin_anew(self) -> None:
+        """Take back what was required."""
+        self.tensors, self.inputs, self.unit = list(self.given[0]), list(self.given[1]), ""
+        self.local.clear()
 
 
 def names(text: str) -> frozenset[str]:
@@ -341,20 +359,14 @@ def _add_partial(call: Call) -> Sequence[Placement] | None:
         return [MEAN]
     if not ops <= {"sum", "mean"}:
         return None
-    state = any(_is_read(call.op.inputs[i]) for i, p in enumerate(call.inputs) if p.kind is Kind.PARTIAL)
+    parts = [i for i, placed in enumerate(call.inputs) if placed.kind is Kind.PARTIAL]
+    state = any(passed_on(call.op.inputs[i], "Cast").op.type == "ReadVariableOp" for i in parts)
     for i in range(len(call.inputs)):
         # Each tower's part of a gradient has its part of a regularisation; a count stays one, on tower 0.
         if shape and not state and not call.lenient and call.op.outputs[0].dtype.is_floating:
             call.require(i, MEAN if call.inputs[i].whole else call.inputs[i])
         call.require(i, SUM)
     return [SUM]
-
-
-def _is_read(tensor: tf.Tensor) -> bool:
-    """Return whether a tensor is what a variable holds, cast or not."""
-    while tensor.op.type in ("Cast", "Identity"):
-        tensor = tensor.op.inputs[0]
-    return tensor.op.type == "ReadVariableOp"
 
 
 @_linear("Mul", "RealDiv", "Div", "MulNoNan", "DivNoNan")

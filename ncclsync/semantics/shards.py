@@ -108,10 +108,10 @@ def shard_batch(
     """
     leaves = tf.nest.flatten(batch)
     rowed = rowed_leaves(batch)
-    static = {rows for leaf in rowed if (rows := _static_rows(leaf)) is not None}
+    static = {rows for leaf in rowed if (rows := leaf.shape[0]) is not None}
     rows = count_rows(rowed[0])
     checks = []
-    if not static or any(_static_rows(leaf) is None for leaf in rowed):
+    if not static or any(leaf.shape[0] is None for leaf in rowed):
         counts = [count_rows(leaf) for leaf in rowed]
         same = tf.reduce_all(tf.equal(tf.stack(counts), rows))
         names = ", ".join(_names_of_rowed(batch))
@@ -182,7 +182,7 @@ def rowed_leaves(batch: Any) -> list[Any]:
         raise ValueError(
             f"Expected a batch with at least one tensor whose first axis runs over the samples. Received: {batch}"
         )
-    if len({_static_rows(leaf) for leaf in rowed} - {None}) > 1:
+    if len({leaf.shape[0] for leaf in rowed} - {None}) > 1:
         shapes = [f"{tuple(leaf.shape)} of {name}" for leaf, name in zip(rowed, _names_of_rowed(batch), strict=True)]
         raise ValueError(f"{_SAME_ROWS} {', '.join(shapes)}. {_FIRST_AXIS} {_SETS} {_MERGED}")
     return rowed
@@ -213,7 +213,7 @@ def grouped(batch: Any) -> Any:
     The step is to be given what `ungrouped` returns.
     """
     leaves = [leaf for leaf in tf.nest.flatten(batch) if _has_rows(leaf)]
-    counts = [_static_rows(leaf) or 0 for leaf in leaves]
+    counts = [leaf.shape[0] or 0 for leaf in leaves]
     samples = min(counts, default=0)
     dense = all(isinstance(leaf, (tf.Tensor, tf.TensorSpec)) for leaf in leaves)
     if samples == max(counts, default=0) or not dense or samples < 1 or any(one % samples for one in counts):
@@ -334,10 +334,6 @@ def _has_rows(leaf: Any) -> bool:
     return rank > 0
 
 
-def _static_rows(leaf: Any) -> int | None:
-    return leaf.shape[0]
-
-
 def count_rows(leaf: Any) -> tf.Tensor:
     """Return the length of the first axis of a dense, sparse or ragged tensor, an int32 scalar."""
     if isinstance(leaf, tf.RaggedTensor):
@@ -351,7 +347,7 @@ def _split(leaf: Any, splits: Any, missing: tf.Tensor, towers: int) -> list[Any]
     """Split one element of a batch; `splits` are the rows of each tower's piece, at least 1."""
     if not _has_rows(leaf):
         return [leaf] * towers
-    static = _static_rows(leaf)
+    static = leaf.shape[0]
     if tf.is_tensor(splits) and (static is None or static <= towers):
         leaf = tf.cond(missing > 0, lambda: _repeat_first_row(leaf, missing), lambda: leaf)
     if isinstance(leaf, tf.Tensor):

@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from ncclsync.communicator import native
+from ncclsync.semantics.axes import passed_on
 from ncclsync.semantics.placements import PIECE, REPLICATE, SUM, Kind, Placement, rows, shard
 from ncclsync.semantics.rules import (
     COUNTING,
@@ -193,17 +194,13 @@ def _where(call: Call) -> Sequence[Placement] | None:
     return [Placement(Kind.INDICES, op="own", counts=(placed.each, 1), unit=unit)]
 
 
-def _behind(tensor: tf.Tensor, passed: str) -> tf.Operation:
-    """Return the op that a tensor comes from, by way of identities and ops of these types."""
-    while tensor.op.type in names(f"Identity {passed}"):
-        tensor = tensor.op.inputs[0]
-    return tensor.op
+_OF_PLACES = ("Squeeze", "Where", "Reshape")  # between a sequence mask and the places of what is true in it
 
 
 def _columns_of(places: tf.Tensor) -> tf.Tensor | None:
     """Return how many columns a sequence mask has whose places of what is true these are; None: it is none."""
-    mask = _behind(places, "Squeeze Where Reshape")
-    columns = _behind(mask.inputs[0], "") if mask.type == "Less" and mask.inputs[1].shape.rank == 2 else mask
+    mask = passed_on(places, *_OF_PLACES).op
+    columns = passed_on(mask.inputs[0]).op if mask.type == "Less" and mask.inputs[1].shape.rank == 2 else mask
     from_zero = columns.type == "Range" and [tf.get_static_value(columns.inputs[i]) for i in (0, 2)] == [0, 1]
     return columns.inputs[1] if from_zero and lengths_of(mask.inputs[1])[1] == 1 else None
 
@@ -211,7 +208,7 @@ def _columns_of(places: tf.Tensor) -> tf.Tensor | None:
 def _is_as_long(call: Call) -> bool:
     """Return whether a gather takes, of rows that are repeated, what a sequence mask of as many columns shows."""
     tiled, places = call.op.inputs[:2]
-    tile, mask = _behind(tiled, "Reshape"), _behind(places, "Squeeze Where Reshape")
+    tile, mask = passed_on(tiled, "Reshape").op, passed_on(places, *_OF_PLACES).op
     if tile.type != "Tile" or tiled.shape.rank != 1 or tile.inputs[1].op.type != "Pack":
         return False
     if (lengths_of(tile.inputs[0]) or [None])[1:] != [1] or tile.inputs[1].op.inputs[1] is not _columns_of(places):
@@ -225,8 +222,8 @@ def _splits_of(places: tf.Tensor, row_splits: Collection[str]) -> str:
     if limit is None or limit.op.type != "Maximum" or limit.op.inputs[1].op.type != "Max":
         return ""
     longest = limit.op.inputs[1].op.inputs[0]
-    column = _behind(_behind(places, "Squeeze Where Reshape").inputs[1], "Cast")
-    lengths = _behind(longest, "Cast BroadcastTo")
+    column = passed_on(passed_on(places, *_OF_PLACES).op.inputs[1], "Cast").op
+    lengths = passed_on(longest, "Cast", "BroadcastTo").op
     if column.type != "ExpandDims" or column.inputs[0] is not longest or lengths.type != "Sub":
         return ""
     ends, begins = (tensor.op for tensor in lengths.inputs)

@@ -54,7 +54,7 @@ class Copies(Holder):
         self.track()
         if role is Role.PARTIAL:
             self.track_reads()
-        elif session.in_flight.active:
+        elif session.communicator.enqueues:
             self.hear_reads()
 
     def take_role(self, role: Role) -> None:
@@ -84,7 +84,10 @@ class Copies(Holder):
         if self.role is not Role.PARTIAL or self._is_whole:
             return
         if self._session.layout.meets_processes:
-            total = self._session.total([self._raw(one) for one in (self.variable, *self.copies)], self.variable.name)
+            # Nobody hears of these reads.
+            both = (self.variable, *self.copies)
+            parts = [tf.raw_ops.ReadVariableOp(resource=one.handle, dtype=one.dtype) for one in both]
+            total = self._session.total(parts, self.variable.name)
             self._is_whole = True
             self._pending.add(self._key)
             tf.raw_ops.AssignVariableOp(resource=self.variable.handle, value=total)
@@ -96,10 +99,6 @@ class Copies(Holder):
             with tf.device(self.variable.device):
                 tf.raw_ops.AssignAddVariableOp(resource=self.variable.handle, value=tf.identity(part))
             copy.assign(tf.zeros_like(part))
-
-    def _raw(self, variable: tf.Variable) -> tf.Tensor:
-        """Read a variable without anybody hearing of it."""
-        return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
 
     def keep_part(self, is_root: bool) -> None:
         """Let the first tower of this process hold its part again, before a step: nothing, unless it is tower 0."""

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from ncclsync.communicator import AllGather, AllReduce, Communicator, ReduceScatter, native
+from ncclsync.communicator import AllGather, AllReduce, AnyCollective, Broadcast, Communicator, ReduceScatter, native
 from ncclsync.ops import Collective, CollectiveKind, device_ops
-from ncclsync.ops.group_ops import Joining, Turns, agree, gather_rows, group_all_reduce, group_broadcast, group_exchange
+from ncclsync.ops.group_ops import Turns, agree, gather_rows, group_exchange
 from ncclsync.ops.spans import COMMUNICATION, Begun, Meter, begin, hold
 from ncclsync.program.program import Bucket
 from ncclsync.semantics.shards import Shards, digest_of_rows
@@ -195,7 +195,7 @@ class Exchanges:
     def _launch(
         self,
         columns: Sequence[Sequence[tf.Tensor]],
-        collectives: Sequence[Joining],
+        collectives: Sequence[AnyCollective],
         done: After,
         anywhere: Sequence[Any] = (),
         *,
@@ -214,7 +214,10 @@ class Exchanges:
         """Join buckets at once; return [s][B] lists of tensors, what each shard receives."""
         span = self._begin(call)
         held = hold(call.given, span.ops)
-        join = call.buckets[0].join
+        join, root, count = call.buckets[0].join, call.buckets[0].wire.root, self._layout.shards
+        if root >= count:
+            what = "shards" if self._divided else "towers"
+            raise ValueError(f"Expected root to be below the number of {what}, {count}. Received: {root}")
         if self._divided:
             joined = join_shards(call.buckets, held, self._layout)
         elif join is not None:
@@ -300,32 +303,23 @@ def _join(
 ) -> list[list[list[tf.Tensor]]]:
     """Join buckets of one tensor by the communicator: all of them grouped, or one of any kind."""
     columns = [[tensors[0] for tensors in column] for column in zip(*sent, strict=True)]  # [B][n]
-    if _is_grouped(call.buckets[0]):
+    first = call.buckets[0]
+    if not first.wire.concatenates or _is_grouped(first):
         pairs = zip(call.buckets, call.labels, strict=True)
         collectives = [_collective(bucket.wire, label) for bucket, label in pairs]
         columns = group_exchange(columns, towers.communicator, collectives, turns)
+    elif towers.layout.meets_processes:
+        columns = [gather_rows(columns[0], towers.communicator, call.labels[0], turns)]
     else:
-        columns = [_join_one(call, columns[0], towers, turns)]
+        columns = [join_shard_tensors(first, columns[0], towers.layout)]
     return [[[tensor] for tensor in row] for row in zip(*columns, strict=True)]
 
 
-def _collective(wire: Collective, label: str) -> Joining:
-    """Return the communicator's collective for a bucket that is grouped."""
+def _collective(wire: Collective, label: str) -> AnyCollective:
+    """Return the communicator's collective for a bucket of one tensor."""
+    if wire.kind == CollectiveKind.BROADCAST:
+        return Broadcast((), wire.root, label)
     if wire.kind == CollectiveKind.STACK:
         return AllGather((), (), label)
     kind = ReduceScatter if wire.kind == CollectiveKind.REDUCE_SCATTER else AllReduce
     return kind((), (), wire.op, label)
-
-
-def _join_one(call: _Call, tensors: Sequence[tf.Tensor], towers: TowerState, turns: Turns) -> list[tf.Tensor]:
-    """Join one bucket that is sent, gathered, or reduced to one tower; [n] in, [n] out."""
-    wire, (label,), count = call.buckets[0].wire, call.labels, len(towers)
-    if wire.root >= count:
-        raise ValueError(f"Expected root to be below the number of towers, {count}. Received: {wire.root}")
-    if wire.kind == CollectiveKind.BROADCAST:
-        return group_broadcast(tensors, towers.communicator, wire.root, label, turns)
-    if wire.concatenates and towers.layout.meets_processes:
-        return gather_rows(tensors, towers.communicator, label, turns)
-    if wire.concatenates:
-        return join_shard_tensors(call.buckets[0], tensors, towers.layout)
-    return group_all_reduce(tensors, towers.communicator, wire.op, label, turns)

@@ -33,7 +33,11 @@ class _Step:
 
 
 class InFlight:
-    """Track the steps of some towers whose collectives are under way."""
+    """Track the steps of some towers whose collectives are under way.
+
+    Attributes:
+        lost: the ids of the variables that are lost.
+    """
 
     def __init__(self, communicator: Communicator) -> None:
         """Begin with none."""
@@ -41,12 +45,7 @@ class InFlight:
         self._steps: list[_Step] = []
         self._reported: BaseException | None = None  # the failure that was raised last
         self._raised: Exception | None = None  # by Python within a step
-        self._lost: set[int] = set()
-
-    @property
-    def active(self) -> bool:
-        """Return whether steps return before their collectives have ended."""
-        return self._communicator.enqueues
+        self.lost: set[int] = set()
 
     def add(self, written: frozenset[int], results: Any) -> None:
         """Add a step that has been enqueued.
@@ -55,8 +54,6 @@ class InFlight:
             written: the ids of the variables that it writes.
             results: its tensors, in any structure. To read one whose collectives have failed is an error.
         """
-        if not self.active:
-            return
         launched, ended = self._communicator.groups()
         self._steps = [step for step in self._steps if step.last > ended]
         if launched > ended:
@@ -118,11 +115,11 @@ class InFlight:
             # A step that not all processes have launched writes nothing.
             rests = first <= self._communicator.agreed
             if self._communicator.was_delivered and rests:
-                self._lost.update(written)
+                self.lost.update(written)
             for step in self._steps:
                 if step.last >= first:
                     step.failure = failure
-                    self._lost.update(step.written if rests else ())
+                    self.lost.update(step.written if rests else ())
             self._steps.clear()
         return failure
 
@@ -134,14 +131,14 @@ class InFlight:
         """
         if any(key in step.written for step in self._steps):
             self.settle()
-        if key in self._lost:
+        if key in self.lost:
             self.raise_lost(lambda: "a variable")
 
     def before_write(self, key: int) -> None:
         """Record that all of a variable is written: it no longer depends on earlier steps, nor is it lost."""
         for step in self._steps:
             step.written -= {key}
-        self._lost.discard(key)
+        self.lost.discard(key)
 
     def raise_lost(self, names: Callable[[], str]) -> None:
         """Raise NcclSyncError if variables are lost.
@@ -149,14 +146,9 @@ class InFlight:
         Args:
             names: of the lost ones, for the message.
         """
-        if self._lost:
+        if self.lost:
             raise NcclSyncError(
                 f"Expected variables that are whole. Received: {names()} that a step wrote after a collective had "
                 f"failed ({self._reported}). Load the weights and the optimizer's state of a checkpoint, or build the "
                 "model again. With Health(emergency_checkpoint=...), a step waits for its collectives before it writes."
             )
-
-    @property
-    def lost(self) -> frozenset[int]:
-        """Return the ids of the variables that are lost."""
-        return frozenset(self._lost)

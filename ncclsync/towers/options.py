@@ -252,17 +252,20 @@ class TowerOptions:
             raise TypeError(f"Expected shards to be an int. Received: {shards!r} of type {type(shards).__name__}")
         if not 1 <= shards <= MOST_TOWERS:
             raise ValueError(f"Expected shards to be from 1 to {MOST_TOWERS}. Received: {shards}")
-        towers = self.towers if self.devices is None else len(self.devices)
-        if towers is not None and shards < towers:
-            raise ValueError(
-                f"Expected at least a shard for each of {towers} towers. Received: shards={shards}. A tower without a "
-                "shard would compute nothing: use fewer towers, or more shards"
-            )
+        self.check_towers(self.towers if self.devices is None else len(self.devices))
         if self.shard_optimizer:
             raise ValueError(
                 "Expected shards or shard_optimizer, not both: which part of an optimizer's state a tower keeps "
                 f"depends on the number of towers, and shards must not. Received: shards={shards}, "
                 "shard_optimizer=True"
+            )
+
+    def check_towers(self, towers: int | None) -> None:
+        """Raise ValueError if there are fewer shards than so many towers; None: their number is not known yet."""
+        if self.shards is not None and towers is not None and self.shards < towers:
+            raise ValueError(
+                f"Expected at least a shard for each of {towers} towers. Received: shards={self.shards}. A tower "
+                "without a shard would compute nothing: use fewer towers, or more shards"
             )
 
     def _check_shares(self) -> None:

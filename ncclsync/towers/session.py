@@ -96,12 +96,7 @@ class Session:
             share_cores(*((options.shards, None) if divided else (options.towers, options.devices)), process)
         placement = choose_placement(options.towers, options.devices, options.backend, process)
         devices, self.backend = placement.devices, placement.backend
-        if options.shards is not None and options.shards < len(devices):
-            raise ValueError(
-                f"Expected at least a shard for each of {len(devices)} towers. Received: "
-                f"shards={options.shards}. A tower without a shard would compute nothing: use fewer towers, "
-                "or more shards"
-            )
+        options.check_towers(len(devices))
         if health.audit_every is not None:
             _check_audits(devices)
         shared = options.shares is not None and (options.shares != AUTO or len(devices) > 1)

@@ -93,8 +93,6 @@ def total_of_gathered(gathered: tf.Tensor, op: str, layout: Layout, tower: int) 
 def join_shard_tensors(bucket: Bucket, values: Sequence[tf.Tensor], layout: Layout) -> list[tf.Tensor]:
     """Join one tensor of each shard; [s] in, [s] out, computed once for all towers of one device."""
     wire, shards = bucket.wire, len(values)
-    if wire.root >= shards:
-        raise ValueError(f"Expected root to be below the number of shards, {shards}. Received: {wire.root}")
     if wire.kind == CollectiveKind.BROADCAST:
         return [values[wire.root]] * shards
     nodes: dict[Node, tf.Tensor] = {}

@@ -62,10 +62,6 @@ class TowerState:
         """Return the N ranks."""
         return self.session.communicator
 
-    def copies(self, variable: tf.Variable) -> list[tf.Variable]:
-        """Return [n] the copies of tower 0's `variable`; see `Replicas.of`."""
-        return self.replicas.of(variable)
-
     def split_further(self, rows: int) -> bool:
         """Divide steps into twice as many shards from now on, so that they take less memory.
 

@@ -9,7 +9,7 @@ import functools
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from ncclsync.towers.recovery import KeptBatch, Rollback
 from ncclsync.towers.state import TowerState
 from ncclsync.towers.step_function import OnFed, OnGiven, OnIterator, StepFunction, without_optionals
 from ncclsync.towers.traced_step import Key, TracedStep
+from ncclsync.towers.watch import Watcher
 
 logger = logging.getLogger("ncclsync")
 
@@ -56,7 +57,6 @@ class TowerStep(TracedStep):
         self._digest: Callable[[], bytes | None] | None = None  # stands for its batches, if each process reads its own
         self._functions: dict[Key, StepFunction] = {}
         self._sizes: tf.Variable | None = None  # of `CountingDataset`, for the batches that come
-        self._audited: Audit | None = None  # by the steps that have run and are not counted
 
     def run_on_iterator(self, iterator: tf.data.Iterator) -> Any:
         """Run `steps_per_execution` steps, or as many as there are batches for; return the last results.
@@ -77,18 +77,15 @@ class TowerStep(TracedStep):
                 self._sizes = next((one.sizes for one in counting if one.sizes is not None), None)
             self.towers.communicator.reads_same_rows = self._digest is None
         kind = OnFed if feeds(self.towers.layout.devices) else OnIterator
-        watchers = self.towers.watch.watchers
+        watchers = self.towers.watch.take_watchers() if self.trains else ()
         done = 0
         while done < self.steps_per_execution:
-            for watcher in watchers if done else ():
-                self.towers.watch.watch_next(watcher)
             try:
-                made, results = self._run(kind, iterator)
+                results = self._run(kind, iterator, watchers)
             except NoBatchLeft:
                 if done == 0:
                     raise
                 break
-            self.count(made)
             done += self._steps_per_call
         return results
 
@@ -104,28 +101,25 @@ class TowerStep(TracedStep):
         self._compared, self._sizes = None, self.towers.sizes_of_given
         self._digest = None if self._sizes is None else bytes
         self.towers.communicator.reads_same_rows = self._sizes is None
-        _, results = self._run(OnGiven, batch)
-        self.count(None)
-        return results
+        return self._run(OnGiven, batch, self.towers.watch.take_watchers() if self.trains else ())
 
-    def _run(self, kind: type[StepFunction], batches: Any) -> tuple[Any, Any]:
-        """Run the function for what comes next; another one if somebody watches the step.
+    def _run(self, kind: type[StepFunction], batches: Any, watchers: Sequence[Watcher]) -> Any:
+        """Run the function for what comes next, and count its steps; return the last one's results.
 
         Args:
             kind: where the batches come from.
             batches: an iterator; or a batch.
-
-        Returns:
-            How many steps have run, None for one, and the last one's results.
+            watchers: get the timestamps of the steps, which another function then records.
         """
         towers = self.towers
         # Before anything is kept: the variables of another function's graph would be found by later steps.
         towers.session.require_eager("fit, evaluate, predict and the _on_batch methods of a model on towers")
         self._forget_other_layouts()
         audits = self.trains and towers.watch.is_audit_due(self._steps_per_call)
-        watchers = towers.watch.next_watchers() if self.trains else []
-        if audits:  # what is computed again is no part of a step's time
-            watchers = []
+        if audits or not self.trains:  # what is computed again is no part of a step's time
+            watchers = ()
+        elif (shares := towers.session.shares) is not None and not shares.settled:
+            watchers = [*watchers, shares.measure]
         known = len(self._functions)
         function = self._function_for(kind, batches, watched=bool(watchers), audits=audits)
         is_new = len(self._functions) > known
@@ -138,7 +132,7 @@ class TowerStep(TracedStep):
         try:
             with reporting, self.guarded(function):
                 steps, results = function.run(batches)
-                if towers.session.in_flight.active:
+                if towers.session.communicator.enqueues:
                     towers.session.in_flight.add(function.written, results)
         except tf.errors.ResourceExhaustedError:
             batch = function.kept.batch() if function.rollback.undone else None
@@ -146,13 +140,13 @@ class TowerStep(TracedStep):
             if rows is None or not towers.split_further(rows):
                 raise
         else:
-            self._audited = function.audit
             self._compare_batches(function)
             if is_new and not watchers and self.trains and len(towers) > 1:
                 self._warn_of_costs(function)
-            return steps, results
+            self.count(steps, function.audit)
+            return results
         del function  # what it keeps on the towers
-        return self._run(OnGiven, batch)
+        return self._run(OnGiven, batch, ())
 
     @property
     def _steps_per_call(self) -> int:
@@ -250,7 +244,9 @@ class TowerStep(TracedStep):
             raise
         except BaseException as error:
             self._mend(function)
-            cause = session.cause_of(error, function.written if function and session.in_flight.active else frozenset())
+            cause = session.cause_of(
+                error, function.written if function and session.communicator.enqueues else frozenset()
+            )
             if isinstance(cause, tf.errors.CancelledError) and function and not session.layout.meets_processes:
                 cause = self._find_what_cancelled(function) or cause
             if cause is error:
@@ -276,8 +272,8 @@ class TowerStep(TracedStep):
             return self.towers.session.cause_of(error)
         return None
 
-    def count(self, steps: tf.Tensor | None) -> None:
-        """Report `steps` that have run, None for one, to the towers, if they count them; see what an audit has found.
+    def count(self, steps: tf.Tensor | None, audit: Audit | None = None) -> None:
+        """Report `steps` that have run, None for one, to the towers, if they count them; see what `audit` has found.
 
         Raises:
             AuditError, DivergenceError: towers have computed, or hold, different numbers.
@@ -285,7 +281,6 @@ class TowerStep(TracedStep):
         watch, health = self.towers.watch, self.towers.options.health
         if not self.trains or (health.check_every is None and health.audit_every is None):
             return
-        audit, self._audited = self._audited, None
         made = 1 if steps is None else int(steps)
         if audit is not None:
             audit.check(watch.audited(made))

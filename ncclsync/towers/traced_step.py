@@ -142,7 +142,7 @@ class TracedStep(abc.ABC):
         return program
 
     def _trace_and_cut(self, source: Source, specs: Any, meter: Meter | None) -> Program:
-        if source.jit_compile and self.towers.session.in_flight.active:
+        if source.jit_compile and self.towers.session.communicator.enqueues:
             check_xla_captures_nothing()
         readers = self.readers()
         observer = Observer() if readers else None

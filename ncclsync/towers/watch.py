@@ -19,6 +19,8 @@ from ncclsync.towers.session import Session
 
 logger = logging.getLogger("ncclsync")
 
+Watcher = Callable[[Measured], None]
+
 
 class Watch:
     """Do what `Health` asks for, and hold what callbacks ask of the next steps.
@@ -38,26 +40,18 @@ class Watch:
         self.traces: list[Any] | None = None
         self.steps = 0
         self._audited = 0  # steps, up to the last audit
-        self._watchers: list[Callable[[Measured], None]] = []
+        self._watchers: list[Watcher] = []
 
-    def watch_next(self, watcher: Callable[[Measured], None]) -> None:
+    def watch_next(self, watcher: Watcher) -> None:
         """Give `watcher` the timestamps of the next training step, or of all steps that the next call makes.
 
         The step after it is not watched, even if the watched step fails.
         """
         self._watchers.append(watcher)
 
-    @property
-    def watchers(self) -> list[Callable[[Measured], None]]:
-        """Return the watchers of the step that is about to run."""
-        return list(self._watchers)
-
-    def next_watchers(self) -> list[Callable[[Measured], None]]:
+    def take_watchers(self) -> list[Watcher]:
         """Return the watchers of the step that is about to run, and forget them."""
         watchers, self._watchers = self._watchers, []
-        shares = self._session.shares
-        if shares is not None and not shares.settled:
-            watchers.append(shares.measure)
         return watchers
 
     def is_audit_due(self, steps: int) -> bool:
@@ -107,7 +101,7 @@ class Watch:
         for copies in self._replicas.identical:
             variable = copies[0]
             numbers = variable.dtype.is_floating or variable.dtype.is_integer
-            if session.in_flight.active and numbers and self._replicas.lies_where_joined(variable):
+            if session.communicator.enqueues and numbers and self._replicas.lies_where_joined(variable):
                 found = session.on_each_tower(self._distances, [copy.value() for copy in copies])
             else:
                 reference = session.of_tower_0(variable, "divergence")

@@ -21,7 +21,7 @@ from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import ProcessError
 from ncclsync.training.arguments import named_arguments, takes
 from ncclsync.training.callbacks.backup import BackupAndRestore
-from ncclsync.training.callbacks.shuffled import OwnRows, Shuffled
+from ncclsync.training.callbacks.shuffled import Shuffled
 from ncclsync.training.callbacks.timeline import Timeline
 from ncclsync.training.local import Local, LocalRows, check_alone
 from ncclsync.training.loop import Towers, towers_of
@@ -83,7 +83,7 @@ def _in_step(model: keras.Model, towers: Towers, method: Callable, read: Callabl
                         stack.enter_context(_replaced(towers, sizes_of_given=kwargs[name].sizes))
                 # `predict`, and a step that runs line by line, take whole batches.
                 elif isinstance(kwargs.get(name), Shuffled) and method.__name__ != "predict" and not model.run_eagerly:
-                    kwargs[name] = _own_rows(kwargs[name], towers)
+                    kwargs[name] = kwargs[name].of_process(towers.layout)
             if not isinstance(callbacks, keras.callbacks.CallbackList):
                 callbacks = keras.tree.flatten(callbacks)
                 _arrange(callbacks, method.__name__, model, towers)
@@ -104,11 +104,6 @@ def _in_step(model: keras.Model, towers: Towers, method: Callable, read: Callabl
         return results
 
     return in_step
-
-
-def _own_rows(data: Shuffled, towers: Towers) -> OwnRows:
-    """Return the same batches, of which this process reads what its towers get."""
-    return data.of_process(towers.layout)
 
 
 def _local_rows(data: Local, name: str, model: keras.Model, towers: Towers, given: Mapping[str, Any]) -> LocalRows:

@@ -130,7 +130,7 @@ def test_state_is_divided():
     assert [elements(slot) for slot in slots] == [0] * 8
     sharded = sharding_of(model)
     flats = [variable.value for variable in sharded.twin.variables if len(variable.shape)]
-    held = {elements(copy) for flat in flats for copy in model.towers.copies(flat)}
+    held = {elements(copy) for flat in flats for copy in model.towers.replicas.of(flat)}
     assert len(flats) == 2 and held == {sum(-(-size // 4) for size in sizes)}
     told = str(model.towers.explain())
     assert "each tower has its part" in told and "what each tower has updated" in told

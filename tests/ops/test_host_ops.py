@@ -1,4 +1,4 @@
-"""Our own TensorFlow kernels for the host's memory: all-reduce and all-gather."""
+"""Our own TensorFlow kernels for the host's memory: all-reduce."""
 
 import pathlib
 import re
@@ -81,25 +81,6 @@ def test_all_reduce_refuses(shapes, weights, dtype, message):
     tensors = [[tf.zeros(shape, dtype)] for shape in shapes]
     with pytest.raises(tf.errors.InvalidArgumentError, match=message):
         host_ops.all_reduce(tensors, [tf.constant(w, tf.float64) for w in weights], "sum")
-
-
-@pytest.mark.parametrize("dtype", sorted(native.DTYPES))
-def test_all_gather(dtype):
-    """Towers' rows one behind the other, of as many rows as each has, more than one block at a time."""
-    rows = [[(0, 3), (1,), (2, 70_001)], [(2, 3), (1,), (1, 70_001)], [(1, 3), (1,), (0, 70_001)]]
-    arrays = [[np.arange(np.prod(s)).reshape(s) % 5 + i for s in shapes] for i, shapes in enumerate(rows)]
-    tensors = [[tf.cast(tf.constant(a, tf.int32), dtype) for a in row] for row in arrays]
-    results = host_ops.all_gather(tensors)
-    for result, parts in zip(results, zip(*arrays, strict=True), strict=True):
-        assert result.dtype.name == dtype
-        np.testing.assert_array_equal(tf.cast(result, tf.int32), np.concatenate(parts))
-
-
-@pytest.mark.parametrize("shapes", [[(), ()], [(2, 3), (2, 4)]])
-def test_all_gather_refuses(shapes):
-    """Scalars have no rows, and rows of different sizes make no tensor."""
-    with pytest.raises(tf.errors.InvalidArgumentError, match="rows of one size"):
-        host_ops._collective("NcclsyncAllGather", [[tf.zeros(shape)] for shape in shapes])
 
 
 def test_all_reduce_writes_no_input_that_anybody_else_holds():

@@ -11,7 +11,7 @@ from parity import assert_close, assert_towers_agree, data, mlp, on_towers
 
 import ncclsync
 from ncclsync import ops
-from ncclsync.communicator import AllGather, AllReduce, CpuCommunicator, ReduceScatter, native
+from ncclsync.communicator import AllGather, AllReduce, Broadcast, CpuCommunicator, ReduceScatter, native
 from ncclsync.ops import group_ops
 
 TOWERS = 4
@@ -287,7 +287,7 @@ def test_group_collectives_of_every_dtype(dtype):
             both = [ReduceScatter((), (), "max"), AllGather((), ())]
             return (
                 group_ops.group_all_reduce(tensors, communicator),
-                group_ops.group_broadcast(tensors, communicator, 1),
+                group_ops.group_exchange([tensors], communicator, [Broadcast((), 1)])[0],
                 *group_ops.group_exchange([tensors, tensors], communicator, both),
             )
 
@@ -308,7 +308,7 @@ def test_group_collectives_outside_a_graph(towers):
     kinds = [AllReduce((), ()), ReduceScatter((), ()), AllGather((), ())]
     rows = [[tf.tile(tensor[:1], [towers, 1]) for tensor in tensors], tensors]
     with CpuCommunicator(towers) as communicator:
-        copied = group_ops.group_broadcast(tensors, communicator, towers - 1)
+        copied = group_ops.group_exchange([tensors], communicator, [Broadcast((), towers - 1)])[0]
         reduced, scattered, gathered = group_ops.group_exchange([tensors, *rows], communicator, kinds)
     for i in range(towers):
         np.testing.assert_array_equal(copied[i], tensors[-1])

@@ -169,7 +169,7 @@ def test_metric_reads_are_global_and_state_is_folded_into_tower_0():
     states = [v for _, v in program_of(model).variables if role_of(v) is Role.SUM]
     assert len(states) == 4
     for variable in states:
-        values = [copy.numpy() for copy in model.towers.copies(variable)]
+        values = [copy.numpy() for copy in model.towers.replicas.of(variable)]
         assert values[1:] == [0.0, 0.0] and values[0] != 0.0
     assert {float(v.numpy()) for v in states if "count" in v.name} == {24.0}
 

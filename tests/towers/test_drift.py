@@ -37,7 +37,7 @@ class Flip(keras.callbacks.Callback):
         self.steps += self.model.steps_per_execution
         if self.steps == self.step:
             kernel = tf_compat.backend_variable(self.model.layers[0].kernel)
-            flip(self.model.towers.copies(kernel)[self.tower], 7, self.bit)
+            flip(self.model.towers.replicas.of(kernel)[self.tower], 7, self.bit)
 
 
 def fit(model, callbacks=()):
@@ -168,7 +168,7 @@ def test_steps_are_counted_as_they_run():
     fit(model)  # 2 epochs of 3 steps
     model.evaluate(X, Y, batch_size=20, verbose=0)
     model.train_on_batch(X, Y)
-    flip(model.towers.copies(tf_compat.backend_variable(model.optimizer.iterations))[1], 0, 3)
+    flip(model.towers.replicas.of(tf_compat.backend_variable(model.optimizer.iterations))[1], 0, 3)
     with pytest.raises(DivergenceError, match=r"after step 9, .*: .*iteration on tower 1"):
         fit(model)
 
@@ -182,7 +182,7 @@ def test_towers_run():
             weight.assign_add(tf.reduce_mean(x))
 
         towers.run(step, tf.ones([4]))
-        flip(towers.copies(weight)[1], 0, 0)
+        flip(towers.replicas.of(weight)[1], 0, 0)
         with pytest.raises(DivergenceError, match=r"after step 2, .*: weight:0 on tower 1"):
             towers.run(step, tf.ones([4]))
 

@@ -24,7 +24,7 @@ def fit(model):
 
 def copies(model, variable):
     """Every tower's own copy of a Keras variable; tower 0's is the variable itself."""
-    return model.towers.copies(tf_compat.backend_variable(variable))
+    return model.towers.replicas.of(tf_compat.backend_variable(variable))
 
 
 @pytest.mark.slow
@@ -52,7 +52,7 @@ def test_a_deleted_variable_is_forgotten():
     try:
         with Towers(2) as towers:
             variable = tf.Variable([1.0])
-            copy = weakref.ref(towers.copies(variable)[1])
+            copy = weakref.ref(towers.replicas.of(variable)[1])
             variable.assign([2.0])
             del variable
             assert copy() is None

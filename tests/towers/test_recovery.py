@@ -32,7 +32,7 @@ def held():
     with Towers(2) as towers:
         weight = tf.Variable([1.0, 2.0])
         metric = tf.Variable(5.0, aggregation=tf.VariableAggregation.SUM)
-        yield towers, towers.copies(weight), towers.copies(metric), program(weight, metric)
+        yield towers, towers.replicas.of(weight), towers.replicas.of(metric), program(weight, metric)
 
 
 def values(copies):

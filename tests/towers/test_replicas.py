@@ -34,7 +34,7 @@ def in_one_place(model):
     for keras_variable in [*model.variables, *model.optimizer.variables, *model.metrics_variables]:
         variable = tf_compat.backend_variable(keras_variable)
         if variable.dtype != tf.string:
-            places = {address(copy) for copy in model.towers.copies(variable)}
+            places = {address(copy) for copy in model.towers.replicas.of(variable)}
             found += [keras_variable.path] if len(places) < len(model.towers) else []
     return found
 
@@ -123,7 +123,7 @@ def test_of_every_dtype(dtype):
     """Also where the communicator does not know it."""
     variable = tf.Variable(tf.cast(tf.range(5) % 2, dtype))
     with Towers(3) as towers:
-        copies = towers.copies(variable)
+        copies = towers.replicas.of(variable)
         assert len({address(copy) for copy in copies}) == 3
         variable.assign(tf.cast(tf.range(1, 6) % 2, dtype))
         towers.broadcast()
@@ -146,9 +146,9 @@ def test_a_flipped_bit_is_seen(program):
         one.train_on_batch(X, Y)
     assert model.towers.divergence() == 0.0
     kernel = tf_compat.backend_variable(model.layers[-1].kernel)
-    others = [copy.numpy() for copy in model.towers.copies(kernel)[:2]]
-    flip(model.towers.copies(kernel)[2], bit=22)
-    for copy, other in zip(model.towers.copies(kernel), others, strict=False):
+    others = [copy.numpy() for copy in model.towers.replicas.of(kernel)[:2]]
+    flip(model.towers.replicas.of(kernel)[2], bit=22)
+    for copy, other in zip(model.towers.replicas.of(kernel), others, strict=False):
         np.testing.assert_array_equal(copy.numpy(), other)
     assert model.towers.divergence() > 0.0
     for one in (model, alone):
@@ -157,7 +157,7 @@ def test_a_flipped_bit_is_seen(program):
     assert any(np.any(one != other) for one, other in zip(towers[0], towers[2], strict=True))
     with pytest.raises(AssertionError):
         assert_close(state(model), state(alone))
-    flip(checked.towers.copies(tf_compat.backend_variable(checked.layers[-1].kernel))[2])
+    flip(checked.towers.replicas.of(tf_compat.backend_variable(checked.layers[-1].kernel))[2])
     with pytest.raises(DivergenceError, match="tower 2"):
         checked.train_on_batch(X, Y)
 
@@ -169,7 +169,7 @@ def test_writing_one_towers_copy_leaves_the_others():
         one.fit(X, Y, verbose=0, shuffle=False)
     kernel = model.layers[0].kernel
     before = kernel.numpy()
-    _, copy, last = model.towers.copies(tf_compat.backend_variable(kernel))
+    _, copy, last = model.towers.replicas.of(tf_compat.backend_variable(kernel))
     copy.assign_add(tf.ones_like(copy))
     np.testing.assert_array_equal(kernel.numpy(), before)
     np.testing.assert_array_equal(last.numpy(), before)

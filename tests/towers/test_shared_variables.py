@@ -31,7 +31,7 @@ def fit(model, epochs=1, **options):
 
 
 def copies(model, variable):
-    return model.towers.copies(tf_compat.backend_variable(variable))
+    return model.towers.replicas.of(tf_compat.backend_variable(variable))
 
 
 def assert_no_divergence(*models):
@@ -279,7 +279,7 @@ def test_close_of_one():
     last.close()
     variable.assign(3.0)
     assert run_doubled(other, run) == 3.0
-    assert [float(copy) for copy in other.copies(variable)] == [6.0, 6.0, 6.0]
+    assert [float(copy) for copy in other.replicas.of(variable)] == [6.0, 6.0, 6.0]
     with Towers(4) as again:
         assert run_doubled(again, run) == 6.0
         assert run_doubled(other, run) == 12.0
@@ -333,8 +333,8 @@ def test_variables_that_are_deleted():
     variable, kept = tf.Variable(1.0), tf.Variable(1.0)
     with Towers(2) as one, Towers(3) as other:
         for towers in (one, other):
-            towers.copies(variable)
-            towers.copies(kept)
+            towers.replicas.of(variable)
+            towers.replicas.of(kept)
         variable.assign(3.0)
         assert one.replicas.shared == other.replicas.shared == {id(variable), id(kept)}
         del variable
@@ -382,11 +382,11 @@ def test_divergence_is_told_in_both():
         for towers in (one, other):
             towers.run(run, tf.ones([6]))
         one.replicas.sync()
-        other.copies(variable)[2].assign(7.0)
+        other.replicas.of(variable)[2].assign(7.0)
         assert (one.divergence(), other.divergence()) == (0.0, 3.0)
         one.run(run, tf.ones([6]))
         assert (one.divergence(), other.divergence()) == (0.0, 0.0)
-        assert [float(copy) for copy in other.copies(variable)] == [8.0, 8.0, 8.0]
+        assert [float(copy) for copy in other.replicas.of(variable)] == [8.0, 8.0, 8.0]
 
 
 @pytest.mark.slow

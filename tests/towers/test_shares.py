@@ -134,7 +134,7 @@ def test_a_share_for_each_tower():
 def test_one_tower_measures_nothing():
     """It has all rows."""
     with Towers(1, shares="auto") as towers:
-        assert towers.layout.shares is None and not towers.watch.next_watchers()
+        assert towers.layout.shares is None and towers.session.shares is None
 
 
 def measured_step(times, samples=64, parts=(1.0,)):
@@ -254,7 +254,7 @@ def test_auto_trains_as_one_device(modelled, steps, caplog):
     assert_close(found, run(build()))
     assert_towers_agree(model)
     one, other = model.towers.layout.shares
-    assert 1.6 < one / other < 2.5 and not model.towers.watch.next_watchers()
+    assert 1.6 < one / other < 2.5 and model.towers.session.shares.settled
     told = [record.getMessage() for record in caplog.records if "shares=" in record.getMessage()]
     assert told == [f"shares='auto': from now on as shares={[one, other]}, by the times of CPU:0, CPU:0"]
     model.towers.close()
@@ -267,10 +267,10 @@ def test_auto_by_true_times(tmp_path):
     model.fit(X, Y, batch_size=20, epochs=8, shuffle=False, verbose=0, callbacks=[Timeline(tmp_path / "a.json")])
     alone.fit(X, Y, batch_size=20, epochs=8, shuffle=False, verbose=0)
     assert_close(state(model), state(alone))
-    assert not model.towers.watch.next_watchers()
+    assert model.towers.session.shares.settled
     model.towers.close()
     with Towers(2, shares="auto") as towers:
         for _ in range(MOST_CALLS):
             rows = towers.run(times_two, tf.range(9), per_tower=True)
             assert tf.concat([one for one in rows if one is not None], 0).numpy().tolist() == list(range(0, 18, 2))
-        assert not towers.watch.next_watchers()
+        assert towers.session.shares.settled

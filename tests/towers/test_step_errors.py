@@ -69,7 +69,7 @@ def state(model):
     """What must be equal on all towers, as each tower holds it: [N] lists of arrays."""
     variables = [v for v in keras_compat.variables_of(model) if v.aggregation != tf.VariableAggregation.SUM]
     model.towers.replicas.sync()
-    copies = [model.towers.copies(variable) for variable in variables]
+    copies = [model.towers.replicas.of(variable) for variable in variables]
     return [[column[i].numpy() for column in copies] for i in range(len(model.towers))]
 
 
@@ -303,7 +303,7 @@ def test_data_of_a_function_s_own_that_end():
         with pytest.raises(tf.errors.OutOfRangeError):
             towers.run(step, X[:20])
         towers.replicas.sync()
-        assert all(not copy.numpy().any() for copy in towers.copies(weight))
+        assert all(not copy.numpy().any() for copy in towers.replicas.of(weight))
 
 
 @pytest.mark.parametrize("rows", [20, 2])

@@ -25,7 +25,7 @@ def fit(model, epochs=1):
 
 def copies(model, variable):
     """Every tower's own copy of a Keras variable; tower 0's is the variable itself."""
-    return model.towers.copies(tf_compat.backend_variable(variable))
+    return model.towers.replicas.of(tf_compat.backend_variable(variable))
 
 
 @pytest.fixture(scope="module")
@@ -302,20 +302,20 @@ def test_role_that_a_later_step_shows():
     with Towers(3) as towers:
         total = tf.Variable(6.0, aggregation=tf.VariableAggregation.SUM)
         weight = tf.Variable(2.0)
-        assert [float(copy) for copy in towers.copies(total)] == [6.0, 0.0, 0.0]
-        assert [float(copy) for copy in towers.copies(weight)] == [2.0, 2.0, 2.0]
+        assert [float(copy) for copy in towers.replicas.of(total)] == [6.0, 0.0, 0.0]
+        assert [float(copy) for copy in towers.replicas.of(weight)] == [2.0, 2.0, 2.0]
         tf_compat.set_flag(total, "shared")
         tf_compat.set_flag(weight, "partial")
-        before = [*towers.copies(total), *towers.copies(weight)]
+        before = [*towers.replicas.of(total), *towers.replicas.of(weight)]
         towers.replicas.sync()
         assert [float(copy) for copy in before] == [6.0, 6.0, 6.0, 2.0, 0.0, 0.0]
         assert towers.divergence() == 0.0
-        towers.copies(weight)[2].assign(5.0)
+        towers.replicas.of(weight)[2].assign(5.0)
         assert float(weight) == 7.0
-        towers.copies(weight)[1].assign(1.0)
+        towers.replicas.of(weight)[1].assign(1.0)
         weight.assign_add(2.0)
         assert float(weight) == 10.0
-        towers.copies(weight)[1].assign(1.0)
+        towers.replicas.of(weight)[1].assign(1.0)
         weight.assign(3.0)
         towers.broadcast()
         assert float(weight) == 3.0

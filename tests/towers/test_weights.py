@@ -33,7 +33,7 @@ def state(model):
 def assert_copies_equal(model):
     """Every tower's own copy equals tower 0's variable; unlike `divergence`, without a sync before."""
     for variable in [*model.weights, *model.optimizer.variables]:
-        copies = model.towers.copies(tf_compat.backend_variable(variable))
+        copies = model.towers.replicas.of(tf_compat.backend_variable(variable))
         assert len(copies) == TOWERS
         for copy in copies[1:]:
             np.testing.assert_array_equal(copy.numpy(), copies[0].numpy(), err_msg=variable.path)

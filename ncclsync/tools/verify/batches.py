@@ -29,7 +29,9 @@ def take_batches(data: Any, steps: int, *, batch_size: int, towers: int, one_siz
     if isinstance(data, (tuple, dict)) or hasattr(data, "shape"):
         arrays = keras.tree.map_structure(_as_array, data)
         return [
-            keras.utils.unpack_x_y_sample_weight(keras.tree.map_structure(lambda a, at=at: _rows(a, at), arrays))
+            keras.utils.unpack_x_y_sample_weight(
+                keras.tree.map_structure(lambda a, at=at: None if a is None else a[at], arrays)
+            )
             for at in _slices(_length(arrays), steps, batch_size, towers, one_size)
         ]
     batches = list(itertools.islice(_iterated(data), steps))
@@ -79,10 +81,6 @@ def _slices(rows: int, steps: int, batch_size: int, towers: int, one_size: bool)
             size -= 1
         yield slice(start, start + size)
         start += size
-
-
-def _rows(array: Any, at: slice) -> Any:
-    return None if array is None else array[at]
 
 
 def _length(arrays: Any) -> int:

@@ -104,10 +104,11 @@ class Segment:
         function: None before.
         once: whether it runs once for each tower where a tower has several shards; else it runs for each shard.
         unrepeatable: an op of it that must run once, as Python and prints, and its line; "" if there is none.
-        held: (name of a handle, its dtype) of variables whose values the function is given last, and does not use.
-            Where XLA compiles, those that it writes: if such a program fails, TensorFlow frees the memory of each
-            variable that it was to write, which still uses it, unless somebody else holds that memory, too.
+        held: names of handles of variables whose values the function is given last, and does not use. Where XLA
+            compiles, those that it writes: if such a program fails, TensorFlow frees the memory of each variable that
+            it was to write, which still uses it, unless somebody else holds that memory, too.
             Source: tensorflow/compiler/jit/xla_launch_util.cc, PopulateExecutionInputBuffer.
+        hold: see `holding`; None: it holds none.
     """
 
     sources: tuple[str, ...]
@@ -119,16 +120,13 @@ class Segment:
     metered: bool = False
     once: bool = False
     unrepeatable: str = ""
-    held: tuple[tuple[str, tf.DType], ...] = ()
+    held: tuple[str, ...] = ()
+    hold: Any = None
 
     def run(self, values: Mapping[str, tf.Tensor], arguments: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Call its function with tensors and handles by name, and what it takes after them."""
         sources = [values[name] for name in self.sources]
-        # A variable that was written at places gives copies of its memory to who reads it, unless told to share again.
-        held = []
-        for name, dtype in self.held:
-            with tf.control_dependencies([tf.raw_ops.DisableCopyOnRead(resource=values[name])]):
-                held.append(tf.raw_ops.ReadVariableOp(resource=values[name], dtype=dtype))
+        held = [] if self.hold is None else self.hold(*(values[name] for name in self.held))
         return self.function(*sources, *arguments, *held)
 
     @property

@@ -22,7 +22,7 @@ from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.eager import context as eager_context
 from tensorflow.python.eager import execute as eager_execute
 from tensorflow.python.eager.polymorphic_function import attributes as function_attributes
-from tensorflow.python.framework import auto_control_deps_utils, kernels, op_def_registry
+from tensorflow.python.framework import auto_control_deps, auto_control_deps_utils, kernels, op_def_registry
 from tensorflow.python.framework import config as framework_config
 from tensorflow.python.framework import ops as framework_ops
 from tensorflow.python.framework.function_def_to_graph import function_def_to_graph
@@ -592,6 +592,10 @@ def shared_function(
     with contextlib.ExitStack() as stack:
         for name in [name for name in vars(function_attributes) if name.endswith("_ALLOWLIST")]:
             stack.enter_context(methods_wrapped([function_attributes], name, allow))
+        if not (jit_compile or meets_in_caller):
+            # An identity for each result, to wait for all side effects: a call ends after them anyway.
+            dependencies = [auto_control_deps.AutomaticControlDependencies]
+            stack.enter_context(methods_wrapped(dependencies, "mark_as_return", lambda _: lambda self, result: result))
         return tf.function(
             named if meets_in_caller else body,
             input_signature=signature,

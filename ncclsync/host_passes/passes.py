@@ -5,6 +5,7 @@ import functools
 
 from ncclsync.host_passes.chains import chain_nodes, find_chains
 from ncclsync.host_passes.direct import unpacked
+from ncclsync.host_passes.reads import reads_together
 from ncclsync.host_passes.same_shapes import Shapes, simplify
 from ncclsync.program.program import Program, Segment
 from ncclsync.program.segment import Rewrite, SegmentPlan, needed_ops
@@ -35,7 +36,7 @@ def _improved(segment: Segment, crowded: bool, joins: bool) -> Segment:
 def _rewritten(plan: SegmentPlan, needed: set[str], crowded: bool) -> SegmentPlan:
     shapes = Shapes(plan.graph, plan.ops)
     graph, ops = simplify(plan.graph, shapes, plan.ops, needed)
-    rewrites = []
+    rewrites = [*reads_together(graph, ops)]
     for chain in find_chains(graph, shapes, ops, needed):
         nodes = functools.partial(chain_nodes, graph, chain, ops, crowded)
         rewrites.append(Rewrite(frozenset(chain.members), chain.inputs, nodes))

@@ -93,7 +93,7 @@ def compile_segment(
     else:  # XLA makes no copies
         if not plan.shares_memory:
             keep_on_host(definition, graph, outside, needed_ops(segment))
-        read_rows_only(definition, _sparse_reads(graph, plan.ops), needed_ops(segment))
+        read_rows_only(definition, sparse_reads(graph, plan.ops), needed_ops(segment))
     specs = [bucket.specs for bucket in segment.incoming]
     # By names under which they are given on: of what tensor, and which of what its form makes of that.
     given_on: dict[str, tuple[str, int | None]] = {name: (name, None) for name in segment.fetches if name in taken}
@@ -218,7 +218,7 @@ def _graph_def(plan: SegmentPlan, tensors: Collection[str]) -> tuple[tf.compat.v
         node = definition.node.add()
         node.CopyFrom(graph.nodes[name])
         # Tower 0's placement means nothing on another tower; the caller's device decides.
-        if _same_device(node.device, graph.home_device):
+        if same_device(node.device, graph.home_device):
             node.device = ""
         node.attr.pop("_class", None)
         del node.input[:]
@@ -234,7 +234,7 @@ def _graph_def(plan: SegmentPlan, tensors: Collection[str]) -> tuple[tf.compat.v
     return definition, outside, added
 
 
-def _sparse_reads(graph: StepGraph, ops: Sequence[str]) -> dict[str, tf.TensorShape]:
+def sparse_reads(graph: StepGraph, ops: Sequence[str]) -> dict[str, tf.TensorShape]:
     """Return the reads among `ops` of variables that the step updates sparsely, and these' shapes."""
     sparse = {handle for op in graph.ops if op.type.startswith("ResourceScatter") for handle in graph.writes[op.name]}
     reads = [name for name in ops if graph.by_name[name].type == "ReadVariableOp"]
@@ -261,6 +261,7 @@ def _add_functions(graph: StepGraph, definition: tf.compat.v1.GraphDef) -> None:
 
 
 @functools.cache
-def _same_device(one: str, other: str) -> bool:
+def same_device(one: str, other: str) -> bool:
+    """Return whether two names are of one device."""
     first, second = (tf.DeviceSpec.from_string(name) for name in (one, other))
     return (first.device_type, first.device_index) == (second.device_type, second.device_index)

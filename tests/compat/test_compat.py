@@ -585,9 +585,16 @@ def test_reduction_axes():
 
 
 def test_shared_function():
-    """It is neither inlined nor made special for a caller; TensorFlow keeps both attributes."""
-    function = tf_compat.shared_function(lambda x: [x + 1.0], [tf.TensorSpec([])], False)
-    assert float(function(tf.constant(1.0))[0]) == 2.0
+    """It is neither inlined nor made special for a caller; TensorFlow keeps both attributes. Side effects happen."""
+    written = tf.Variable(0.0)
+
+    def body(x):
+        written.assign(x)
+        return [x + 1.0]
+
+    function = tf_compat.shared_function(body, [tf.TensorSpec([])], False)
+    assert float(tf.function(function)(tf.constant(1.0))[0]) == 2.0 and float(written) == 1.0
+    assert function.outputs[0].op.type == "AddV2"  # no identity, of which a step of many results would have as many
     attributes = function.function_def.attr
     assert attributes["_noinline"].b and attributes["_nospecialize"].b
     with pytest.raises(ValueError, match="nospecialize"):  # if not: no need for the private way any more

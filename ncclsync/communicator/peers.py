@@ -131,8 +131,8 @@ class Peers(abc.ABC):
         """
 
     @abc.abstractmethod
-    def end(self, words: str) -> None:
-        """Tell the others that this process ends, and why; wait until they have heard of it."""
+    def _end(self, words: str) -> None:
+        """See `end`."""
 
     @abc.abstractmethod
     def _report(self, words: str, ended: bool) -> None:
@@ -193,6 +193,12 @@ class Peers(abc.ABC):
         self._words[self.rank] = words
         with contextlib.suppress(NcclSyncError):
             self._report(words, False)
+
+    def end(self, words: str) -> None:
+        """Tell the others that this process ends, and why; wait until they have heard of it."""
+        failed, is_known = self._words[self.rank], self.failures[self.rank] == self._agreed[self.rank]
+        # They may hear of a failure and of the end at once.
+        self._end(words if is_known or failed in words else f"{words}, after {failed}")
 
     def report_file(self) -> None:
         """Tell the others that this process has written a file, or failed to, without waiting for them."""
@@ -479,7 +485,7 @@ class ServicePeers(Peers):
             return [0]
         return sorted(self._dead - {self.rank})
 
-    def end(self, words: str) -> None:
+    def _end(self, words: str) -> None:
         """Tell the others that this process ends; process 0 waits until they have heard of it."""
         with contextlib.suppress(NcclSyncError):
             self._report(words, True)

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from ncclsync import NcclSyncError, NcclTimeoutError
-from ncclsync.communicator.peers import Peers
+from ncclsync.communicator.peers import Doing, Peers
 from ncclsync.communicator.processes import find_process
 from ncclsync.errors import ProcessError
 
@@ -190,3 +190,15 @@ def test_an_end_right_after_a_failure_says_both():
     first, *said, last = others.said
     assert said == ["has ended, after ValueError: pruned", "has ended: ValueError: pruned"]
     assert first == last == "has ended"
+
+
+def test_a_variable_written_in_one_process_is_named():
+    """And not the collective that was to send it."""
+    sends = "broadcast (dense/kernel:0) of 20 × float32, 0"
+    steps, writes = Doing("`fit`, at epoch 2", 1, "4 abc", "a step"), Doing("`fit`, at epoch 2", 0, "", sends)
+    assert Others().difference([steps, writes]) == (
+        "Expected all processes to write variables alike. Received: dense/kernel, written in process 1 (in `fit`, at "
+        "epoch 2), not in process 0. Write it in all, as load_weights does"
+    )
+    other = writes._replace(text=sends.replace("20", "40"))
+    assert "Let all build the same model" in Others().difference([writes, other])

@@ -331,7 +331,7 @@ class MpiPeers(Peers):
             self.agree(words, timeout_s=timeout_s, kind=_FAILED)
         self.raised = None
 
-    def end(self, words: str) -> None:
+    def _end(self, words: str) -> None:
         """Tell the others that this process ends, and wait until they have heard of it."""
         self._report(words, True)
         with self.lock:

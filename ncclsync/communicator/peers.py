@@ -11,6 +11,7 @@ import contextlib
 import functools
 import operator
 import os
+import re
 import socket
 import sys
 import threading
@@ -44,6 +45,9 @@ SAME_ROWS = (
     "Seed what shuffles or draws, by keras.utils.set_random_seed and tf.data's shuffle(seed=...); and divide no "
     "dataset by process, as by shard(), but for an ncclsync.Local"
 )
+
+
+_VARIABLE = re.compile(r"broadcast \((.+?)(?::0)?\) of ")
 
 
 class Doing(NamedTuple):
@@ -132,8 +136,8 @@ class Peers(abc.ABC):
         """
 
     @abc.abstractmethod
-    def end(self, words: str) -> None:
-        """Tell the others that this process ends, and why; wait until they have heard of it."""
+    def _end(self, words: str) -> None:
+        """See `end`."""
 
     @abc.abstractmethod
     def _report(self, words: str, ended: bool) -> None:
@@ -177,6 +181,14 @@ class Peers(abc.ABC):
                 found = f"other rows in {names[1]} than in {names[0]}"
             where = each[other].words(with_text=False)
             return f"Expected all processes to read the same batches. Received: {found}, {where}. {SAME_ROWS}"
+        writers = [_VARIABLE.match(one.text) for one in each]
+        if len({one.place for one in each}) == 1 and any(writers) and not all(writers):
+            i, written = next((i, found[1]) for i, found in enumerate(writers) if found)
+            where = f" ({each[i].words(with_text=False)})" if first.place else ""
+            return (
+                f"Expected all processes to write variables alike. Received: {written}, written in {self.name(i)}"
+                f"{where}, not in {self.name(writers.index(None))}. Write it in all, as load_weights does"
+            )
         # Collectives of other tensors at the same point.
         is_model = len(places) == 1 and len({one.text.split(" (")[0] for one in each}) == 1
         by_text = len({one.place for one in each}) == 1
@@ -194,6 +206,12 @@ class Peers(abc.ABC):
         self._words[self.rank] = words
         with contextlib.suppress(NcclSyncError):
             self._report(words, False)
+
+    def end(self, words: str) -> None:
+        """Tell the others that this process ends, and why; wait until they have heard of it."""
+        failed, is_known = self._words[self.rank], self.failures[self.rank] == self._agreed[self.rank]
+        # They may hear of a failure and of the end at once.
+        self._end(words if is_known or failed in words else f"{words}, after {failed}")
 
     def report_file(self) -> None:
         """Tell the others that this process has written a file, or failed to, without waiting for them."""
@@ -464,7 +482,7 @@ class ServicePeers(Peers):
             return [0]
         return sorted(self._dead - {self.rank})
 
-    def end(self, words: str) -> None:
+    def _end(self, words: str) -> None:
         """Tell the others that this process ends; process 0 waits until they have heard of it."""
         with contextlib.suppress(NcclSyncError):
             self._report(words, True)

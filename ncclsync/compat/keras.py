@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.legacy.saving import legacy_h5_format
 from keras.src.models import functional as keras_functional
@@ -142,13 +143,22 @@ def _calls_that_make(tensors: Sequence[Any]) -> list[Call]:
 
 
 def settings_of(model: keras.Model) -> tuple[Any, ...]:
-    """Return the attributes of a model and its layers that are numbers, strings or None."""
+    """Return the attributes of a model and its layers: numbers, strings and functions, also within containers."""
     found: list[Any] = []
     for layer in [model, *model._flatten_layers(include_self=False)]:
-        members = [(name, value) for name, value in vars(layer).items() if not name.startswith("_")]
-        plain = [pair for pair in members if pair[1] is None or isinstance(pair[1], (bool, int, float, str))]
-        found.append((id(layer), layer.trainable, *[pair for pair in plain if pair[0] not in _KERAS_OWN]))
+        members = [pair for pair in vars(layer).items() if not pair[0].startswith("_") and pair[0] not in _KERAS_OWN]
+        found.append((id(layer), layer.trainable, *[(name, _setting_of(value)) for name, value in members]))
     return tuple(found)
+
+
+def _setting_of(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str, np.generic)):
+        return value
+    if isinstance(value, dict):
+        return tuple((repr(key), _setting_of(one)) for key, one in value.items())
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_setting_of, value))
+    return id(value) if callable(value) else None
 
 
 _KERAS_OWN = ("built", "stop_training", "train_function", "test_function", "predict_function")

@@ -13,13 +13,14 @@ import tensorflow as tf
 _UNKNOWN = "a line that could not be found"
 _OWN = str(pathlib.Path(__file__).parent.parent)
 _PLUGINS = os.path.join(os.path.dirname(os.path.dirname(tf.__file__)), "tensorboard")  # writes what tf.summary is given
+_PYTHON = os.path.dirname(os.__file__)
 _TRACE = os.path.join(_OWN, "program", "trace.py")  # calls a step
 _OF_TAPES = "gradient_tape/"
 _SOURCES = frozenset({"Const", "Placeholder", "ReadVariableOp"})
 
 
 def user_line(traceback: Any = None) -> str:
-    """Name the innermost line of a stack that is not a library's.
+    """Name the innermost line of a stack that is not a library's; installed ones' count if there is no other.
 
     Args:
         traceback: of an op; None: of the caller.
@@ -28,11 +29,15 @@ def user_line(traceback: Any = None) -> str:
     if traceback is None:
         # An op's own, in a graph: there TensorFlow maps what autograph has generated back to its source.
         traceback = stack.extract_stack() if tf.executing_eagerly() else tf.no_op().traceback
+    installed = None
     for frame in reversed(traceback):
-        written = "__autograph_generated_file" not in frame.filename
-        if written and not frame.filename.startswith(libraries) and os.path.exists(frame.filename):
+        name = frame.filename
+        if "__autograph_generated_file" in name or name.startswith(libraries) or not os.path.exists(name):
+            continue
+        if "site-packages" not in name and not name.startswith(_PYTHON):
             return _text_of(frame)
-    return _UNKNOWN
+        installed = installed or frame
+    return _text_of(installed) if installed else _UNKNOWN
 
 
 def own_place(op: tf.Operation) -> tuple[str, str]:

@@ -156,6 +156,38 @@ def _save(borrowed: "weakref.ref[keras.Model]", path: pathlib.Path) -> None:
     _logger.warning("Saved tower 0 to %s, since a collective has failed", path)
 
 
+class _KerasTraces:
+    """Know what a `tf.function` of Keras' has been traced for: by `reduce_retracing`, what differs is left open."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[Any, int]] = []  # specs, and the number of the model's settings
+
+    def find(self, specs: Any) -> int | None:
+        """Return the number of the closest trace that takes such a batch."""
+        fit = [one for one in self.made if _widened(specs, one[0]) == one[0]]
+        closest = next((one for one in fit if all(_widened(one[0], other) == other for other, _ in fit)), None)
+        return None if closest is None else closest[1]
+
+    def widened(self, specs: Any) -> Any:
+        """Return the specs for which such a batch would be traced."""
+        for other, _ in self.made:
+            specs = _widened(specs, other) or specs
+        return specs
+
+
+def _widened(specs: Any, other: Any) -> Any:
+    """Return the narrowest specs that take what two specs take; None: there are none."""
+    try:
+        tf.nest.assert_same_structure(specs, other)
+    except (TypeError, ValueError):
+        return None
+    pairs = list(zip(tf.nest.flatten(specs), tf.nest.flatten(other), strict=True))
+    found = [None if one is None or two is None else one.most_specific_common_supertype([two]) for one, two in pairs]
+    if any(common is None and one is not two for common, (one, two) in zip(found, pairs, strict=True)):
+        return None
+    return tf.nest.pack_sequence_as(specs, found)
+
+
 class ModelStep(TowerStep):
     """Run a step of a Keras model on all towers."""
 
@@ -171,17 +203,30 @@ class ModelStep(TowerStep):
         self._model = model
         self._name = name
         self._settings: dict[tuple[Any, ...], int] = {}  # numbers of the settings that the model has had
-        self._seen: dict[str, int] = {}  # by a batch's specs, the number of the settings of its trace
+        self._seen: dict[tuple[bool, str], int] = {}  # by source and specs, its trace's settings
+        self._of_iterators, self._of_batches = _KerasTraces(), _KerasTraces()
 
     def version_for(self, batch: Any) -> int:
         """Return the number of the model's settings in the trace for such a batch.
 
-        As in Keras, a changed attribute, such as a layer's `trainable`, takes effect when a batch has a new shape.
+        As in Keras, a changed attribute, such as a layer's `trainable`, takes effect when Keras traces anew.
         """
-        key = repr(fixed_specs(batch))
+        specs, leaves = fixed_specs(batch), tf.nest.flatten(batch)
+        is_iterator = any(isinstance(leaf, tf.TypeSpec) for leaf in leaves)
+        key = is_iterator, repr(specs)
         if key not in self._seen:
-            settings = keras_compat.settings_of(self._model)
-            self._seen[key] = self._settings.setdefault(settings, len(self._settings))
+            new = []
+            # Keras' function of an iterator calls that of a batch.
+            for traces in (self._of_iterators, self._of_batches) if is_iterator else (self._of_batches,):
+                if (number := traces.find(specs)) is not None:
+                    break
+                specs = traces.widened(specs)
+                new.append((traces, specs))
+            else:
+                number = self._settings.setdefault(keras_compat.settings_of(self._model), len(self._settings))
+            for traces, traced in new:
+                traces.made.append((traced, number))
+            self._seen[key] = number
         return self._seen[key]
 
     @property

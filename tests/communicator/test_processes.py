@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from ncclsync import NcclSyncError, NcclTimeoutError
-from ncclsync.communicator.peers import Peers
+from ncclsync.communicator.peers import Doing, Peers
 from ncclsync.communicator.processes import find_process
 from ncclsync.errors import ProcessError
 
@@ -112,13 +112,13 @@ class Others(Peers):
 
     def __init__(self):
         super().__init__(1, 2)
-        self.passed = -1
+        self.passed, self.said = -1, []
 
     def exchange(self, value, text, timeout_s=None, *, heeds=True):
         self.begun += 1
 
-    def end(self, words):
-        raise AssertionError
+    def _end(self, words):
+        self.said.append(words)
 
     def _report(self, words, ended):
         assert not ended
@@ -176,3 +176,29 @@ def test_processes_that_fail_together():
     with pytest.raises(ProcessError, match="process 0: ValueError: other"):
         others.check("the next step")
     others.check("the next step")
+
+
+def test_an_end_right_after_a_failure_says_both():
+    """The others may hear of both at once; once they have met, the failure is known, and not said again."""
+    others = Others()
+    others.end("has ended")
+    others.report("ValueError: pruned")
+    others.end("has ended")
+    others.end("has ended: ValueError: pruned")  # nobody has caught it
+    others.agree_on_failures([(0, 1), (0, 1)])
+    others.end("has ended")
+    first, *said, last = others.said
+    assert said == ["has ended, after ValueError: pruned", "has ended: ValueError: pruned"]
+    assert first == last == "has ended"
+
+
+def test_a_variable_written_in_one_process_is_named():
+    """And not the collective that was to send it."""
+    sends = "broadcast (dense/kernel:0) of 20 × float32, 0"
+    steps, writes = Doing("`fit`, at epoch 2", 1, "4 abc", "a step"), Doing("`fit`, at epoch 2", 0, "", sends)
+    assert Others().difference([steps, writes]) == (
+        "Expected all processes to write variables alike. Received: dense/kernel, written in process 1 (in `fit`, at "
+        "epoch 2), not in process 0. Write it in all, as load_weights does"
+    )
+    other = writes._replace(text=sends.replace("20", "40"))
+    assert "Let all build the same model" in Others().difference([writes, other])

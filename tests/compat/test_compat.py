@@ -7,6 +7,7 @@ import gc
 import os
 import subprocess
 import sys
+import traceback
 import weakref
 
 import keras
@@ -19,6 +20,7 @@ from ncclsync import NcclSyncError
 from ncclsync.compat import keras as keras_compat
 from ncclsync.compat import keras_optimizers
 from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.compat.source_lines import user_line
 from ncclsync.ops import host_ops
 
 
@@ -1116,3 +1118,10 @@ def test_write_models_within(monkeypatch, tmp_path):
     assert ended == [1, 2, 3, 4, 4, 4, 4, 4]
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"0.function.keras", "0.function.h5", "0.method.keras", "0.weights.h5"}
+
+
+def test_a_users_line_calls_installed_libraries():
+    """Which are named where there is no other: a user's package may be one."""
+    own, numpys, pythons = (traceback.FrameSummary(name, 1, "f") for name in (__file__, np.__file__, os.__file__))
+    assert user_line([own, numpys, pythons]).startswith(__file__)
+    assert user_line([numpys, traceback.FrameSummary(keras.__file__, 1, "f")]).startswith(np.__file__)

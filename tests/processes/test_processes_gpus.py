@@ -16,6 +16,7 @@ RUN = ROOT / "tests" / "virtual_gpus" / "run.py"
 # By the way: what the message says of the process that fails.
 WORDS = {
     "raises": "process {} on {}(?: has ended)?: ValueError: told to fail",
+    "caught": "process {} on {}(?: has ended, after|:) ValueError: told to fail",
     "ends": "process {} on {} has ended",
     "killed": "nothing for 10 s from process {} on {}, which is stopped, killed or cut off",
     "cut": "nothing for 10 s from process {} on {}, which is stopped, killed or cut off",
@@ -116,7 +117,7 @@ def test_failing_process_ends_the_other(several, way):
     assert status == {"raises": 1, "ends": 0}.get(way.split()[-1], -signal.SIGKILL)
 
 
-@pytest.mark.parametrize("way", ["raises", "stopped"])
+@pytest.mark.parametrize("way", ["raises", "caught", "stopped"])
 def test_failing_process_of_mpirun_ends_the_other(several, way):
     """The same by MPI."""
     (mpirun,) = several("mpirun", way)

@@ -197,26 +197,35 @@ class Scaled(keras.layers.Layer):
 
     factor = 1.0
 
+    def __init__(self):
+        super().__init__()
+        self.factors = {"at": [1.0]}
+
     def call(self, x):
         """Scale."""
-        return x * self.factor
+        return x * self.factor * self.factors["at"][0]
 
 
 @pytest.mark.slow(but=1)
-@pytest.mark.parametrize("change", ["trainable", "attribute"])
+@pytest.mark.parametrize("change", ["trainable", "attribute", "within", "activation"])
 def test_changes_that_keras_sees_are_seen(change):
-    """Of `trainable`, or an attribute, without `compile`: at the next shape of a batch; a known shape has its trace."""
+    """Of `trainable`, or an attribute, without `compile`: when Keras traces anew, for the second shape without rows."""
 
     def train(towers):
         model = built(lambda: keras.Sequential([keras.layers.Dense(4), Scaled(), keras.layers.Dense(1)]), towers=towers)
         x, y, found = np.ones((12, 3), "float32"), np.ones((12, 1), "float32"), []
-        for rows in (6, 6, 4, 6):
+        for i, rows in enumerate((6, 6, 4, 6, 3, 5)):
             model.fit(x, y, batch_size=rows, verbose=0, shuffle=False)
             found += [model.get_weights(), model.train_on_batch(x[:rows], y[:rows])]
+            found += [model.evaluate(x[:8], y[:8], batch_size=rows, verbose=0), model.predict_on_batch(x[:rows])]
             if change == "trainable":
-                model.layers[0].trainable = False
+                model.layers[0].trainable = i % 2 == 1
+            elif change == "activation":
+                model.layers[0].activation = [keras.ops.tanh, keras.ops.relu][i % 2]
+            elif change == "within":
+                model.layers[1].factors["at"][0] = i + 3.0
             else:
-                model.layers[1].factor = 3.0
+                model.layers[1].factor = i + 3.0
         return found
 
     assert_close(train(2), train(0))

@@ -35,10 +35,10 @@ SETTING = {
     **dict.fromkeys(("Kind", "SUM", "rule_for"), "from ncclsync.semantics.rules import SUM, Kind, rule_for"),
 }
 TWO_TOWERS = """
-from ncclsync.towers import state
+from ncclsync.towers import session
 from ncclsync.towers.placement import Placement
-chosen = state.choose_placement
-state.choose_placement = lambda count, devices, backend, process: (
+chosen = session.choose_placement
+session.choose_placement = lambda count, devices, backend, process: (
     chosen(count, devices, backend) if count or devices else Placement(("CPU:0",) * 2, "cpu", "")
 )
 """

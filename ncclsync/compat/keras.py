@@ -158,7 +158,20 @@ def _setting_of(value: Any) -> Any:
         return tuple((repr(key), _setting_of(one)) for key, one in value.items())
     if isinstance(value, (list, tuple)):
         return tuple(map(_setting_of, value))
-    return id(value) if callable(value) else None
+    return _Itself(value) if callable(value) else None
+
+
+class _Itself:
+    """Equal to the same object alone, which it keeps: no other gets its id."""
+
+    def __init__(self, of: Any) -> None:
+        self._of = of
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and other._of is self._of
+
+    def __hash__(self) -> int:
+        return id(self._of)
 
 
 _KERAS_OWN = ("built", "stop_training", "train_function", "test_function", "predict_function")

@@ -589,13 +589,18 @@ def shared_function(
         with tf.name_scope("called"):  # so that no tensor of the caller's has the same name
             return body(*args)
 
+    thread = threading.get_ident()
+
+    def return_itself(mark: Callable, dependencies: Any, result: tf.Tensor) -> tf.Tensor:
+        """Make no identity, which would wait for all side effects: a call ends after them anyway."""
+        return result if threading.get_ident() == thread else mark(dependencies, result)
+
     with contextlib.ExitStack() as stack:
         for name in [name for name in vars(function_attributes) if name.endswith("_ALLOWLIST")]:
             stack.enter_context(methods_wrapped([function_attributes], name, allow))
         if not (jit_compile or meets_in_caller):
-            # An identity for each result, to wait for all side effects: a call ends after them anyway.
             dependencies = [auto_control_deps.AutomaticControlDependencies]
-            stack.enter_context(methods_wrapped(dependencies, "mark_as_return", lambda _: lambda self, result: result))
+            stack.enter_context(methods_wrapped(dependencies, "mark_as_return", wrapping(return_itself)))
         return tf.function(
             named if meets_in_caller else body,
             input_signature=signature,

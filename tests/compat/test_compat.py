@@ -7,6 +7,7 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 import traceback
 import weakref
 
@@ -601,6 +602,23 @@ def test_shared_function():
     assert attributes["_noinline"].b and attributes["_nospecialize"].b
     with pytest.raises(ValueError, match="nospecialize"):  # if not: no need for the private way any more
         tf.function(lambda x: x, experimental_attributes={"_nospecialize": True})
+
+
+def test_shared_function_leaves_other_threads_alone():
+    """What another thread traces meanwhile has the identity that it has without us."""
+    traced = []
+
+    def trace():
+        traced.append(tf.function(lambda x: x + 1.0).get_concrete_function(tf.TensorSpec([])))
+
+    def body(x):
+        other = threading.Thread(target=trace)
+        other.start()
+        other.join()
+        return [x + 1.0]
+
+    tf_compat.shared_function(body, [tf.TensorSpec([])], False)
+    assert traced[0].outputs[0].op.type == "Identity"
 
 
 def test_shared_function_that_meets_in_its_caller():

@@ -30,6 +30,9 @@ import pytest
 @pytest.mark.slow(but=2)
 @pytest.mark.parametrize("n", range(40))
 def test_rows(n): pass
+
+@pytest.mark.slow
+def test_alone(): pass
 """
 
 
@@ -60,15 +63,17 @@ def test_slow_tests_are_left_out_and_told(tmp_path, everything, workers):
     assert f"tests: {'all' if everything else 'those not marked slow'}" in done.stdout
 
 
-def test_parts_of_a_table_are_all_of_it(tmp_path):
-    """Each part leaves out other slow rows; the two rows that every run has are in each."""
-    (tmp_path / "parity").mkdir()
-    (tmp_path / "parity" / "test_table.py").write_text(TABLE)
+def test_parts_are_all_of_it(tmp_path):
+    """Four of a table and two of another test leave out other slow rows each; what every run has is in each."""
+    for folder in ("parity", "towers"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"test_{folder}.py").write_text(TABLE)
     passed = []
     for part in range(4):
-        done = pytest_in(tmp_path, "--all", NCCLSYNC_PART=f"{part}/4")
+        done = pytest_in(tmp_path, "--all", NCCLSYNC_PART=str(part))
         passed.append(int(re.search(r"(\d+) passed", done.stdout)[1]))
-    assert sum(passed) == 40 + 3 * 2 and max(passed) < 20
+    once, always = 38, 2 + 1  # rows, but for two that are not slow; a test without rows
+    assert sum(passed) == (once + 4 * always) + (2 * once + 4 * always) and max(passed) < 45
 
 
 def test_a_failure_is_named_at_once(tmp_path):

@@ -45,18 +45,18 @@ TABLES = frozenset({"parity", "programs", "costs"})  # folders of tables with hu
 
 
 def part_of(item):
-    """Return which part of the slow tests has this row of one, and of how many parts: of tables four, of others two."""
+    """Return which part of the slow tests has this one, and of how many parts: of tables' rows four, else two."""
     parts = 4 if item.path.parent.name in TABLES else 2
     return zlib.crc32(item.nodeid.encode()) % parts, parts
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Leave out the slow tests, unless all are asked for; or, with NCCLSYNC_PART=0 to 3, their rows of other parts."""
+    """Leave out the slow tests, unless all are asked for; or, with NCCLSYNC_PART=0 to 3, those of other parts."""
     slow = set() if config.option.all else set(slow_tests(items))
     if kept := os.environ.get("NCCLSYNC_PART"):
-        rows = [(item, *part_of(item)) for item in slow_tests(items) if "[" in item.nodeid]
-        slow |= {item for item, part, parts in rows if part != int(kept) % parts}
+        placed = [(item, *part_of(item)) for item in slow_tests(items)]
+        slow |= {item for item, part, parts in placed if part != int(kept) % parts}
     if slow:
         config.hook.pytest_deselected(items=[item for item in items if item in slow])
         items[:] = [item for item in items if item not in slow]

@@ -64,7 +64,7 @@ def test_slow_tests_are_left_out_and_told(tmp_path, everything, workers):
 
 
 def test_parts_are_all_of_it(tmp_path):
-    """Four of a table and two of another test leave out other slow rows each; what every run has is in each."""
+    """Four of a table and two of others leave out other slow tests each; what every run has is in each."""
     for folder in ("parity", "towers"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / f"test_{folder}.py").write_text(TABLE)
@@ -72,8 +72,8 @@ def test_parts_are_all_of_it(tmp_path):
     for part in range(4):
         done = pytest_in(tmp_path, "--all", NCCLSYNC_PART=str(part))
         passed.append(int(re.search(r"(\d+) passed", done.stdout)[1]))
-    once, always = 38, 2 + 1  # rows, but for two that are not slow; a test without rows
-    assert sum(passed) == (once + 4 * always) + (2 * once + 4 * always) and max(passed) < 45
+    slow, others = 38 + 1, 2
+    assert sum(passed) == (slow + 4 * others) + (2 * slow + 4 * others) and max(passed) < 45
 
 
 def test_a_failure_is_named_at_once(tmp_path):

@@ -225,7 +225,6 @@ def test_watch_sees_what_its_page_tells(ran):
     assert json.loads((folder / "watch.py/trace.json").read_text())
 
 
-@pytest.mark.timeout(120)
 def test_more_than_one_host(built_standin, tmp_path):
     """Two processes with two ranks each: every rank has the average."""
     program = CUPY + script("more_than_one_host.py")
@@ -243,7 +242,7 @@ def test_more_than_one_host(built_standin, tmp_path):
         for host in "01"
     ]
     try:
-        outputs = [host.communicate(timeout=60)[0] for host in hosts]
+        outputs = [host.communicate(timeout=280)[0] for host in hosts]
     finally:
         for host in hosts:
             host.kill()
@@ -259,7 +258,6 @@ def run_example(name: str, *arguments: str, cwd: pathlib.Path) -> subprocess.Com
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_digits_reaches_its_accuracy_on_two_towers(tmp_path):
     """It learns, the towers stay together, and the file it saves predicts the same."""
     done = run_example("digits.py", "--towers", "2", "--save", "digits.keras", cwd=tmp_path)
@@ -273,7 +271,6 @@ def test_digits_reaches_its_accuracy_on_two_towers(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_digits_fails_below_its_accuracy(tmp_path):
     """Two epochs are too few: the example says so by its exit status."""
     done = run_example("digits.py", "--towers", "2", "--epochs", "2", cwd=tmp_path)
@@ -282,7 +279,6 @@ def test_digits_fails_below_its_accuracy(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_same_bits(tmp_path):
     """On any number of towers; and the program draws what it has found."""
     done = run_example("same_bits.py", "--epochs", "1", "--plot", "same.png", cwd=tmp_path)
@@ -318,7 +314,7 @@ def test_compare_parity_needs_the_tables(tmp_path):
     for name in ("compare_parity.py", "parity_runs.py"):
         shutil.copy(EXAMPLES / name, tmp_path)
     command = [sys.executable, str(tmp_path / "compare_parity.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 1
     assert re.match(r"Expected the tables in .*parity\. Run this from a clone", done.stderr)
 
@@ -362,7 +358,7 @@ cluster = Cluster(initialize_head=True, head_node_args={**hosts, "include_dashbo
 cluster.add_node(**hosts)
 try:
     command = [sys.executable, *sys.argv[1:], "--hosts", "2", "--gpus", "2"]
-    done = subprocess.run(command, env={**os.environ, "RAY_ADDRESS": cluster.address}, timeout=240)
+    done = subprocess.run(command, env={**os.environ, "RAY_ADDRESS": cluster.address}, timeout=280)
 finally:
     cluster.shutdown()
 sys.exit(done.returncode)
@@ -393,7 +389,6 @@ pathlib.Path({out!r}, str(model.towers.communicator.ranks[0])).write_text(words)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_ray_example_trains_on_two_hosts(tmp_path):
     """Two Ray nodes on this machine with two virtual GPUs each: both end with the same weights, of four towers."""
     pytest.importorskip("ray", reason="pip install ray")

@@ -45,7 +45,7 @@ def pytest_in(folder, *options, **environment):
         env=os.environ | {"PYTHONPATH": f"{TESTS}{os.pathsep}{os.environ['PYTHONPATH']}"} | environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
     )
 
 

@@ -15,7 +15,7 @@ def mpirun():
     """Return a function that starts so many processes of a script, and returns what subprocess.run does."""
     LAUNCHERS["mpirun"](2)  # or skip
 
-    def run(count: int, script: str | pathlib.Path, *arguments: object, timeout_s: float = 300, **more: str):
+    def run(count: int, script: str | pathlib.Path, *arguments: object, timeout_s: float = 280, **more: str):
         command = [*LAUNCHERS["mpirun"](count), sys.executable, str(SCRIPTS / script), *map(str, arguments)]
         return subprocess.run(command, env=environment(**more), capture_output=True, text=True, timeout=timeout_s)
 

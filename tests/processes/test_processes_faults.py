@@ -35,7 +35,7 @@ def lines_of(printed, rank):
 @pytest.mark.parametrize("way", WORDS)
 def test_error_that_names_it(mpirun, way):
     """Nobody hangs, and each process raises why."""
-    printed = mpirun(2, "faults.py", way, timeout_s=120).stdout
+    printed = mpirun(2, "faults.py", way).stdout
     last, first = WORDS[way]
     assert re.search(first, lines_of(printed, 0)), printed
     assert last is None or re.search(last, lines_of(printed, 1)), printed
@@ -44,7 +44,7 @@ def test_error_that_names_it(mpirun, way):
 @pytest.mark.slow
 def test_failed_step_in_one_process(mpirun):
     """It raises its own error, the others that it has; then all go on together, equal."""
-    done = mpirun(2, "faults.py", "label", timeout_s=120)
+    done = mpirun(2, "faults.py", "label")
     first, last = (lines_of(done.stdout, rank) for rank in (0, 1))
     assert "InvalidArgumentError" in last, done.stdout + done.stderr
     assert "ProcessError" in first and "process 1 on" in first, done.stdout
@@ -54,7 +54,7 @@ def test_failed_step_in_one_process(mpirun):
 @pytest.mark.slow
 def test_callback_that_raises(mpirun):
     """In one process: the others hear of it, in a step or at the end of an epoch; then all may go on, equal."""
-    done = mpirun(2, "faults.py", "pruned", timeout_s=120)
+    done = mpirun(2, "faults.py", "pruned")
     first, last = (lines_of(done.stdout, rank) for rank in (0, 1))
     said = "ProcessError .*process 1 on [^ ]+: ValueError: pruned in process 1.*"
     assert re.search(said * 2 + "ValueError .*pruned in process 0.*goes on", first), done.stdout + done.stderr
@@ -65,7 +65,7 @@ def test_callback_that_raises(mpirun):
 @pytest.mark.slow
 def test_error_before_a_step(mpirun):
     """Of what is given to `Towers.run` and `train_on_batch` in one process: the others hear of it, and all go on."""
-    done = mpirun(2, "faults.py", "before a step", timeout_s=120)
+    done = mpirun(2, "faults.py", "before a step")
     assert done.returncode == 0, done.stdout + done.stderr
     said = ["ValueError.*unsupported type", "ValueError.*whose first axis", "TypeError.*a function"]
     said.append(said[0])
@@ -77,7 +77,7 @@ def test_error_before_a_step(mpirun):
 @pytest.mark.slow
 def test_callbacks_of_one_process(mpirun, tmp_path):
     """What only writes may be in process 0 alone; others are named before training, and all go on."""
-    done = mpirun(2, "faults.py", "writers", tmp_path, timeout_s=120)
+    done = mpirun(2, "faults.py", "writers", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     alone = ("fit.*Random in process 0", "fit.*CSVLogger in process 1", "evaluate.*Random in process 1")
     words = [f"same callbacks for {one} alone" for one in alone]
@@ -93,7 +93,7 @@ def test_callbacks_of_one_process(mpirun, tmp_path):
 @pytest.mark.slow
 def test_busy_process(mpirun):
     """A process that is alive is waited for, however long one call keeps Python from running there, or everywhere."""
-    done = mpirun(2, "faults.py", "busy", timeout_s=150)
+    done = mpirun(2, "faults.py", "busy")
     assert sorted(done.stdout.split("\n")) == ["", *sorted(["[0] nothing", "[1] nothing"] * 2)], (
         done.stdout + done.stderr
     )
@@ -104,7 +104,7 @@ def test_busy_process(mpirun):
 def test_stopped_process(mpirun):
     """A process that a signal has stopped is named within 30 s, and all end."""
     began = time.monotonic()
-    done = mpirun(2, "faults.py", "stopped", timeout_s=120)
+    done = mpirun(2, "faults.py", "stopped")
     words = r"ProcessError after \d+ s: .*nothing for 15 s from process 1 on \S+, which is stopped, killed or cut off"
     assert re.search(words, lines_of(done.stdout, 0)), done.stdout + done.stderr
     assert done.returncode != 0
@@ -116,6 +116,6 @@ def test_stopped_process(mpirun):
 def test_killed_process(mpirun, seconds):
     """By kill -9, at any moment: mpirun ends the others, and says which."""
     began = time.monotonic()
-    done = mpirun(2, "faults.py", "killed", seconds, timeout_s=120)
+    done = mpirun(2, "faults.py", "killed", seconds)
     assert re.search(r"process rank 1 .*exited on\s+signal 9", done.stderr, re.DOTALL), done.stderr
     assert time.monotonic() - began < 60

@@ -198,7 +198,7 @@ def check_resuming(folder, expected):
 @pytest.mark.parametrize("who, way", [(0, "ends"), (2, "ends"), (2, "stops")])
 def test_survivors_save(mpirun, tmp_path, who, way):
     """Whoever is left, and first, writes the emergency checkpoint, and what the program saves."""
-    done = mpirun(3, "survivors.py", tmp_path, who, way, timeout_s=120)
+    done = mpirun(3, "survivors.py", tmp_path, who, way)
     left = [rank for rank in range(3) if rank != who]
     numbers = [dict(np.load(tmp_path / f"{rank}.npz")) for rank in left]
     model = keras.models.load_model(tmp_path / str(left[0]) / "own.keras")
@@ -222,9 +222,9 @@ def processes_of(started):
     return []
 
 
-def wait_for(condition, timeout_s=90):
+def wait_for(condition):
     """Wait until something holds; return what."""
-    end = time.monotonic() + timeout_s
+    end = time.monotonic() + 250
     while not (found := condition()):
         assert time.monotonic() < end, "it has not come"
         time.sleep(0.02)

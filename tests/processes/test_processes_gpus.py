@@ -23,7 +23,7 @@ WORDS = {
     "stopped": "nothing for 1[05] s from process {} on {}, which is stopped, killed or cut off",
 }
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def alone(tmp_path_factory):
     """The numbers of one process on four virtual GPUs."""
     out = tmp_path_factory.mktemp("alone") / "out"
     command = [sys.executable, RUN, "--gpus", "4", SCRIPTS / "gpus.py", out, "4"]
-    subprocess.run(list(map(str, command)), env=environment(), check=True, capture_output=True, timeout=170)
+    subprocess.run(list(map(str, command)), env=environment(), check=True, capture_output=True, timeout=280)
     return dict(np.load(f"{out}.0.npz"))
 
 
@@ -89,7 +89,7 @@ def test_close_to_one_process(several, alone, tmp_path, launcher):
 def check_equal(processes, alone, tmp_path):
     """Both processes have ended well, with the same numbers, which are close to those of one."""
     for process in processes:
-        assert process.wait(150) == 0, said(process)
+        assert process.wait(280) == 0, said(process)
         assert "job:worker" not in said(process)
     one, other = (dict(np.load(tmp_path / f"out.{rank}.npz")) for rank in range(2))
     assert one.keys() == other.keys() == alone.keys()
@@ -109,11 +109,11 @@ def test_failing_process_ends_the_other(several, way):
     processes = several("RANK", way)
     fails = 0 if way.startswith("first") else 1
     other = processes[1 - fails]
-    other.wait(150)
+    other.wait(280)
     check_told(said(other), way, fails)
     if "stopped" in way:
         processes[fails].send_signal(signal.SIGKILL)
-    status = processes[fails].wait(30)
+    status = processes[fails].wait(280)
     assert status == {"raises": 1, "ends": 0}.get(way.split()[-1], -signal.SIGKILL)
 
 
@@ -124,14 +124,14 @@ def test_failing_process_of_mpirun_ends_the_other(several, way):
     wait_for(lambda: "[0] " in said(mpirun) or mpirun.poll() is not None)
     check_told(said(mpirun), way, 1)
     if way != "stopped":  # else mpirun waits until it is killed
-        mpirun.wait(60)
+        mpirun.wait(280)
 
 
 def test_killed_process_of_mpirun(several):
     """By kill -9: mpirun ends the other at once, and says which."""
     (mpirun,) = several("mpirun", "killed")
     wait_for(lambda: "signal 9" in said(mpirun) or mpirun.poll() is not None)
-    mpirun.wait(30)
+    mpirun.wait(280)
     assert re.search(r"process rank 1 .*on node \S+ exited on\s+signal 9", said(mpirun), re.DOTALL), said(mpirun)
 
 
@@ -145,7 +145,7 @@ def test_failing_host_ends_the_other(several, hosts, way):
         time.sleep(2)
         hosts.pull_cable()
     for rank in (0, 1) if way == "cut" else (0,):
-        processes[rank].wait(150)
+        processes[rank].wait(280)
         check_told(said(processes[rank]), way, 1 - rank, ("left", "right")[1 - rank])
 
 
@@ -154,13 +154,13 @@ def test_end_of_a_process_that_cannot_join(several, launcher):
     """Is that of any program which an exception ends: no signal, and nothing but its traceback."""
     process, other = several(launcher, "late")
     other.kill()
-    assert process.wait(150) == 1, said(process)
+    assert process.wait(280) == 1, said(process)
     assert re.search(r"NcclTimeoutError.*process 1", said(process)) and "bad_function_call" not in said(process)
 
 
-def wait_for(condition, timeout_s=150):
+def wait_for(condition):
     """Wait until something holds."""
-    end = time.monotonic() + timeout_s
+    end = time.monotonic() + 250
     while not condition():
         assert time.monotonic() < end, "it has not come"
         time.sleep(0.2)
@@ -179,7 +179,7 @@ def test_both_go_on_after_an_error_in_one(several, way, launcher):
     """A step, or a callback, that fails in one process is an error in both, which then train on, joined anew."""
     errors, sums = 0, []
     for process in several(launcher, way):
-        assert process.wait(150) == 0, said(process)
+        assert process.wait(280) == 0, said(process)
         errors += said(process).count("Error after")
         sums.append(re.findall(r"goes on (.*)", said(process)))
     assert errors == {"label": 2, "pruned": 4, "sent": 2, "other label": 6}[way]
@@ -190,7 +190,7 @@ def test_both_go_on_after_an_error_in_one(several, way, launcher):
 def test_end_of_a_process_between_steps_is_saved(several, tmp_path):
     """Tower 0 is saved in the other one, as after a failed collective."""
     process, _ = several("RANK", "saved")
-    assert process.wait(150) == 0, said(process)
+    assert process.wait(280) == 0, said(process)
     assert "ProcessError" in said(process)
     assert (tmp_path / "out.weights.h5").exists()
 
@@ -199,7 +199,7 @@ def test_end_of_a_process_between_steps_is_saved(several, tmp_path):
 def test_ctrl_c_in_one_process(several, way):
     """Is a KeyboardInterrupt there, while its step is traced or waits for the other one, which is told."""
     process, other = several("RANK", way)
-    other.wait(150)
+    other.wait(280)
     assert "[0] KeyboardInterrupt" in said(process), said(process)
     assert re.search(r"ProcessError.*KeyboardInterrupt", said(other)), said(other)
 
@@ -210,7 +210,7 @@ def test_host_runs_ahead(several, monkeypatch):
     monkeypatch.setenv("VIRTUAL_KERNEL_MS", "400")
     sums = set()
     for process in several("RANK", "ahead"):
-        assert process.wait(150) == 0, said(process)
+        assert process.wait(280) == 0, said(process)
         # The first step is checked, and the batches of the first two are compared; they are waited for.
         *_, (pending, weight) = re.findall(r"under way: (\d+) of \d+, weight (.*)", said(process))
         assert int(pending) > 0
@@ -225,6 +225,6 @@ def test_processes_that_do_different_things(several, way):
     words = [words[0], "divergence"] if way == "divergence" else words
     said_by = [f"process {i} on {re.escape(socket.gethostname())} is at {one}" for i, one in enumerate(words)]
     for process in several("RANK", way):
-        process.wait(150)
+        process.wait(280)
         found = f"Expected all processes to do the same. Received: {'; '.join(said_by)}"
         assert re.search(rf"ProcessError after \d+ s: {found}", said(process)), said(process)

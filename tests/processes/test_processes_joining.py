@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 
 def said(done, rank):
@@ -14,7 +14,7 @@ def said(done, rank):
 
 def test_child_of_a_process(mpirun):
     """Is refused by words, unless it trains apart; the processes themselves go on."""
-    done = mpirun(2, "joining.py", "child", timeout_s=150)
+    done = mpirun(2, "joining.py", "child")
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(2):
         words = (
@@ -26,14 +26,14 @@ def test_child_of_a_process(mpirun):
 @pytest.mark.parametrize("way", ["late", "late after MPI"])
 def test_process_that_does_not_come(mpirun, way):
     """Is named by the other one, when its time is up."""
-    done = mpirun(2, "joining.py", way, timeout_s=90)
+    done = mpirun(2, "joining.py", way)
     words = r"\[0\] NcclTimeoutError .*: Expected the joining of processes to end. Received: .*: process 1 has not come"
     assert re.search(words, done.stdout), done.stdout + done.stderr
 
 
 def test_other_secrets(mpirun):
     """Whoever has another secret than the rest is no process of the job."""
-    done = mpirun(2, "joining.py", "secrets", timeout_s=120)
+    done = mpirun(2, "joining.py", "secrets")
     for rank in range(2):
         words = r"MessageError after \d+ s: .*the digest of this job's secret.*the same NCCLSYNC_SECRET"
         assert re.search(words, said(done, rank)), done.stdout + done.stderr

@@ -37,6 +37,6 @@ def test_as_one_process_with_all_batches(mpirun, tmp_path, towers, samples, alon
 @pytest.mark.slow
 def test_files_by_shard(mpirun):
     """The example: each process reads half of the files, and both see the same loss."""
-    done = mpirun(2, ROOT / "examples" / "own_part.py", timeout_s=120)
+    done = mpirun(2, ROOT / "examples" / "own_part.py")
     found = re.findall(r"process (\d) of 2 read 384 samples: loss (\S+)", done.stdout)
     assert sorted(rank for rank, _ in found) == ["0", "1"] and len({loss for _, loss in found}) == 1, done

@@ -18,7 +18,6 @@ from ncclsync.tools.doctor.screen import render
 
 SUPPORT = pathlib.Path(__file__).parents[1] / "support"
 FAKES = SUPPORT / "fakes"
-pytestmark = pytest.mark.timeout(120)
 
 
 def run_doctor(*arguments, **environ):
@@ -31,7 +30,7 @@ def run_doctor(*arguments, **environ):
         cwd="/",
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
     )
 
 

@@ -142,7 +142,7 @@ def test_real_pynvml_answers():
     """On any machine: an error by name, or GPUs with a name and a memory each."""
     real_pynvml()
     code = "from ncclsync.tools.doctor.nvml import read_driver; print(repr(read_driver()))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     if pathlib.Path("/proc/driver/nvidia/version").exists():
         assert "error=None" in done.stdout and "memory_bytes=" in done.stdout

@@ -92,7 +92,7 @@ def test_keras_on_another_backend():
         env={**os.environ, "KERAS_BACKEND": "numpy", "TF_CPP_MIN_LOG_LEVEL": "3"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
     )
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]

@@ -42,7 +42,7 @@ def test_eight_towers_on_one_thread(tmp_path):
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=280,
     )
     assert done.returncode == 0 and done.stdout.endswith("trained\n"), done.stderr
 
@@ -100,7 +100,7 @@ def test_an_op_runs_on_one_thread_where_towers_fill_the_cores():
         env=environment,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

@@ -104,7 +104,7 @@ def killed(tmp_path_factory):
         "PYTHONPATH": f"{TESTS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
         "TF_NUM_INTRAOP_THREADS": str(threads),
     }
-    done = subprocess.run([sys.executable, "-c", code], env=environment, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, timeout=280)
     assert done.returncode == 9
     return folder
 

@@ -91,7 +91,7 @@ def write_files(folder):
         env={**os.environ, "PYTHONPATH": str(blocked)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr

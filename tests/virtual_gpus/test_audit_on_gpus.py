@@ -11,7 +11,6 @@ SCRIPT = pathlib.Path(__file__).parent / "scripts" / "audited.py"
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("options", "arguments", "found"),
     [

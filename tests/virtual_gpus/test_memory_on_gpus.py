@@ -23,7 +23,6 @@ def on_gpus_of(memory, *arguments, timeout_s=280):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("memory", "shards", "options"), [(2000, "2", []), (70, "4|8|16", []), (45, "4|8|16", ["--xla"])]
 )
@@ -36,7 +35,6 @@ def test_a_batch_that_does_not_fit_is_split(memory, shards, options):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("options", [[], ["steps_per_execution=3"], ["audit_every=2"], ["watched=1"]])
 def test_batches_that_were_fed_ahead_are_split_anew(options):
     """They were divided into fewer shards: in training and in validation, however steps are called."""
@@ -46,7 +44,6 @@ def test_batches_that_were_fed_ahead_are_split_anew(options):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("options", [[], ["--xla"]])
 def test_a_divided_step_keeps_one_sum(options):
     """Beside the gradients of a shard, and what some of them take while they are added: not those of 16 shards."""
@@ -58,7 +55,6 @@ def test_a_divided_step_keeps_one_sum(options):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("options", [[], ["--xla"]])
 def test_a_row_that_does_not_fit_is_the_error(options):
     """TensorFlow's, once nothing is left to divide; weights are what they were on all GPUs."""

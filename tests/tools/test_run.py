@@ -29,7 +29,6 @@ from ncclsync.tools.doctor import health, probes
 from ncclsync.tools.run.script import is_of_device
 from ncclsync.training import progress
 
-
 GPU = "GPU-00000000-0000-0000-0000-00000000000"  # the stand-in's, and a number
 # How often the script has been started, from 0.
 COUNTED = """

@@ -17,7 +17,6 @@ from parity import assert_towers_agree, data, mlp, on_towers
 from ncclsync import BackupAndRestore, Health, NcclSyncError, NonFiniteError, Shuffled, Throughput, Timeline
 from ncclsync.towers import feeding, step
 
-
 X, Y = data(61)
 
 

@@ -35,7 +35,6 @@ from ncclsync.communicator.buffers import CUDA, HOST
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops import gpu_streams
 
-
 X, Y = data(61)
 
 

@@ -5,12 +5,13 @@ test for each function of these modules, so that an upgrade that breaks an assum
 """
 
 import contextlib
+import copy
 import ctypes
 import functools
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -245,6 +246,21 @@ def copied_op(op: tf.Operation, inputs: Sequence[tf.Tensor]) -> tf.Operation:
 def describe_handle(handle: tf.Tensor, variable: tf.Variable) -> None:
     """Give a function's argument that stands for a variable's handle the variable's shape."""
     handle_data_util.copy_handle_data(variable.handle, handle)
+
+
+@contextlib.contextmanager
+def open_rows(variables: Iterable[tf.Variable]) -> Iterator[None]:
+    """Let graphs that are traced meanwhile not know how long the first axis of these variables is."""
+    known = [(variable.handle, variable.handle._handle_data) for variable in variables]
+    try:
+        for handle, data in known:
+            opened = copy.deepcopy(data)
+            opened.shape_and_type[0].shape.dim[0].size = -1
+            handle._handle_data = opened
+        yield
+    finally:
+        for handle, data in known:
+            handle._handle_data = data
 
 
 def shape_behind(handle: tf.Tensor) -> tf.TensorShape:

@@ -79,6 +79,7 @@ def cut(
         draws=tuple(dict.fromkeys(placed.draws)),
         normalized=tuple(dict.fromkeys(placed.normalized)),
         declared=tuple(sorted({length // each for length, each in placed.declared})),
+        fixed=placed.variables_of_rows(),
         work=placed.costs.step_work(),
         rollback=_rollback(graph, scheduled, undone, traceless),
         updates=tuple(find_updates(graph).items()),

@@ -69,6 +69,8 @@ class StepGraph:
                 captures.append((name, tensor))
         self.captures = tuple(captures)
         self.variable_of = dict(self.variables)
+        rows = {id(variable): each for variable, each in trace.opened}
+        self.opened = [(name, v, rows[id(v)]) for name, v in self.variables if id(v) in rows]  # see `trace.trace`
         self.role = {name: role_of(variable, same_seeds) for name, variable in self.variables}
         # A failed step must leave these as they were. (Metric state starts anew with the next epoch.)
         self.kept = {

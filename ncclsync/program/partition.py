@@ -26,7 +26,7 @@ from ncclsync.program.program import Exchange, Results
 from ncclsync.program.roofline import Size, product
 from ncclsync.program.trace import Mark
 from ncclsync.semantics import rules, uneven
-from ncclsync.semantics.axes import BATCHES, Axes, Rows, given_rows
+from ncclsync.semantics.axes import BATCHES, Axes, Items, Rows, given_rows
 from ncclsync.semantics.functions import BRANCHES, LOOPS, Functions
 from ncclsync.semantics.placements import LOCAL, MEAN, PIECE, REPLICATE, SEEDED, SUM, Kind, Placement
 from ncclsync.semantics.placing import PRINTS, REPEATABLE, Placer, Refused, is_zero, serves
@@ -69,6 +69,10 @@ class Partition(Placer):
         functions = Functions(graph.functions, graph.tf_graph)
         rowed = [name for name, placed in graph.argument_placements.items() if placed == rules.shard()]
         known = {name: given_rows(graph.tf_graph.get_tensor_by_name(name)) for name in rowed}
+        known |= {
+            handle: Items(tuple((each * batch.rows, *variable.shape[1:]) for batch in BATCHES))
+            for handle, variable, each in graph.opened
+        }
         known |= {name: tuple((batch.rows + 1,) for batch in BATCHES) for name in graph.row_splits}
         super().__init__(functions, Axes(functions, known))
         graph.constant, graph.lengths = self.axes.constant, self.axes.lengths
@@ -87,7 +91,8 @@ class Partition(Placer):
         self._altered: set[str] = set()  # traced tensors that rest on what was made whole on the way
         self._received: dict[str, str] = {}  # placeholders' names: what exchanges give
         self._receivers: dict[str, tf.Tensor] = {}  # and back
-        self.declared: set[tuple[int, int]] = set()  # lengths that are fixed, of so many rows for each sample
+        # Lengths that are fixed, of so many rows for each sample.
+        self.declared = {(int(variable.shape[0]), each) for _, variable, each in graph.opened}
         self._order: list[tf.Operation] = []
         self._appended: set[str] = set()
         self._differs = graph.differing
@@ -235,6 +240,14 @@ class Partition(Placer):
         if not placed.whole:
             self._differs.add(self._name(tensor))
 
+    def variables_of_rows(self) -> tuple[tuple[tf.Variable, int], ...]:
+        """Return variables whose number of rows the trace has taken for the batch's; and how many for each sample."""
+        return tuple(
+            (variable, self.fixed[variable.shape[0]])
+            for _, variable in self.graph.variables
+            if variable.shape.rank and variable.shape[0] in self.fixed and not (variable.trainable or self.graph.opened)
+        )
+
     def name_of(self, traced: str) -> str:
         """Return what a traced tensor is called in the step: perhaps an exchange's result."""
         return self._name(self.placed[traced][0])
@@ -323,6 +336,10 @@ class Partition(Placer):
                     return tensor + first * tf.one_hot(0, tf.shape(tensor)[1], dtype=tensor.dtype)
         if not before.whole:
             tensor = self.convert(tensor, before, REPLICATE, op)
+        if after.kind is Kind.ROWS:
+            counts = np.reshape(after.counts, tensor.shape if tensor.shape.is_fully_defined() else [-1])
+            with self._building():
+                return tf.where(np.equal(counts, 0), tensor, counts * tf.cast(self.share.rows, tensor.dtype))
         if after.kind is Kind.SHARD:
             return self._rows_of_tower(tensor, rules.counted(after), op)
         if after == SUM:

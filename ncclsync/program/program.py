@@ -196,6 +196,7 @@ class Program:
         draws: lines that draw random numbers for rows, different ones on each tower.
         normalized: lines that normalise by a tower's rows alone.
         declared: numbers of rows, of which the batch must have one that the step was traced for.
+        fixed: see `Partition.variables_of_rows`.
         work: of the step's ops, and the rows that every tower gets of all.
         rollback: (name of a variable's handle, whether it is restored if a gradient is not finite, too: metrics count
             the batch) of what is restored if a step fails on the way: what is written before the last segment, or
@@ -219,6 +220,7 @@ class Program:
     draws: tuple[str, ...]
     normalized: tuple[str, ...]
     declared: tuple[int, ...]
+    fixed: tuple[tuple[tf.Variable, int], ...]
     work: StepWork
     rollback: tuple[tuple[str, bool], ...]
     updates: tuple[tuple[str, str], ...]

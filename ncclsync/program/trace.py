@@ -11,6 +11,8 @@ from ncclsync.compat.source_lines import user_line
 from ncclsync.errors import NcclSyncError
 from ncclsync.ops import Collective, CollectiveKind, Purpose, Share, running_in
 
+Opened = Sequence[tuple[tf.Variable, int]]
+
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
@@ -49,6 +51,7 @@ class Trace:
         marks: by name of the marking op.
         batch: the batch's structure, with the graph's tensors.
         jit_compile: whether XLA compiles it.
+        opened: see `trace`.
     """
 
     function: Any
@@ -56,6 +59,7 @@ class Trace:
     marks: dict[str, Mark]
     batch: Any
     jit_compile: bool
+    opened: Opened = ()
 
 
 class _Marking:
@@ -103,13 +107,14 @@ def _made_by_itself(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> 
         return next_creator(**kwargs)
 
 
-def trace(step: Callable[[Any], Any], batch_specs: Any, *, jit_compile: bool = False) -> Trace:
+def trace(step: Callable[[Any], Any], batch_specs: Any, *, jit_compile: bool = False, opened: Opened = ()) -> Trace:
     """Trace `step(batch)` for one tower.
 
     Args:
         step: any function of a batch; its collectives become marks.
         batch_specs: the batch's structure with a `tf.TypeSpec` (or None) in place of each tensor.
         jit_compile: whether XLA compiles it. TensorFlow then writes other gradients of loops and branches.
+        opened: variables with so many rows for each sample of the batch: the trace does not know how many there are.
 
     Returns:
         The trace: a valid program of one tower, in which a mark changes nothing.
@@ -142,7 +147,7 @@ def trace(step: Callable[[Any], Any], batch_specs: Any, *, jit_compile: bool = F
     specs = batch_specs, Share(tf.TensorSpec([], tf.float64), *[tf.TensorSpec([], tf.int32)] * 4)
     made = tf.function(traced, autograph=False, jit_compile=jit_compile or None)
     try:
-        with tf_compat.open_branches():
+        with tf_compat.open_branches(), tf_compat.open_rows(variable for variable, _ in opened):
             function = made.get_concrete_function(*specs)
     finally:
         for graph in graphs:
@@ -150,7 +155,7 @@ def trace(step: Callable[[Any], Any], batch_specs: Any, *, jit_compile: bool = F
         if failures:
             raise failures.pop()
     marks = {mark.name: mark for graph, mark in marking.marks if graph is function.graph}
-    traced_step = Trace(function, marking.share, marks, marking.batch, jit_compile)
+    traced_step = Trace(function, marking.share, marks, marking.batch, jit_compile, opened)
     # TensorFlow keeps the functions of custom gradients for good, and they keep their context.
     vars(marking).clear()
     return traced_step

@@ -17,7 +17,7 @@ import tensorflow as tf
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.source_lines import user_line
 from ncclsync.semantics import rules, uneven
-from ncclsync.semantics.axes import BATCHES, Axes, given_by, passed_on
+from ncclsync.semantics.axes import BATCHES, Axes, Rows, given_by, passed_on
 from ncclsync.semantics.functions import BRANCHES, CALLS, LOOPS, Functions, in_order
 from ncclsync.semantics.placements import (
     COUNTER,
@@ -67,6 +67,7 @@ class Placer(abc.ABC):
         axes: of the graph whose ops are placed.
         lenient, row_by_row, within, row_splits: see `rules.Call`.
         draws: the user's lines that draw numbers which are each tower's own.
+        fixed: the lengths that the trace has of axes that are divided; of so many rows for each sample.
     """
 
     lenient = row_by_row = within = False
@@ -77,6 +78,7 @@ class Placer(abc.ABC):
         self.functions = functions
         self.axes = axes
         self.draws: list[str] = []
+        self.fixed: dict[int, int] = {}
 
     @abc.abstractmethod
     def convert(self, tensor: tf.Tensor, before: Placement, after: Placement, op: tf.Operation) -> tf.Tensor:
@@ -127,6 +129,8 @@ class Placer(abc.ABC):
         if not placed.each:
             count = self.axes.rows(output, placed.axis)
             placed = dataclasses.replace(placed, each=0 if count % blocks else count // blocks)
+        if placed.each and output.shape.rank and output.shape[placed.axis] is not None:
+            self.fixed[output.shape[placed.axis]] = placed.each * blocks
         if placed.each and output.shape.rank:
             self.axes.learn(output, placed.axis, placed.each * blocks)
         return placed
@@ -325,9 +329,10 @@ class Placer(abc.ABC):
                 if one == COUNTER:
                     continue
                 if one.kind is not Kind.ITEMS:
-                    shape = op.inputs[i].shape
+                    shape = self.axes.lengths(op.inputs[i])
                     begins = call.inputs[i].whole and one.kind is Kind.SHARD
-                    if begins and (shape.rank is None or shape[one.axis] in (None, 1)):  # not known to have all rows
+                    # It has to be known to have all rows.
+                    if begins and (shape is None or shape[one.axis] in (None, 1, Rows(0))):
                         raise Refused(f"a loop's variable that becomes {one} begins with {shape}")
                     call.require(i, one)
                 elif call.inputs[i] != one and call.inputs[i].of is not None:
@@ -402,6 +407,7 @@ class Placer(abc.ABC):
     ) -> list[Placement]:
         graph, axes = self.axes.body(op, name)
         placer = FunctionPlacer(self.functions, axes, lenient or self.lenient, row_by_row or self.row_by_row)
+        placer.fixed = self.fixed
         made = placer.place_function(graph, placed)
         self.draws += placer.draws
         return made

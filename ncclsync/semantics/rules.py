@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from ncclsync.communicator import native
-from ncclsync.semantics.axes import BATCHES, Axes, Rows, passed_on
+from ncclsync.semantics.axes import BATCHES, Axes, Rows, length_of, passed_on
 from ncclsync.semantics.placements import (
     COUNTER,
     EACH,
@@ -970,11 +970,25 @@ def _constant_element(call: Call, index: int, element: int) -> int | None:
     return found.pop() if len(found) == 1 else None
 
 
+def _count_rows(call: Call, index: int) -> None:
+    """Give an op that would fail otherwise a shape of the tower's rows in place of the batch's, where the trace has it.
+
+    So it has that of a state, which all towers have all rows of.
+    """
+    values = None if call.unit or not call.inputs[index].whole else call.axes.values(call.op.inputs[index])
+    lengths = [] if values is None else [length_of(element) for element in zip(*map(np.ravel, values), strict=True)]
+    counts = tuple(length.each if isinstance(length, Rows) else 0 for length in lengths)
+    if any(counts) and Rows(0) not in lengths:
+        call.require(index, rows(counts))
+
+
 @rule_for("BroadcastGradientArgs", counting=True)
 def _broadcast_axes(call: Call) -> Sequence[Placement] | None:
     """Say of each operand whether a gradient's rows are its own, or are added up since it has none."""
     if any(placed.kind not in (Kind.ROWS, Kind.REPLICATE) for placed in call.inputs):
         return None
+    for i in range(len(call.inputs)):
+        _count_rows(call, i)
     lengths = [
         int(tensor.shape[0]) if tensor.shape.rank == 1 and tensor.shape[0] is not None else None
         for tensor in call.op.inputs
@@ -1005,6 +1019,8 @@ def _broadcast_axes(call: Call) -> Sequence[Placement] | None:
 
 @rule_for("Reshape", counting=True)
 def _reshape(call: Call) -> Sequence[Placement] | None:
+    if call.inputs[0].kind in (Kind.SHARD, Kind.PENDING):
+        _count_rows(call, 1)
     placed, shape = call.inputs
     if placed.kind is Kind.PENDING:
         fits = shape.kind is Kind.ROWS and placed.of is not None and only_one(shape.counts) == placed.of.axis

@@ -23,7 +23,7 @@ from ncclsync.ops.spans import Meter
 from ncclsync.ops.xla_programs import share
 from ncclsync.program.cut import cut
 from ncclsync.program.program import Program, Results
-from ncclsync.program.trace import trace
+from ncclsync.program.trace import Opened, trace
 from ncclsync.semantics.draws import check_draws
 from ncclsync.semantics.exactness import DRAWS, NORMALISES, Inexact
 from ncclsync.semantics.normalization import moments_of_layers
@@ -141,7 +141,7 @@ class TracedStep(abc.ABC):
             self._warn_of_inexact(program)
         return program
 
-    def _trace_and_cut(self, source: Source, specs: Any, meter: Meter | None) -> Program:
+    def _trace_and_cut(self, source: Source, specs: Any, meter: Meter | None, opened: Opened = ()) -> Program:
         if source.jit_compile and self.towers.session.communicator.enqueues:
             check_xla_captures_nothing()
         readers = self.readers()
@@ -153,7 +153,7 @@ class TracedStep(abc.ABC):
                 stack.enter_context(observer.hooks())
             stack.enter_context(self.hooks())
             stack.enter_context(tf.device(f"/{self.towers.layout.devices[0]}"))
-            traced = trace(step, specs, jit_compile=source.jit_compile)
+            traced = trace(step, specs, jit_compile=source.jit_compile, opened=opened)
         self._traced = True
         options = self.towers.options
         divides = self.towers.layout.divided is not None or options.on_oom is not None
@@ -168,6 +168,12 @@ class TracedStep(abc.ABC):
                 traceless=options.on_oom is not None,
                 meter=meter,
             )
+        if program.fixed and not opened:
+            # What knows so many rows is computed for all of them: it is traced once more, and does not.
+            try:
+                return self._trace_and_cut(source, specs, meter, program.fixed)
+            except (TypeError, ValueError) as error:
+                logger.debug("The step needs the number of rows of its variables: %s", error)
         if observer is not None:
             if "finite" in readers and observer.scale is not None:
                 self.towers.session.warn_once(

@@ -1096,6 +1096,24 @@ def test_describe_handle():
     assert shapes[0].rank is None and shapes[1] == [3, 2]
 
 
+def test_open_rows():
+    """What is read from a variable in a graph has no known first length there, also in a loop; the variable has."""
+    variable = tf.Variable(tf.zeros([3, 2]))
+    shapes = []
+
+    @tf.function(autograph=False)
+    def step():
+        shapes.append(tuple((variable + 1.0).shape))
+        tf.while_loop(lambda i: i < 2, lambda i: (shapes.append(tuple(variable.read_value().shape)), i + 1)[1:], [0])
+        return variable.assign(variable * 2.0)
+
+    with tf_compat.open_rows([variable]):
+        step.get_concrete_function()
+    assert shapes == [(None, 2), (None, 2)]
+    other = tf.function(lambda: variable + 1.0).get_concrete_function()
+    assert variable.shape == other.output_shapes == [3, 2]
+
+
 def test_function_of_moments():
     """Keras' synchronised moments go through this function of this module."""
     calls = []

@@ -138,9 +138,26 @@ def text_cnn():
     return keras.Model(tokens, layers.Dense(CLASSES)(layers.Concatenate()(x)))
 
 
-def stateful_lstm():
+def stateful(recurrent):
     inputs = keras.Input((TIME, 4), batch_size=COUNT)
-    return keras.Model(inputs, layers.Dense(CLASSES)(layers.LSTM(8, stateful=True)(inputs)))
+    return keras.Model(inputs, layers.Dense(CLASSES)(recurrent(inputs)))
+
+
+class Memory(layers.Layer):
+    """Keeps what it has seen of each row, in a variable of so many rows."""
+
+    def build(self, shape):
+        self.seen = self.add_weight(shape=(COUNT, *shape[1:]), initializer="zeros", trainable=False)
+        self.kernel = self.add_weight(shape=(shape[-1], CLASSES))
+
+    def call(self, x):
+        found = ops.reshape(self.seen * 0.9 + x, (-1, TIME * 2, 2))
+        self.seen.assign(ops.stop_gradient(ops.reshape(found, (-1, TIME, 4))))
+        return ops.matmul(ops.mean(ops.reshape(found, (-1, TIME, 4)), 1), self.kernel)
+
+
+def remembering():
+    return keras.Sequential([keras.Input((TIME, 4), batch_size=COUNT), Memory()])
 
 
 class Crf(layers.Layer):
@@ -173,7 +190,18 @@ row(
 )
 row("LSTM language model", fitted(lambda: lstm_lm(mask=False), sparse, TOKENS, NEXT, metrics=["accuracy"]))
 row("LSTM language model, masked", fitted(lstm_lm, sparse, TOKENS, NEXT, metrics=["accuracy"]))
-row("LSTM stateful", fitted(stateful_lstm, sparse, floats(TIME, 4), LABELS))
+KEPT = {"AssignVariableOp": "every tower has all rows of the state"}
+for name, recurrent in {
+    "LSTM stateful": lambda: layers.LSTM(8, stateful=True),
+    "LSTM stateful, unrolled": lambda: layers.LSTM(8, stateful=True, unroll=True),
+    "GRU stateful, bidirectional": lambda: layers.Bidirectional(layers.GRU(8, stateful=True)),
+    "SimpleRNN stateful, return_sequences": lambda: keras.Sequential(
+        [layers.SimpleRNN(8, stateful=True, return_sequences=True), layers.GlobalAveragePooling1D()]
+    ),
+}.items():
+    build = functools.partial(lambda recurrent: stateful(recurrent()), recurrent)
+    row(name, fitted(build, sparse, floats(TIME, 4), LABELS), KEPT)
+row("a memory of each row", fitted(remembering, sparse, floats(TIME, 4), LABELS), KEPT)
 row("GPT", fitted(gpt, sparse, TOKENS, NEXT, metrics=["accuracy"], optimizer="adam"))
 row("GPT tied", fitted(lambda: gpt(tied=True), sparse, TOKENS, NEXT))
 row("GPT masked", fitted(lambda: gpt(mask=True), sparse, TOKENS, NEXT, floats(TIME)))

@@ -12,6 +12,7 @@ import parity
 from costs import TOWERS, fits, row
 from thorough import some
 
+from ncclsync.semantics import rules
 from ncclsync.tools.bench.models import MODELS
 
 TESTS = pathlib.Path(__file__).parent.parent
@@ -57,6 +58,7 @@ ORDERED = "it is about the order of the batch's rows"
 QUEUED = "each row is put into a queue that is no batch's"
 LISTED = dict.fromkeys(("Unique", "GatherV2"), "the sparse gradient lists each column that the batch has once")
 DRAWN_ALIKE = "an element's number rests on its place in the batch"
+KEPT = {"AssignVariableOp": "every tower has all rows of the state"}
 INHERENT_OF_CASES = {
     "Circle": COMPARED,
     "circle-by_name": COMPARED,
@@ -65,6 +67,10 @@ INHERENT_OF_CASES = {
     "draw_keras_shuffle": {"TopKV2": ORDERED, "GatherV2": ORDERED},
     "draw_stateless_shuffle": {"StatelessShuffle": ORDERED},
     "sparse_input": LISTED,
+    **dict.fromkeys(("stateful_lstm", "stateful_lstm_unrolled", "stateful_bidirectional_gru"), KEPT),
+    "stateful_rnn_of_sequences": KEPT,
+    "state_that_says_the_rows": KEPT
+    | dict.fromkeys(("Reshape", "AddV2", "Mul"), "its Python fixes the number of rows"),
 }
 
 
@@ -80,6 +86,16 @@ for module in load("parity", "test_parity_*.py"):
                 where = f"parity: {module.__name__.removeprefix('test_parity_')}/{table}/{name}"
                 row(where, case_of_parity(case), INHERENT_OF_CASES.get(name))
 
+# One device has there as many rows as the last node's number says: fewer than the batch, if its last graphs are empty.
+SEGMENTED = dict.fromkeys(
+    rules.names(
+        """
+        SegmentMean SegmentSum Sum ReluGrad MatMul Select RealDiv BroadcastGradientArgs BiasAddGrad Neg AddV2 Mul
+        AddN ZerosLike GreaterEqual Exp Log1p Reciprocal
+        """
+    ),
+    "what is computed of SegmentMean's result has as many rows as the data say",
+)
 OTHER_SIDE = "a row of the other side's softmax is a column of this side's, which all rows have"
 BOTH_SIDES = COMPARED | dict.fromkeys(("ArgMax", "Reshape", "SparseSoftmaxCrossEntropyWithLogits"), OTHER_SIDE)
 INHERENT = {
@@ -87,6 +103,7 @@ INHERENT = {
     **dict.fromkeys(("nt_xent_with_masked_diagonal", "supcon", "metric_learning_by_einsum"), COMPARED),
     **dict.fromkeys(("two_tower_retrieval", "triplet_semihard", "maximum_mean_discrepancy"), COMPARED),
     "sparse_input": LISTED,
+    "merged_graphs": SEGMENTED,
     "moco": {"ConcatV2": QUEUED},
     "moco_with_pointer": {"ConcatV2": QUEUED},
     "rows_of_numpy": {"PyFunc": "Python gets the batch that it would have on one device"},

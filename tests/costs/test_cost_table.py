@@ -1,6 +1,6 @@
 """Nothing is gathered, and nothing computed alike on all towers, that need not be: a table of programs.
 
-`pytest tests/costs --all -k NAME` runs one row; `pytest tests/costs --all -rx` lists those that cost too much.
+`pytest tests/costs --all -k NAME` runs one row.
 """
 
 import importlib
@@ -9,7 +9,6 @@ import pathlib
 import census
 import costs
 import pytest
-from rows_open import OPEN
 from thorough import some
 
 for file in sorted(pathlib.Path(__file__).parent.glob("rows_*.py")):
@@ -22,14 +21,8 @@ OWN = [name for name in ROWS if name not in {*OF_MODELS, *OF_OTHERS}]
 
 
 def parameters(names):
-    """Rows that cost too much today are expected to; a row of this table that does no more has to leave the list."""
-    own = names is OWN or names is OF_MODELS
-    open_row = pytest.mark.xfail(raises=AssertionError, strict=own, reason="an op of it has no rule")
     extra = pytest.mark.programs_extra
-    return [
-        pytest.param(name, marks=[open_row] * (name in OPEN) + [extra] * bool(ROWS[name].extra), id=name)
-        for name in names
-    ]
+    return [pytest.param(name, marks=[extra] * bool(ROWS[name].extra), id=name) for name in names]
 
 
 def check(name):
@@ -43,7 +36,7 @@ def check(name):
 def test_row(name):
     """A layer, a loss, a metric, a loop or a small program: all that its step has is listed."""
     unlisted = census.unlisted(costs.cost_of_row(name).ops)
-    assert not unlisted or name in OPEN, f"Expected a rule, or a reason in census.py, of {sorted(unlisted)}"
+    assert not unlisted, f"Expected a rule, or a reason in census.py, of {sorted(unlisted)}"
     check(name)
 
 
@@ -62,9 +55,8 @@ def test_row_of_another_table(name):
 
 
 def test_rows_are_many():
-    """The table is not emptied by accident, and names what it lists as open."""
+    """The table is not emptied by accident."""
     assert len(OWN) >= 100 and len(OF_MODELS) >= 15 and len(OF_OTHERS) >= 300
-    assert set(ROWS) >= OPEN
 
 
 def test_a_cost_is_seen():

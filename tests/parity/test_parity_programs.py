@@ -373,6 +373,35 @@ def states_kept(model):
     return [fitted, states, predicted, model.evaluate(x, y, batch_size=20, verbose=0)]
 
 
+def states_kept_without_reset(model):
+    """As `states_kept`, of a layer that has no reset."""
+    x, y = data(60, 28)
+    x = x.reshape(60, 7, 4)
+    fitted = fit(x, y, epochs=2)(model)
+    states = [np.asarray(v) for v in model.non_trainable_variables]
+    return [fitted, states, model.predict(x, batch_size=20, verbose=0)]
+
+
+class Memory(layers.Layer):
+    """Keeps what it has seen of each of 20 rows, in a variable of a user's own, and takes it to other shapes."""
+
+    def build(self, shape):
+        self.seen = self.add_weight(shape=(20, *shape[1:]), initializer="zeros", trainable=False)
+
+    def call(self, x):
+        found = keras.ops.reshape(self.seen * 0.9 + x, (-1, 14, 2))
+        self.seen.assign(keras.ops.reshape(found, (-1, 7, 4)) * 0.5)
+        return keras.ops.mean(keras.ops.reshape(found, (-1, 7, 4)), 1)
+
+
+class Counted(Memory):
+    """Needs the number of rows while it is traced, which it has by its state alone."""
+
+    def call(self, x):
+        known = self.seen * 1.0 + x
+        return super().call(keras.ops.reshape(known, (int(known.shape[0]), 7, 4)))
+
+
 class ListOutputs(keras.Model):
     """Subclassed, returns a list, in which one output has no loss."""
 
@@ -565,6 +594,12 @@ MODELS = {
     ),
     "tied_embedding": Case(functional(tied, (7,), dtype="int32"), fit(IDS, Y)),
     "stateful_lstm": Case(stateful(lambda: layers.LSTM(4, stateful=True)), states_kept),
+    "stateful_lstm_unrolled": Case(stateful(lambda: layers.LSTM(4, stateful=True, unroll=True)), states_kept),
+    "stateful_rnn_of_sequences": Case(
+        stateful(lambda: keras.Sequential([layers.SimpleRNN(4, stateful=True, return_sequences=True), Memory()])),
+        states_kept_without_reset,
+    ),
+    "state_that_says_the_rows": Case(stateful(Counted), states_kept_without_reset),
     "stateful_bidirectional_gru": Case(
         stateful(lambda: layers.Bidirectional(layers.GRU(3, stateful=True))), states_kept
     ),

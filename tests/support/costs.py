@@ -123,6 +123,16 @@ class _Placed(BaseException):
         self.cost = cost
 
 
+class _First:
+    """Stands for the program of a first trace: whoever goes on with it is done."""
+
+    def __init__(self, fixed: Any, cost: Cost) -> None:
+        self.fixed, self._cost = fixed, cost
+
+    def __getattr__(self, name: str) -> Any:
+        raise _Placed(self._cost)
+
+
 def cost_of(run: Callable[[], Any]) -> Cost:
     """Let `run` train until its first step is placed; return what that costs.
 
@@ -165,7 +175,10 @@ def _place(trace: Any, target: Any, results: Any, **_: Any) -> Any:
     gathered = tuple((one.op, one.place, int(one.size.at(ROWS))) for one in costs.wholes if one.kind == "all_gather")
     lost = losses_of(costs.step_work(), weights, ROWS, TOWERS)
     ops = frozenset(kind for op in graph.ops for kind in (op.type, *placed.functions.op_types(op)))
-    raise _Placed(Cost(gathered, alike, weights, len(graph.exchanges), lost, ops=ops))
+    cost = Cost(gathered, alike, weights, len(graph.exchanges), lost, ops=ops)
+    if fixed := placed.variables_of_rows():  # it is traced once more, if that can be
+        return _First(fixed, cost)
+    raise _Placed(cost)
 
 
 @functools.cache

@@ -19,7 +19,7 @@ TESTS = pathlib.Path(__file__).parent.parent
 COUNT = 8
 
 for name, made in MODELS.items():
-    row(f"bench: {name}", lambda made=made: fits(made.build, *made.data(1))())
+    row(f"bench: {name}", lambda made=made: fits(made.build, *made.data(made.batch_size))())
 
 # One of each family, and the others.
 FAMILIES = "VGG16", "ResNet50V2", "MobileNetV3Small", "DenseNet121", "EfficientNetV2B0", "ConvNeXtTiny"

@@ -130,8 +130,8 @@ def test_names_are_those_of_the_models():
 @pytest.mark.parametrize("name", MODELS)
 def test_models_fit_their_data(name):
     """Every model takes its data, whole batches of them, and tells as many classes as there are."""
-    x, y = MODELS[name].data(2)
     count = MODELS[name].batch_size
+    x, y = MODELS[name].data(2 * count)
     assert len(y) == 2 * count and {one.shape[0] for one in tf.nest.flatten(x)} == {2 * count}
     model = MODELS[name].build()
     rows = tf.nest.flatten(rows_of(x, 3, 5))
@@ -392,7 +392,7 @@ def test_sides_by_cpu_time(monkeypatch):
 
     class Told:
         def __init__(self, name, kind, arguments, launcher=(), environment=None):
-            started.append((arguments["library"], arguments["feed"], environment))
+            started.append((arguments["library"], arguments["feed"], arguments["batch_size"], environment))
 
     def turns(sides, variants, rounds, show):
         assert variants == ()
@@ -403,14 +403,16 @@ def test_sides_by_cpu_time(monkeypatch):
     asked = {"model": ["mlp"], "towers": 4, "against": ["mirrored"], "split": True, "watched": False, "shards": []}
     found = training.bench_step(argparse.Namespace(**asked, rounds=1, cpu=True), print)
     one_thread = {"TF_NUM_INTRAOP_THREADS": "1"}
-    assert started == [("ncclsync", "constant", one_thread), ("single", "constant", one_thread)]
+    many = training._MANY_ROWS["mlp"]  # of which the arithmetic outweighs what each tower does whatever the batch
+    assert started == [("ncclsync", "constant", many, one_thread), ("single", "constant", many, one_thread)]
+    assert found.rows[0].case["batch_size"] == many
     assert found.rows[0].more["cpu_of_single"] == Spread.of([1.25])
     assert found.notes == ("mlp: XLA compiles the steps of ncclsync, single.",)
     started.clear()
     training.bench_step(
         argparse.Namespace(**{**asked, "against": ["single"], "split": False}, rounds=1, cpu=False), print
     )
-    assert started == [("ncclsync", "tf.data", None), ("single", "tf.data", None)]
+    assert started == [(side, "tf.data", training.BATCH_SIZES["mlp"], None) for side in ("ncclsync", "single")]
 
 
 def test_towers_that_processes_cannot_share(capsys, monkeypatch):

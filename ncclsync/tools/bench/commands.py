@@ -145,7 +145,8 @@ def _add_trainings(add: Callable[..., None]) -> None:
         _flag(
             "--cpu",
             "only the seconds of cores that a step takes, beside plain Keras on one device: on the same batch in "
-            "memory, an op on one thread on both sides",
+            "memory, an op on one thread on both sides. Batches are larger, so that the arithmetic on rows outweighs "
+            "the update of the weights, which each tower does for itself",
         ),
         _flag("--watched", "also time steps that Timeline and Throughput watch"),
         _shards("also time steps"),

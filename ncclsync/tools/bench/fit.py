@@ -1,7 +1,6 @@
 """Train in a process of a benchmark: inside `fit` in turns, up to the first step, or for its memory."""
 
 import contextlib
-import dataclasses
 import re
 import time
 from typing import Any
@@ -45,7 +44,7 @@ def build(library: str, model: str, towers: int, shards: int | None = None) -> k
 
 
 def fit_in_turns(
-    requests: Requests, library: str, model: str, towers: int, feed: str, shards: int | None = None
+    requests: Requests, library: str, model: str, towers: int, feed: str, batch_size: int, shards: int | None = None
 ) -> None:
     """Train by `fit` as long as there are requests.
 
@@ -56,9 +55,9 @@ def fit_in_turns(
     """
     keras.utils.set_random_seed(0)
     trained = build(library, model, towers, shards)
-    batches = _BATCHES.get(model, _BATCHES_ELSE)
-    batch_size = MODELS[model].batch_size // (towers if library == "shard" else 1)
-    x, y = MODELS[model].data(batches)
+    batches = 1 if feed == "constant" else _BATCHES.get(model, _BATCHES_ELSE)
+    x, y = MODELS[model].data(batches * batch_size)
+    batch_size //= towers if library == "shard" else 1
     batch = tf.nest.map_structure(to_tensor, (rows_of(x, 0, batch_size), y[:batch_size]))
     turns = _Turns(Ranks(requests) if library == "processes" else requests, trained, batch)
     arguments = {"callbacks": [turns], "epochs": 10**9, "verbose": 0}
@@ -140,7 +139,7 @@ def _generate(x: Any, y: np.ndarray, batch_size: int) -> Any:
 
 def first_step(requests: Requests, library: str, model: str, towers: int) -> None:
     """Answer a request with the seconds from the factory's call to the end of the first step."""
-    x, y = MODELS[model].data(1)
+    x, y = MODELS[model].data(MODELS[model].batch_size)
     keras.utils.set_random_seed(0)
     requests.next()
     began = time.perf_counter()
@@ -165,7 +164,7 @@ def peak_memory(
 
     And with its memory before it built the model, and the bytes of the model's weights and optimizer.
     """
-    x, y = dataclasses.replace(MODELS[model], batch_size=rows or MODELS[model].batch_size).data(1)
+    x, y = MODELS[model].data(rows or MODELS[model].batch_size)
     requests.next()
     imported = status_bytes("VmRSS")
     trained = build(library, model, towers, shards)

@@ -26,10 +26,9 @@ class BenchModel:
     labels: Make  # makes y
     batch_size: int  # global
 
-    def data(self, batches: int) -> tuple[Any, np.ndarray]:
-        """Return x and y for so many batches."""
+    def data(self, samples: int) -> tuple[Any, np.ndarray]:
+        """Return x and y of so many samples."""
         generator = np.random.default_rng(0)
-        samples = batches * self.batch_size
         return self.inputs(generator, samples), self.labels(generator, samples)
 
 

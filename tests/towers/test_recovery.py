@@ -19,6 +19,7 @@ def program(weight, metric):
         structure=None,
         results=Results.COMBINED,
         declared=(),
+        fixed=(),
         work=StepWork(np.zeros((0, 0, 0)), (), ()),
         rollback=(("m", False), ("w", True)),
         updates=(),

@@ -32,6 +32,7 @@ from ncclsync.semantics.placements import LOCAL, MEAN, PIECE, REPLICATE, SEEDED,
 from ncclsync.semantics.placing import PRINTS, REPEATABLE, Placer, Refused, is_zero, serves
 from ncclsync.semantics.roles import Role
 from ncclsync.semantics.rules import Call
+from ncclsync.semantics.unordered import ADDS_SLICES, UNORDERED, added_up
 
 logger = logging.getLogger("ncclsync")
 
@@ -80,6 +81,7 @@ class Partition(Placer):
         self._extents: dict[str, tuple[tf.Tensor, tf.Tensor, tf.Tensor]] = {}
         self.graph = graph
         self.share = share
+        self._on_gpus = "GPU" in graph.home_device and not tf_compat.is_op_determinism_enabled()
         self._results = results
         self._exact = exact
         self.placed: dict[str, tuple[tf.Tensor, Placement]] = {}  # by the traced tensor's name
@@ -160,6 +162,11 @@ class Partition(Placer):
             call.tensors[0] = self._padded_shape(call.tensors[0], call.tensors[3], op)
         altered = any(one is not other for one, other in zip(call.tensors, call.given[0], strict=True))
         rest = altered or any(name in self._altered for name in names)
+        indices, slices = ADDS_SLICES.get(op.type, (0, 0))
+        if slices != indices and call.tensors[slices].shape.rank != 0 and self._is_unordered(call):
+            with self._building():
+                added = added_up(call.tensors[indices], call.tensors[slices])
+            call.tensors[indices], call.tensors[slices] = added
         graph.inputs[op.name] = [self._name(tensor) for tensor in call.tensors]
         self._append(op)
         if op.name in self._joins_slices and all(placed.whole for placed in made):
@@ -214,7 +221,16 @@ class Partition(Placer):
         unseen = op.type not in rules.SEEDED_DRAWS and self._hides(op, REPEATABLE)
         if unseen and all(placed.whole for placed in call.inputs):
             return self.alike(call)
-        return self.place(call)
+        made = self.place(call)
+        unordered = UNORDERED.union(ADDS_SLICES) if self.is_function(op) else UNORDERED
+        if self._is_unordered(call) and not unordered.isdisjoint(self.functions.op_types(op)):
+            return self.alike(call)
+        return made
+
+    def _is_unordered(self, call: Call) -> bool:
+        """Return whether towers compute an op's floats alike, on GPUs, whose kernels may add them up in no order."""
+        floats = any(tensor.dtype.is_floating or tensor.dtype.is_complex for tensor in call.tensors)
+        return self._on_gpus and floats and all(placed.whole for placed in call.inputs)
 
     def _hides(self, op: tf.Operation, repeatable: frozenset[str]) -> bool:
         """Return whether an op, or a function that it calls, has a state that no variable holds."""

@@ -5,6 +5,7 @@ from typing import Any
 
 from ncclsync.compat.source_lines import user_line
 from ncclsync.errors import NcclSyncError
+from ncclsync.semantics.functions import drops_nothing
 
 _INSTEAD = "Draw with keras.random or tf.random.stateless_*"
 
@@ -27,7 +28,7 @@ def check_draws(function: Any, refuses: bool) -> None:
     nodes: list[tuple[Any, str | None]] = [(node, None) for node in definition.node]
     nodes += [(node, f.signature.name) for f in definition.library.function for node in f.node_def]
     for node, within in nodes:
-        if "seed2" not in node.attr:
+        if "seed2" not in node.attr or drops_nothing(node):
             continue
         if within is None:
             place = f"at {user_line(function.graph.get_operation_by_name(node.name).traceback)}"

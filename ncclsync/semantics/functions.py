@@ -76,12 +76,17 @@ class Functions:
             called += [f.name for value in node.attr.values() for f in value.list.func]
             if node.op in self._definitions:
                 called.append(node.op)
-            elif not (node.op.startswith("CudnnRNN") and not node.attr["dropout"].f):
+            elif not drops_nothing(node):
                 yield node.op
             for name in called:
                 if name in self._definitions and name not in seen:
                     seen.add(name)
                     queue.extend(self._definitions[name].node_def)
+
+
+def drops_nothing(node: Any) -> bool:
+    """Return whether a NodeDef is a GPU's recurrent network without dropout: it draws nothing from its state."""
+    return node.op.startswith("CudnnRNN") and not node.attr["dropout"].f
 
 
 def change_functions(

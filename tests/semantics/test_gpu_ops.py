@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from ncclsync import NcclSyncError
 from ncclsync.semantics import rules
+from ncclsync.semantics.draws import check_draws
 from ncclsync.semantics.placements import REPLICATE, SUM, pending, shard
 
 TIME, ROWS, FEATURES, UNITS = 4, 7, 3, 2
@@ -109,3 +111,27 @@ def test_rows_of_cudnns_gru():
     assert taken == [shard(0), shard(0), REPLICATE, REPLICATE, shard(0)]
     assert placed == [shard(0), shard(0), REPLICATE, pending(None), pending(None)]
     assert rule_of(made[0].op, [shard(1), *[REPLICATE] * 4])[1] is None
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_cudnns_rnn_draws_only_what_it_drops(dropout):
+    """With `exact=True` and the like it is refused for its hidden state only if it drops."""
+
+    @tf.function
+    def step(x):
+        state = tf.zeros([tf.shape(x)[0], 1, UNITS])
+        weights, lengths = tf.zeros([4 * UNITS * (FEATURES + UNITS + 2)]), tf.fill([tf.shape(x)[0]], TIME)
+        arguments = {"rnn_mode": "lstm", "time_major": False, "dropout": dropout}
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            out = tf.raw_ops.CudnnRNNV3(
+                input=x, input_h=state, input_c=state, params=weights, sequence_lengths=lengths, **arguments
+            )
+        return tape.gradient(out[0], x)
+
+    traced = step.get_concrete_function(tf.TensorSpec([None, TIME, FEATURES]))
+    if not dropout:
+        check_draws(traced, refuses=True)
+    else:
+        with pytest.raises(NcclSyncError, match=r"Received: CudnnRNNV3"):
+            check_draws(traced, refuses=True)

@@ -79,6 +79,7 @@ typedef struct {
 
 /* Of the driver's own library. */
 #define NCS_DRIVER_SYMBOLS(X)                      \
+  X(CUresult, cuInit, (unsigned int flags))          \
   X(CUresult, cuCtxGetCurrent, (CUcontext* current)) \
   X(CUresult, cuCtxSetCurrent, (CUcontext context))  \
   X(CUresult, cuPointerGetAttributes,              \

@@ -113,7 +113,10 @@ ncclResult_t ncs_nccl_create(ncs_nccl* nccl, const char* cudart_path, const char
   if (comm == NULL) return ncclSystemError;
   status = ncs_load_cuda(cudart_path, driver_path, &comm->cuda, failure);
   if (status != ncclSuccess) goto fail;
-  status = ncs_check_cuda(&comm->cuda, comm->cuda.cuCtxGetCurrent(&current), "cuCtxGetCurrent", failure);
+  /* The driver answers nothing before, unless some other call of this process has begun it. */
+  status = ncs_check_cuda(&comm->cuda, comm->cuda.cuInit(0), "cuInit", failure);
+  if (status == ncclSuccess)
+    status = ncs_check_cuda(&comm->cuda, comm->cuda.cuCtxGetCurrent(&current), "cuCtxGetCurrent", failure);
   if (status != ncclSuccess) goto fail;
   for (int r = 0; r < own->n && status == ncclSuccess; ++r) status = create_stream(comm, r, failure);
   if (status == ncclSuccess && own->unique_id == NULL)

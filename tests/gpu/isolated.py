@@ -25,6 +25,8 @@ SHARED_GPU = {
     "NCCL_NVLS_ENABLE": "0",
     "NCCL_MAX_CTAS": "1",
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    # A kernel that is loaded when first called waits for what runs in its context: for a rank that waits for another.
+    "CUDA_MODULE_LOADING": "EAGER",
     "NCCL_DEBUG": "WARN",
 }
 

@@ -22,6 +22,7 @@ enum { STANDIN_DEVICES = 8 };
 enum {
   INVALID_VALUE = 1,
   NO_MEMORY = 2,
+  NOT_BEGUN = 3, /* CUDA_ERROR_NOT_INITIALIZED: before cuInit, or a call of the runtime's */
   NO_DEVICE = 100,
   NO_SUCH_DEVICE = 101,
   NO_CONTEXT = 201,

@@ -14,7 +14,7 @@ static __thread int context = 6; /* 1 + the current context's device; not 1, so 
 static __thread int depth;
 
 /* The devices that CUDA_VISIBLE_DEVICES leaves, by the numbers that they have without it. */
-static int visible[STANDIN_DEVICES], n_visible;
+static int visible[STANDIN_DEVICES], n_visible, is_begun;
 static const char* lost_path;
 
 int standin_current_device(void) { return context > 0 ? context - 1 : 0; }
@@ -63,6 +63,7 @@ cudaError_t standin_enter_cuda(const char* name, int value) {
   char text[16];
   int error = FAILURE;
   standin_lock();
+  is_begun = 1;
   snprintf(text, sizeof(text), "%d", value);
   standin_log(name, text);
   if (fails_by_loss() && strcmp(name, "cudaSetDevice") != 0) return LOST_DEVICE;
@@ -120,6 +121,7 @@ cudaError_t cudaGetDevice(int* device) {
 cudaError_t cudaGetDeviceCount(int* count) {
   int error = FAILURE;
   standin_lock();
+  is_begun = 1;
   *count = n_visible;
   return standin_leave_cuda(standin_is_told("cudaGetDeviceCount", -1, &error) ? error : 0);
 }
@@ -134,6 +136,7 @@ cudaError_t cudaSetDevice(int device) {
 
 int cuInit(unsigned flags) {
   (void)flags;
+  is_begun = 1;
   return n_visible > 0 ? 0 : NO_DEVICE;
 }
 
@@ -154,6 +157,7 @@ int cuDeviceGetUuid(unsigned char* uuid, int device) {
 }
 
 int cuCtxGetCurrent(void** current) {
+  if (!is_begun) return NOT_BEGUN;
   *current = (void*)(intptr_t)context;
   return 0;
 }

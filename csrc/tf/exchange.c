@@ -54,9 +54,12 @@ static void* read_token(TF_OpKernelContext* context, int index, TF_Status* statu
   return (void*)(intptr_t)*(const int64_t*)seen.data;
 }
 
+/* Memory and time run out without words; of the time the launcher keeps a report. */
 static void fail_by(TF_Status* status, ncclResult_t result, const ncs_failure* failure) {
   const int code = result == ncclInvalidArgument ? TF_INVALID_ARGUMENT : TF_INTERNAL;
-  ncs_tf_fail(status, code, "%s: %s", failure->call, failure->message);
+  const char* words = result == ncclSystemError ? "no memory" : "the group of collectives has failed";
+  if (failure->message[0] != '\0') ncs_tf_fail(status, code, "%s: %s", failure->call, failure->message);
+  else ncs_tf_fail(status, code, "%s", words);
 }
 
 /* NULL: not on a GPU, or not known. */
@@ -158,7 +161,7 @@ static void compute_arrive(const exchange_kernel* kernel, TF_OpKernelContext* co
   held* all = ncs_tf_calloc(1, sizeof(*all) + 2 * (size_t)kernel->n * sizeof(*all->tensors), status);
   ncs_buffer* buffers = ncs_tf_calloc((size_t)kernel->n, sizeof(*buffers), status);
   ncs_arrival* arrival = NULL;
-  ncs_failure failure = {"", "no memory", -1};
+  ncs_failure failure = {"", "", -1};
   if (all != NULL) all->n = kernel->n;
   for (int i = 0; i < kernel->n && ncs_tf_is_ok(status); ++i)
     ncs_tf.TF_GetInput(context, i, &all->tensors[2 * i], status);
@@ -191,7 +194,7 @@ static void compute_launch(const exchange_kernel* kernel, TF_OpKernelContext* co
   ncs_arrival** arrivals = ncs_tf_calloc((size_t)kernel->ranks, sizeof(*arrivals), status);
   ncs_collective* collectives = ncs_tf_calloc((size_t)kernel->n, sizeof(*collectives), status);
   ncs_launched* launched = NULL;
-  ncs_failure failure = {"", "no memory", -1};
+  ncs_failure failure = {"", "", -1};
   for (int r = 0; r < kernel->ranks && ncs_tf_is_ok(status); ++r) arrivals[r] = read_token(context, r, status);
   if (ncs_tf_is_ok(status)) {
     ncclResult_t result;

@@ -264,13 +264,22 @@ class Session:
         return tf.concat(self.of_all_processes(rows.numpy(), what, towers * row_bytes), 0)
 
     def on_each_tower(self, body: Callable[..., list[tf.Tensor]], values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Run `body`, a function of N tensors, one per tower, as a graph; it is traced once for each dtype."""
+        """Run `body`, a function of N tensors, one per tower, as a graph; it is traced once for each dtype.
+
+        Raises:
+            Exception: what `cause_of` says of an error.
+        """
         dtype = values[0].dtype
         key = body.__name__, dtype
         if key not in self._functions:
             signature = [tf.TensorSpec(None, dtype)] * len(values)
             self._functions[key] = tf_compat.unordered_function(body, signature)
-        return self._functions[key](*values)
+        try:
+            return self._functions[key](*values)
+        except tf.errors.OpError as error:
+            if (cause := self.cause_of(error)) is error:
+                raise
+            raise cause from error
 
 
 def _check_audits(devices: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ from test_virtual_host import AHEAD, on_virtual_gpus  # noqa: F401
 from thorough import some
 
 SCRIPT = pathlib.Path(__file__).parent / "scripts" / "faults.py"
-ALL = ["stuck", "slow", "async", "call", "keeps weights", "own loop"]
+ALL = ["stuck", "slow", "async", "call", "keeps weights", "own loop", "comparison"]
 # Of calls that no plug-in for TensorFlow makes, only ncclsync.
 BY_CONTEXTS = ["record", "wait"]
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(600)
         pytest.param("stream", AHEAD, ["stuck"], marks=pytest.mark.slow),
         pytest.param("stream", ["--seed", "1"], ALL, marks=pytest.mark.slow),
         pytest.param(
-            "context", ["--seed", "2", *AHEAD], some(["slow", "own loop"], ALL) + BY_CONTEXTS, marks=pytest.mark.slow
+            "context", ["--seed", "2", *AHEAD], some(["slow", "own loop", "comparison"], ALL) + BY_CONTEXTS, marks=pytest.mark.slow
         ),
     ],
 )

@@ -156,6 +156,20 @@ def check_own_loop():
             np.testing.assert_allclose(weight.numpy(), 1 + X[:8, :4].mean(0), rtol=1e-5)
 
 
+def check_comparison():
+    """`divergence` raises what its broadcast does, in the same words, not TensorFlow's."""
+    for instructions, kind, words in (FAULTS["stuck"], FAULTS["call"]):
+        model = nccl_parallel(towers=3, health=Health(timeout_s=0.5))(build)()
+        fit(model, epochs=1)
+        model.towers.divergence()
+        fail(instructions.replace("AllReduce:5", "Broadcast:1").replace("stuck:1:2", "stuck:1"))
+        error = raised(model.towers.divergence, kind)
+        assert words in str(error) and "Expected an open" not in str(error), error
+        fail("")
+        model.towers.close()
+
+
+OTHERS = {"keeps weights": check_keeps_weights, "own loop": check_own_loop, "comparison": check_comparison}
 for asked in sys.argv[1:]:
-    {"keeps weights": check_keeps_weights, "own loop": check_own_loop}.get(asked, lambda: check_fault(asked))()  # noqa: B023
+    OTHERS.get(asked, lambda: check_fault(asked))()  # noqa: B023
     print(asked, "is well", flush=True)

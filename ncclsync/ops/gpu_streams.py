@@ -1,7 +1,8 @@
 """Tell exchanges which stream TensorFlow computes on, on each GPU.
 
 A collective then waits for that stream alone, and the stream for the collective; copies of the next batch run beside
-both on another stream. Without it an exchange waits for all of the GPU's streams, by CUDA's driver alone.
+both on another stream. Without it an exchange waits for all of the GPU's streams, by CUDA's driver alone, and XLA
+compiles no step: it may record a command buffer meanwhile, and CUDA then takes no event of all streams.
 """
 
 import functools
@@ -16,9 +17,14 @@ logger = logging.getLogger("ncclsync")
 VARIABLE = "NCCLSYNC_GPU_EVENTS"
 
 
-@functools.cache
 def find() -> bool:
-    """Return whether exchanges know TensorFlow's streams in this process; decided once, and logged.
+    """Return whether exchanges know TensorFlow's streams in this process; see `missing`."""
+    return not missing()
+
+
+@functools.cache
+def missing() -> str:
+    """Return why exchanges do not know TensorFlow's streams in this process, or ""; decided once, and logged.
 
     NCCLSYNC_GPU_EVENTS=context in the environment says that they need not.
 
@@ -30,8 +36,8 @@ def find() -> bool:
         try:
             cpp.load("gpu_stream", tf_compat.GPU_STREAM_SOURCE, native.find_gpu_streams)
             logger.info("Exchanges wait for the stream that TensorFlow computes on, on each GPU")
-            return True
+            return ""
         except cpp.ERRORS as error:
             reason = cpp.reason_of(error)
     logger.info("Exchanges wait for all streams of their GPUs, including those of copies: %s", reason)
-    return False
+    return reason

@@ -15,14 +15,11 @@ from ncclsync.communicator.joining import peers_of
 from ncclsync.communicator.processes import Process, find_process
 from ncclsync.compat import host_gpus, other_libraries
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.errors import NcclSyncError
 from ncclsync.ops import host_ops
 from ncclsync.program.program import Program, Target
 from ncclsync.towers.layout import Layout
 
 _logger = logging.getLogger("ncclsync")
-
-_COMMAND_BUFFER = "--xla_gpu_enable_command_buffer"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,35 +175,11 @@ def connect(
             _logger.warning(
                 "The host waits for each collective: the driver cannot let a GPU wait for one, as of CUDA 12.5"
             )
-        if not on_host:
-            keep_xla_from_capturing()
         return communicator
     if process is not None:
         mpi.check_joins(process, timeout_s)
         return MpiCommunicator(len(placement.devices), timeout_s=timeout_s)
     return CpuCommunicator(len(placement.devices))
-
-
-def keep_xla_from_capturing() -> None:
-    """Keep XLA from recording command buffers, while which CUDA takes no event of a whole GPU.
-
-    XLA reads its flags when it compiles for the first time.
-    """
-    flags = os.environ.get("XLA_FLAGS", "")
-    if _COMMAND_BUFFER not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} {_COMMAND_BUFFER}=".strip()
-
-
-def check_xla_captures_nothing() -> None:
-    """Raise NcclSyncError if the user has XLA record command buffers."""
-    flags = os.environ.get("XLA_FLAGS", "").split()
-    chosen = [flag.partition("=")[2] for flag in flags if flag.startswith(_COMMAND_BUFFER)]
-    if chosen and chosen[-1]:
-        raise NcclSyncError(
-            f"Expected XLA_FLAGS with {_COMMAND_BUFFER}= for steps that XLA compiles on GPUs: while XLA records a "
-            f"command buffer, CUDA cannot order a collective after a GPU's work. Received: {chosen[-1]!r}. Set the "
-            "flag so, or leave it out, before TensorFlow starts; or compile the model with jit_compile=False."
-        )
 
 
 def make_target(layout: Layout, backend: str, bucket_bytes: int, *, same_seeds: bool) -> Target:

@@ -17,7 +17,7 @@ from ncclsync.communicator.messages import MOST_BYTES
 from ncclsync.communicator.timeouts import interruptible
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError, ProcessError
-from ncclsync.ops import device_ops
+from ncclsync.ops import device_ops, gpu_streams
 from ncclsync.ops.group_ops import group_all_reduce
 from ncclsync.program.program import Target
 from ncclsync.towers.feeding import Feeder
@@ -122,6 +122,19 @@ class Session:
         """Divide batches into twice as many shards from now on."""
         self.layout = self.layout.split()
         self.target = self._make_target()
+
+    def lets_xla_compile(self) -> bool:
+        """Return whether XLA may compile steps; warn if it may not."""
+        if self.communicator.enqueues and any("GPU" in device for device in self.layout.devices):
+            if reason := gpu_streams.missing():
+                self.warn_once(
+                    "XLA compiles no step on these GPUs: an exchange waits for all of a GPU's streams, which CUDA "
+                    "refuses while XLA records a command buffer. Expected TensorFlow's streams to be known. Received: "
+                    f"{reason}. Install a C++ compiler (on Debian: apt-get install g++) and leave NCCLSYNC_GPU_EVENTS "
+                    "out, or write compile(jit_compile=False)"
+                )
+                return False
+        return True
 
     def check_repeatable(self) -> None:
         """Warn if equal bits are asked for and may differ: op determinism is off, or was off when NCCL joined the

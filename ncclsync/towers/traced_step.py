@@ -29,7 +29,6 @@ from ncclsync.semantics.exactness import DRAWS, NORMALISES, Inexact
 from ncclsync.semantics.normalization import moments_of_layers
 from ncclsync.semantics.shards import fixed_specs, open_specs, ungrouped
 from ncclsync.towers.layout import Layout
-from ncclsync.towers.placement import check_xla_captures_nothing
 from ncclsync.towers.state import TowerState
 
 logger = logging.getLogger("ncclsync")
@@ -118,6 +117,8 @@ class TracedStep(abc.ABC):
         """Trace the step for shards of these specs, and cut it; see `segment.compile_segment` for `meter`."""
         self.towers.session.check_repeatable()
         source = self.source(ungrouped(specs))
+        if source.jit_compile and not self.towers.session.lets_xla_compile():
+            source = dataclasses.replace(source, jit_compile=False)
         try:
             program = self._trace_and_cut(source, specs, meter)
         except TypeError as error:  # Python's `if`, `for` or `len` of a tensor
@@ -142,8 +143,6 @@ class TracedStep(abc.ABC):
         return program
 
     def _trace_and_cut(self, source: Source, specs: Any, meter: Meter | None, opened: Opened = ()) -> Program:
-        if source.jit_compile and self.towers.session.communicator.enqueues:
-            check_xla_captures_nothing()
         readers = self.readers()
         observer = Observer() if readers else None
         step: Callable[[Any], Any] = functools.partial(_on_given, python_step(source.function))

@@ -17,9 +17,9 @@ def forgotten(monkeypatch, tmp_path):
     """What was found is forgotten before and after, and nothing is kept in the user's cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(gpu_streams.VARIABLE, raising=False)
-    gpu_streams.find.cache_clear()
+    gpu_streams.missing.cache_clear()
     yield
-    gpu_streams.find.cache_clear()
+    gpu_streams.missing.cache_clear()
 
 
 @pytest.mark.slow
@@ -28,7 +28,7 @@ def test_compiles_once_for_the_installed_tensorflow(tmp_path, caplog, monkeypatc
     with caplog.at_level(logging.INFO, "ncclsync"):
         assert gpu_streams.find()
         assert [path.suffix for path in (tmp_path / "ncclsync").iterdir()] == [".so"]
-        gpu_streams.find.cache_clear()
+        gpu_streams.missing.cache_clear()
         monkeypatch.setenv("PATH", "")
         assert gpu_streams.find()
     assert caplog.text.count("the stream that TensorFlow computes on") == 2
@@ -74,7 +74,7 @@ def test_what_does_not_load_is_compiled_once_more(monkeypatch, caplog, tmp_path)
         assert not gpu_streams.find()
         assert len(made) == 1 and "gpu_stream-" in caplog.text
         cpp.compiled("gpu_stream", tf_compat.GPU_STREAM_SOURCE, tmp_path / "ncclsync")  # as another machine has left it
-        gpu_streams.find.cache_clear()
+        gpu_streams.missing.cache_clear()
         assert not gpu_streams.find()
     assert len(made) == 3
 
@@ -89,7 +89,7 @@ def test_no_home_and_another_users_folder(monkeypatch, caplog, tmp_path):
     monkeypatch.setattr(pathlib.Path, "home", home)
     with caplog.at_level(logging.INFO, "ncclsync"):
         assert not gpu_streams.find()
-        gpu_streams.find.cache_clear()
+        gpu_streams.missing.cache_clear()
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         monkeypatch.setattr(os, "getuid", lambda: 12345)
         (tmp_path / "ncclsync").mkdir()
@@ -105,7 +105,7 @@ def test_choice_by_environment(monkeypatch, caplog):
     with caplog.at_level(logging.INFO, "ncclsync"):
         assert not gpu_streams.find()
     assert "NCCLSYNC_GPU_EVENTS=context" in caplog.text
-    gpu_streams.find.cache_clear()
+    gpu_streams.missing.cache_clear()
     monkeypatch.setenv(gpu_streams.VARIABLE, "events")
     with pytest.raises(NcclSyncError, match=r"NCCLSYNC_GPU_EVENTS to be stream or context\. Received: events"):
         gpu_streams.find()

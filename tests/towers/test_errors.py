@@ -329,7 +329,6 @@ def joined_with(monkeypatch, chosen_placement):
         return SimpleNamespace(ordinals=ordinals, launcher=lambda **_: SimpleNamespace(blocks=False), **options)
 
     monkeypatch.setattr(placement, "NcclCommunicator", joined)
-    monkeypatch.setattr(placement, "keep_xla_from_capturing", lambda: None)
     return placement.connect(chosen_placement, timeout_s=None, preflight=False)
 
 

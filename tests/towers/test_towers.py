@@ -3,8 +3,8 @@
 import copy
 import gc
 import logging
-import os
 import pickle
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -14,7 +14,7 @@ from parity import assert_close, assert_towers_agree, data, mlp, on_towers
 
 from ncclsync import NcclSyncError, Towers, nccl_parallel
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.towers import placement
+from ncclsync.ops import gpu_streams
 
 X, Y = data(24)
 
@@ -329,17 +329,21 @@ def test_towers_stay_where_they_are(trained, duplicate):
     assert trained.towers.divergence() == 0.0
 
 
-def test_xla_records_no_command_buffers(monkeypatch):
-    """While XLA records one CUDA takes no event of a GPU: turned off where nobody has chosen, else refused."""
-    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/tmp/x")
-    placement.keep_xla_from_capturing()
-    placement.keep_xla_from_capturing()
-    assert os.environ["XLA_FLAGS"] == "--xla_dump_to=/tmp/x --xla_gpu_enable_command_buffer="
-    placement.check_xla_captures_nothing()
-    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=FUSION")
-    placement.keep_xla_from_capturing()
-    with pytest.raises(NcclSyncError, match="jit_compile=False"):
-        placement.check_xla_captures_nothing()
+def test_without_streams_xla_compiles_nothing_on_gpus(monkeypatch, caplog):
+    """CUDA takes no event of a whole GPU while XLA records a command buffer: chosen before a step, said once."""
+    layout, communicator = SimpleNamespace(devices=("GPU:0", "GPU:1")), SimpleNamespace(enqueues=True)
+    with Towers(2) as towers:
+        monkeypatch.setattr(gpu_streams, "missing", lambda: "there is no C++ compiler")
+        assert towers.session.lets_xla_compile()  # on CPUs
+        monkeypatch.setattr(towers.session, "layout", layout)
+        monkeypatch.setattr(towers.session, "communicator", communicator)
+        assert not towers.session.lets_xla_compile() and not towers.session.lets_xla_compile()
+        assert (
+            caplog.text.count("XLA compiles no step on these GPUs") == 1 and "there is no C++ compiler" in caplog.text
+        )
+        monkeypatch.setattr(gpu_streams, "missing", lambda: "")
+        assert towers.session.lets_xla_compile()
+        monkeypatch.undo()
 
 
 def test_no_garbage_is_searched_for_while_a_graph_is_built():

@@ -8,6 +8,7 @@ from thorough import some
 
 SCRIPT = pathlib.Path(__file__).parent / "scripts" / "faults.py"
 ALL = ["stuck", "slow", "async", "call", "keeps weights", "own loop", "comparison"]
+SOME = some(["slow", "own loop", "comparison"], ALL)
 # Of calls that no plug-in for TensorFlow makes, only ncclsync.
 BY_CONTEXTS = ["record", "wait"]
 
@@ -19,9 +20,7 @@ pytestmark = pytest.mark.timeout(600)
     [
         pytest.param("stream", AHEAD, ["stuck"], marks=pytest.mark.slow),
         pytest.param("stream", ["--seed", "1"], ALL, marks=pytest.mark.slow),
-        pytest.param(
-            "context", ["--seed", "2", *AHEAD], some(["slow", "own loop", "comparison"], ALL) + BY_CONTEXTS, marks=pytest.mark.slow
-        ),
+        pytest.param("context", ["--seed", "2", *AHEAD], SOME + BY_CONTEXTS, marks=pytest.mark.slow),
     ],
 )
 def test_faults(on_virtual_gpus, monkeypatch, events, options, what):  # noqa: F811

@@ -125,16 +125,16 @@ class Session:
 
     def lets_xla_compile(self) -> bool:
         """Return whether XLA may compile steps; warn if it may not."""
-        if self.communicator.enqueues and any("GPU" in device for device in self.layout.devices):
-            if reason := gpu_streams.missing():
-                self.warn_once(
-                    "XLA compiles no step on these GPUs: an exchange waits for all of a GPU's streams, which CUDA "
-                    "refuses while XLA records a command buffer. Expected TensorFlow's streams to be known. Received: "
-                    f"{reason}. Install a C++ compiler (on Debian: apt-get install g++) and leave NCCLSYNC_GPU_EVENTS "
-                    "out, or write compile(jit_compile=False)"
-                )
-                return False
-        return True
+        on_gpus = self.communicator.enqueues and any("GPU" in device for device in self.layout.devices)
+        reason = gpu_streams.missing() if on_gpus else ""
+        if reason:
+            self.warn_once(
+                "XLA compiles no step on these GPUs: an exchange waits for all of a GPU's streams, which CUDA refuses "
+                "while XLA records a command buffer. Expected TensorFlow's streams to be known. Received: "
+                f"{reason}. Install a C++ compiler (on Debian: apt-get install g++) and leave NCCLSYNC_GPU_EVENTS out, "
+                "or write compile(jit_compile=False)"
+            )
+        return not reason
 
     def check_repeatable(self) -> None:
         """Warn if equal bits are asked for and may differ: op determinism is off, or was off when NCCL joined the

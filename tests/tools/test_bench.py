@@ -400,7 +400,8 @@ def test_sides_by_cpu_time(monkeypatch):
 
     monkeypatch.setattr(training, "Side", Told)
     monkeypatch.setattr(training, "_fit_in_turns", turns)
-    asked = {"model": ["mlp"], "towers": 4, "against": ["mirrored"], "split": True, "watched": False, "shards": []}
+    asked = {"model": ["mlp"], "towers": 4, "against": ["mirrored"], "split": True}
+    asked |= {"watched": False, "shards": [], "xla": False}
     found = training.bench_step(argparse.Namespace(**asked, rounds=1, cpu=True), print)
     one_thread = {"TF_NUM_INTRAOP_THREADS": "1"}
     many = training._MANY_ROWS["mlp"]  # of which the arithmetic outweighs what each tower does whatever the batch
@@ -445,6 +446,28 @@ def test_start(tmp_path):
     assert [row["case"]["towers"] for row in found["rows"]] == [1, 2]
     assert all(0 < row["more"]["build_seconds"]["median"] < row["value"]["median"] for row in found["rows"])
     assert set(found["rows"][1]["ratios"]) == {"one tower"}
+
+
+def test_start_ends_with_the_step():
+    """Not with `fit`, which may wait for TensorFlow's thread that tunes datasets. By XLA if that is asked for."""
+
+    class Ended(Exception):
+        pass
+
+    class Asked:
+        def next(self):
+            return {"do": "go"}
+
+        def answer(self, **values):
+            self.values = values
+
+        def end(self):
+            raise Ended
+
+    asked = Asked()
+    with pytest.raises(Ended):
+        fit.first_step(asked, "ncclsync", "mlp", 2, xla=True)
+    assert asked.values["xla"] and 0 < asked.values["build_seconds"] < asked.values["seconds"]
 
 
 @pytest.mark.slow

@@ -150,6 +150,7 @@ def _add_trainings(add: Callable[..., None]) -> None:
         ),
         _flag("--watched", "also time steps that Timeline and Throughput watch"),
         _shards("also time steps"),
+        _xla(),
         _rounds(15, "turns of each side"),
         name="step",
         help="one step of training inside fit, and where its time goes",
@@ -166,6 +167,7 @@ def _add_trainings(add: Callable[..., None]) -> None:
         _models("resnet50"),
         _list("--towers", at_least(1), "1,2,4,8", "N,N"),
         _against(("mirrored",), "mirrored", _MIRRORED),
+        _xla(),
         _rounds(3, "fresh processes of each side"),
         name="start",
         help="from the call of the decorated factory to the end of the first step",
@@ -238,6 +240,10 @@ def _towers(least: int = 1) -> Option:
 def _rounds(default: int, meaning: str) -> Option:
     about = {"type": at_least(1), "default": default, "metavar": "N", "help": f"{meaning}; default %(default)s"}
     return "--rounds", about
+
+
+def _xla() -> Option:
+    return _flag("--xla", "on CPUs, too, let XLA compile what Keras has it compile on GPUs")
 
 
 def _flag(flag: str, meaning: str) -> Option:

@@ -24,12 +24,19 @@ _BATCHES = {"resnet50": 8}  # of an epoch
 _BATCHES_ELSE = 240  # as MNIST with 250 rows a batch: the begin of an epoch is a small part of it
 
 
-def build(library: str, model: str, towers: int, shards: int | None = None) -> keras.Model:
+def build(library: str, model: str, towers: int, shards: int | None = None, *, xla: bool = False) -> keras.Model:
     """Build a model of `MODELS` on towers, under MirroredStrategy or on a single device; once per process.
 
-    `library` is "ncclsync", or one of `training.PEERS`; see the help of `bench step`.
+    `library` is "ncclsync", or one of `training.PEERS`; see the help of `bench step`. With `xla` Keras chooses as on a
+    GPU whether XLA compiles it.
     """
-    factory = MODELS[model].build
+
+    def factory() -> keras.Model:
+        made = MODELS[model].build()
+        if xla and library != "mirrored":
+            made.jit_compile = True  # False, and a warning, where a layer forbids it
+        return made
+
     if library in ("ncclsync", "sharded", "processes"):
         return nccl_parallel(towers=towers, shards=shards, shard_optimizer=library == "sharded")(factory)()
     scope: Any = contextlib.nullcontext()
@@ -44,7 +51,15 @@ def build(library: str, model: str, towers: int, shards: int | None = None) -> k
 
 
 def fit_in_turns(
-    requests: Requests, library: str, model: str, towers: int, feed: str, batch_size: int, shards: int | None = None
+    requests: Requests,
+    library: str,
+    model: str,
+    towers: int,
+    feed: str,
+    batch_size: int,
+    shards: int | None = None,
+    *,
+    xla: bool = False,
 ) -> None:
     """Train by `fit` as long as there are requests.
 
@@ -54,7 +69,7 @@ def fit_in_turns(
     whether XLA compiles the step.
     """
     keras.utils.set_random_seed(0)
-    trained = build(library, model, towers, shards)
+    trained = build(library, model, towers, shards, xla=xla)
     batches = 1 if feed == "constant" else _BATCHES.get(model, _BATCHES_ELSE)
     x, y = MODELS[model].data(batches * batch_size)
     batch_size //= towers if library == "shard" else 1
@@ -137,18 +152,26 @@ def _generate(x: Any, y: np.ndarray, batch_size: int) -> Any:
             yield rows_of(x, begin, begin + batch_size), y[begin : begin + batch_size]
 
 
-def first_step(requests: Requests, library: str, model: str, towers: int) -> None:
-    """Answer a request with the seconds from the factory's call to the end of the first step."""
+def first_step(requests: Requests, library: str, model: str, towers: int, *, xla: bool = False) -> None:
+    """Answer a request with the seconds from the factory's call to the end of the first step; then end the process.
+
+    `fit` itself may end later: it waits for TensorFlow's thread that tunes datasets, which may sleep.
+    """
     x, y = MODELS[model].data(MODELS[model].batch_size)
     keras.utils.set_random_seed(0)
     requests.next()
-    began = time.perf_counter()
-    trained = build(library, model, towers)
+    began, cpu_began = time.perf_counter(), time.process_time()
+    trained = build(library, model, towers, xla=xla)
     built = time.perf_counter()
-    trained.fit(x, y, batch_size=len(y), verbose=0)
-    tf_compat.sync_devices()
-    seconds = time.perf_counter() - began
-    requests.answer(seconds=seconds, build_seconds=built - began, xla=bool(trained.jit_compile))
+
+    def answer(batch: int, logs: Any) -> None:
+        tf_compat.sync_devices()
+        times = {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - cpu_began}
+        requests.answer(**times, build_seconds=built - began, xla=bool(trained.jit_compile))
+        requests.end()
+
+    answering = keras.callbacks.LambdaCallback(on_train_batch_end=answer)
+    trained.fit(x, y, batch_size=len(y), verbose=0, callbacks=[answering])
 
 
 def peak_memory(

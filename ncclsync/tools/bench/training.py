@@ -65,7 +65,13 @@ def bench_step(given: argparse.Namespace, show: Show) -> Result:
     for model in given.model:
         batch_size = (_MANY_ROWS if given.cpu else BATCH_SIZES)[model]
         side_of = functools.partial(
-            _fit_side, model=model, towers=given.towers, feed=feed, batch_size=batch_size, one_thread=given.cpu
+            _fit_side,
+            model=model,
+            towers=given.towers,
+            feed=feed,
+            batch_size=batch_size,
+            xla=given.xla,
+            one_thread=given.cpu,
         )
         started = {library: side_of(library) for library in libraries}
         started |= {name: side_of("ncclsync", shards=each * given.towers) for name, each in shards.items()}
@@ -131,9 +137,10 @@ def _fit_side(
     shards: int | None = None,
     *,
     batch_size: int | None = None,
+    xla: bool = False,
     one_thread: bool = False,
 ) -> Side:
-    arguments = {"library": library, "model": model, "towers": towers, "feed": feed, "shards": shards}
+    arguments = {"library": library, "model": model, "towers": towers, "feed": feed, "shards": shards, "xla": xla}
     arguments["batch_size"] = batch_size or BATCH_SIZES[model]
     name = f"{library}, {model}, {feed}"
     if library != "processes":
@@ -186,7 +193,8 @@ def _compiled(model: str, sides: Sequence[str]) -> list[str]:
 
 def bench_start(given: argparse.Namespace, show: Show) -> Result:
     """Time from the factory's call to the end of the first step, each in a fresh process."""
-    return _fresh_processes(given, show, "fit.first_step", "seconds", ("build_seconds",), {})
+    told = ("build_seconds", "cpu_seconds")
+    return _fresh_processes(given, show, "fit.first_step", "seconds", told, {"xla": given.xla})
 
 
 def bench_memory(given: argparse.Namespace, show: Show) -> Result:
@@ -285,6 +293,7 @@ START_TABLES = [
         *of_model("library"),
         Column("to the end of\nthe first step", lambda row: time_text(row.value)),
         Column("of that\nthe factory", more("build_seconds", time_text)),
+        Column("CPU time", more("cpu_seconds", time_text)),
         Column("time ÷\nmirrored's", ratio_to("mirrored")),
         Column("time ÷ own\nwith 1 tower", ratio_to("one tower")),
     ]

@@ -53,6 +53,7 @@ class Shapes:
         self._summed: dict[str, str] = {}  # by name of a sum over axes of size 1: the addend
         for name in ops:
             self._look_at(name)
+        self._keys: dict[str, tuple[Any, ...] | None] = {}  # they change no more
 
     def spec(self, name: str) -> tf.TensorSpec:
         """Return the shape that the trace knows, and the dtype."""
@@ -62,6 +63,11 @@ class Shapes:
 
     def key(self, name: str) -> tuple[Any, ...] | None:
         """Return a key that tensors of one shape share; None if too little of the shape is known."""
+        if name not in self._keys:
+            self._keys[name] = self._key(name)
+        return self._keys[name]
+
+    def _key(self, name: str) -> tuple[Any, ...] | None:
         shape = self.spec(name).shape
         if not shape.rank:
             return None if shape.rank is None else ()
@@ -188,7 +194,7 @@ class Shapes:
         graph, (values, axes) = self._graph, self._graph.inputs[name]
         if graph.producer_type(axes) == "BroadcastGradientArgs":
             one, other = map(self._shape_of, graph.inputs[op_name(axes)])
-            if one is not None and other is not None and self.key(one) == self.key(other) is not None:
+            if one is not None and other is not None and self._key(one) == self._key(other) is not None:
                 self._summed[f"{name}:0"] = self.source(values)
         elif self.spec(values).shape.rank and self.spec(f"{name}:0").shape.rank:
             reduced = self.reduced_axes(name)

@@ -363,7 +363,6 @@ class Axes:
             and all(map(self._is_small, (*op.inputs, *op.outputs)))
             and not tf_compat.is_stateful(op)
             and not tf_compat.calls_functions(op)
-            and tf_compat.runs_on_cpu(op)
         )
 
     def computed(self, op: tf.Operation, given: Sequence[Any]) -> Any:
@@ -375,7 +374,7 @@ class Axes:
         """
         try:
             cases = self._kernels.values(op, list(zip(*given, strict=True)))
-        except (ValueError, tf.errors.OpError):  # not of such a batch
+        except (ValueError, tf.errors.OpError):  # not of such a batch, or no kernel of a CPU's
             return None
         return list(zip(*cases, strict=True))
 
@@ -390,6 +389,7 @@ class _Kernels:
     def __init__(self) -> None:
         self._scratch = tf.Graph()
         self._found: dict[Any, list[Any]] = {}
+        self._placeholders: dict[Any, tf.Tensor] = {}
 
     def shapes(self, op: tf.Operation, cases: Sequence[Sequence[_Given]]) -> list[list[Any]]:
         """Return the shapes of an op's results, [cases][outputs], as far as TensorFlow infers them.
@@ -426,15 +426,17 @@ class _Kernels:
             made = self._scratch.create_op(op.type, inputs, [output.dtype for output in op.outputs], attrs=attributes)
         return [None if output.shape.rank is None else tuple(output.shape.as_list()) for output in made.outputs]
 
-    @staticmethod
-    def _input(dtype: tf.DType, given: _Given) -> tf.Tensor:
+    def _input(self, dtype: tf.DType, given: _Given) -> tf.Tensor:
         if given is None or isinstance(given, tuple):
-            return tf.compat.v1.placeholder(dtype, given)
+            return self._placeholder(dtype, given)
         if isinstance(given, list):  # as TensorFlow's inference takes it for a shape
-            return tf.stack(
-                [tf.compat.v1.placeholder(dtype, []) if n is None else tf.constant(n, dtype) for n in given]
-            )
+            return tf.stack([self._placeholder(dtype, ()) if n is None else tf.constant(n, dtype) for n in given])
         return tf.constant(given, dtype)
+
+    def _placeholder(self, dtype: tf.DType, shape: Shape | None) -> tf.Tensor:
+        if (dtype, shape) not in self._placeholders:
+            self._placeholders[dtype, shape] = tf.compat.v1.placeholder(dtype, shape)
+        return self._placeholders[dtype, shape]
 
     @staticmethod
     def _run(op: tf.Operation, given: Sequence[np.ndarray], _: Any) -> list[np.ndarray]:

@@ -481,32 +481,21 @@ def let_go_of_arrays(datasets: Sequence[tf.data.Dataset]) -> None:
             dataset._tensors = []
 
 
-def set_flag(variable: tf.Variable, flag: str, value: bool = True) -> None:
-    """Mark a variable, or remove the mark.
+def set_note(variable: tf.Variable, name: str, note: Any) -> None:
+    """Keep something with a variable, under a name of ncclsync's; a copy of the variable does not have it.
 
     Args:
         variable: of tower 0.
-        flag: "partial": each tower's copy is a part, and one device would hold the sum. "partitioned": each tower's
-            copy holds another part of a larger variable. "shared": it is the same on all towers, whatever aggregation
-            it declares. "written_by_graph": a user's `tf.function` writes it at each call, without a report.
-        value: whether to mark it.
+        name: "role": what `roles.declare_role` was told. "tracker": by which `holders` tracks it.
+            "written_by_graph": whether a user's `tf.function` writes it at each call, without a report.
+        note: None for none.
     """
-    setattr(variable, f"_ncclsync_{flag}", value)
+    setattr(variable, f"_ncclsync_{name}", note)
 
 
-def has_flag(variable: tf.Variable, flag: str) -> bool:
-    """Return whether `set_flag` has marked a variable so."""
-    return getattr(variable, f"_ncclsync_{flag}", False)
-
-
-def set_tracker(variable: tf.Variable, tracker: Any) -> None:
-    """Keep with a variable the object by which `holders` tracks it, or None."""
-    variable._ncclsync_tracker = tracker
-
-
-def tracker_of(variable: tf.Variable) -> Any:
-    """Return the object last given to `set_tracker`, or None."""
-    return getattr(variable, "_ncclsync_tracker", None)
+def note_of(variable: tf.Variable, name: str) -> Any:
+    """Return what was last given to `set_note`, or None."""
+    return getattr(variable, f"_ncclsync_{name}", None)
 
 
 def _method_of(variable: tf.Variable, name: str) -> Callable:

@@ -8,6 +8,7 @@ import tensorflow as tf
 from ncclsync import ops
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops import Context
+from ncclsync.semantics.roles import Role, declare_role
 
 
 class ErrorFeedback:
@@ -54,7 +55,7 @@ class ErrorFeedback:
         if id(variable) not in self._kept:
             with tf.init_scope(), tf.device(variable.device):
                 kept = tf.Variable(tf.zeros(variable.shape, tf.float32), trainable=False)
-            tf_compat.set_flag(kept, "partial")
+            declare_role(kept, Role.PARTIAL)
             self._kept[id(variable)] = variable, kept
         return self._kept[id(variable)][1]
 

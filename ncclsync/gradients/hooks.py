@@ -20,6 +20,7 @@ from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.gradients.compression import ErrorFeedback
 from ncclsync.gradients.sharded_optimizer import OptimizerSharding
 from ncclsync.ops import Collective, CollectiveKind, Context
+from ncclsync.semantics.roles import Role, declare_role
 
 # The towers' running sums of gradients; a tower without rows of this batch has sums of earlier batches.
 ACCUMULATED = Collective(CollectiveKind.ALL_REDUCE, "sum", empty_too=True)
@@ -116,7 +117,7 @@ def _apply_accumulated(
     running = {}
     for i, part in enumerate(ops.parts(gradients)):
         if part is not None:
-            tf_compat.set_flag(accumulators[i], "partial")
+            declare_role(accumulators[i], Role.PARTIAL)
             part = context.share.of_samples(tf.convert_to_tensor(part))
             running[i] = accumulators[i] + tf.cast(part, accumulators[i].dtype)
     updates = keras_optimizers.update_is_due(optimizer)

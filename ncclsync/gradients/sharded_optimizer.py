@@ -21,6 +21,7 @@ from ncclsync.errors import NcclSyncError
 from ncclsync.gradients.elementwise import find_coupling
 from ncclsync.gradients.partitions import PartitionedSlot, Place, Processes
 from ncclsync.ops import SCATTERED, Collective, CollectiveKind
+from ncclsync.semantics.roles import Role, declare_role
 
 # Towers without samples have updated their parts, too.
 GATHERED = Collective(CollectiveKind.STACK, empty_too=True)
@@ -62,13 +63,13 @@ class _Sharded:
         partitions = keras_optimizers.slots_of(self.twin) if wholes else {}
         for name, of_groups in partitions.items():
             for group, partition in zip(self.groups, of_groups, strict=True):
-                tf_compat.set_flag(tf_compat.backend_variable(partition), "partitioned")
+                declare_role(tf_compat.backend_variable(partition), Role.PARTITION)
                 parts = copies(tf_compat.backend_variable(partition))
                 for weight, place in group.pairs:
                     whole = tf_compat.backend_variable(wholes[name][indices[id(weight)]])
                     self.slots.append(PartitionedSlot(whole, place, parts, sharding.processes))
         for group in self.groups:
-            tf_compat.set_flag(tf_compat.backend_variable(group.flat), "partitioned")
+            declare_role(tf_compat.backend_variable(group.flat), Role.PARTITION)
 
     def takes(self, weights: Sequence[Any]) -> bool:
         return {id(weight) for weight in weights} == self._dense

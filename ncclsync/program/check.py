@@ -26,7 +26,7 @@ from ncclsync.program.trace import Trace
 from ncclsync.semantics.functions import Functions
 from ncclsync.semantics.placements import Kind, Placement
 from ncclsync.semantics.placing import PRINTS, is_unrepeatable
-from ncclsync.semantics.roles import Role
+from ncclsync.semantics.roles import Role, declare_role
 from ncclsync.semantics.rules import names
 from ncclsync.semantics.shards import shard_sizes
 
@@ -61,7 +61,7 @@ def first_difference(trace: Trace, home_device: str, results: Results, batch: An
         Unchecked: the step has an op that must not run twice, or cannot be run op by op.
     """
     variables = trace.function.variables
-    shared = {id(variable) for variable in variables if tf_compat.has_flag(variable, "shared")}
+    roles = [tf_compat.note_of(variable, "role") for variable in variables]
     try:
         alone, placing = _place(trace, home_device, results)
         roots = [exchange.collective.root for exchange in placing.graph.exchanges.values()]
@@ -77,9 +77,8 @@ def first_difference(trace: Trace, home_device: str, results: Results, batch: An
                     if rows == most:  # else the step may declare its batch size
                         raise Unchecked(f"it could not be run op by op on {rows} rows: {error}") from error
     finally:
-        for variable in variables:
-            if id(variable) not in shared:
-                tf_compat.set_flag(variable, "shared", False)
+        for variable, role in zip(variables, roles, strict=True):
+            tf_compat.set_note(variable, "role", role)
     raise AssertionError
 
 
@@ -95,7 +94,7 @@ def _place(trace: Trace, home_device: str, results: Results) -> tuple[StepGraph,
             return alone, partition(graph, trace.share, results, exact=True)
         except Unshared as found:
             for handle in found.handles:
-                tf_compat.set_flag(graph.variable_of[handle], "shared")
+                declare_role(graph.variable_of[handle], Role.SAME)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,6 @@ import dataclasses
 import itertools
 from typing import Any
 
-from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.source_lines import user_line
 from ncclsync.ops import Collective, CollectiveKind
 from ncclsync.ops.buckets import fill_buckets
@@ -26,6 +25,7 @@ from ncclsync.program.trace import Trace
 from ncclsync.program.updates import find_updates
 from ncclsync.semantics.functions import Functions
 from ncclsync.semantics.placing import is_unrepeatable
+from ncclsync.semantics.roles import Role, declare_role
 
 SUM = Collective(CollectiveKind.ALL_REDUCE, "sum")
 
@@ -104,7 +104,7 @@ def place(
             return graph, partition(graph, trace.share, results)
         except Unshared as found:
             for handle in found.handles:
-                tf_compat.set_flag(graph.variable_of[handle], "shared")
+                declare_role(graph.variable_of[handle], Role.SAME)
 
 
 def _rollback(graph: StepGraph, scheduled: Schedule, undone: bool, traceless: bool) -> tuple[tuple[str, bool], ...]:

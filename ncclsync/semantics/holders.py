@@ -67,7 +67,7 @@ class Holder(abc.ABC):
         variable = self.held
         if variable is not None and self._tracker().remove(self):
             tf_compat.untrack(variable)
-            tf_compat.set_tracker(variable, None)
+            tf_compat.set_note(variable, "tracker", None)
 
     def mark_others_stale(self) -> bool:
         """Mark other holders stale: these towers wrote the variable. Return whether there are any."""
@@ -78,10 +78,10 @@ class Holder(abc.ABC):
 
     def _tracker(self) -> "_Tracker":
         variable = self.held
-        tracker = tf_compat.tracker_of(variable)
+        tracker = tf_compat.note_of(variable, "tracker")
         if tracker is None:
             tracker = _Tracker(variable)
-            tf_compat.set_tracker(variable, tracker)
+            tf_compat.set_note(variable, "tracker", tracker)
         return tracker
 
 
@@ -133,7 +133,7 @@ class _Tracker:
             if not eager and current_context() is not None:
                 return result  # in a step that is traced: whoever runs it reports it
             if not eager:
-                tf_compat.set_flag(borrowed(), "written_by_graph")  # a tf.function, which will write again
+                tf_compat.set_note(borrowed(), "written_by_graph", True)  # a tf.function, which will write again
             for holder in self.holders():
                 holder.mark_stale()
             return result

@@ -1,10 +1,4 @@
-"""Name the role of a variable on several towers, and compute what a tower's copy of it starts from.
-
-A variable is *same* (weights, optimizer slots, moving statistics: equal on all towers between steps),
-*sum* (metric state: tower 0 holds the sum, the others zero), *partial* (accumulated gradients: every tower
-holds a part, and the sum when somebody looks), *partition* (of a sharded optimizer's state: each tower holds
-other elements) or *seed* (random state: different by design, unless all towers are to draw from the same).
-"""
+"""Name the role of a variable on several towers, and compute what a tower's copy of it starts from."""
 
 import enum
 
@@ -17,13 +11,19 @@ SEED_STRIDE = 1327217885
 
 
 class Role(enum.Enum):
-    """Name how the copies of one variable relate; see the module's docstring."""
+    """Name how the copies of one variable relate."""
 
-    SAME = "same"
-    SUM = "sum"
-    PARTIAL = "partial"
-    PARTITION = "partition"
-    SEED = "seed"
+    SAME = "same"  # equal on all towers between steps: weights, optimizer slots, moving statistics
+    SUM = "sum"  # tower 0 holds the sum, the others zero: metric state
+    PARTIAL = "partial"  # each tower holds a part, and tower 0 the sum when somebody looks: accumulated gradients
+    PARTITION = "partition"  # each tower holds other elements: a sharded optimizer's state
+    SEED = "seed"  # different by design, unless all towers are to draw from the same: random state
+
+
+def declare_role(variable: tf.Variable, role: Role) -> None:
+    """Give a variable of tower 0 a role that it does not show itself; `SAME`, if a step needs that, stays."""
+    if tf_compat.note_of(variable, "role") is not Role.SAME:
+        tf_compat.set_note(variable, "role", role)
 
 
 def role_of(variable: tf.Variable, same_seeds: bool = False) -> Role:
@@ -36,14 +36,10 @@ def role_of(variable: tf.Variable, same_seeds: bool = False) -> Role:
     Keras declares `sum` on the state of its metrics; what it declares on other variables (mostly "none")
     does not distinguish them: whether a step computes their new value from data decides what is averaged.
     """
-    if tf_compat.has_flag(variable, "shared"):
-        return Role.SAME
+    if (declared := tf_compat.note_of(variable, "role")) is not None:
+        return declared
     if variable.aggregation == tf.VariableAggregation.SUM:
         return Role.SUM
-    if tf_compat.has_flag(variable, "partial"):
-        return Role.PARTIAL
-    if tf_compat.has_flag(variable, "partitioned"):
-        return Role.PARTITION
     if tf_compat.is_seed(variable) and not same_seeds:
         return Role.SEED
     return Role.SAME

@@ -63,7 +63,7 @@ class Replicas:
             forget = functools.partial(_forget, weakref.ref(self), id(variable))
             held = Copies(variable, role, copies, self._pending, self.shared, self._session, forget)
             self._held[id(variable)] = held
-            if tf_compat.has_flag(variable, "written_by_graph"):
+            if tf_compat.note_of(variable, "written_by_graph"):
                 self._pending.add(id(variable))
         elif held.role is not role:
             held.take_role(role)
@@ -191,7 +191,7 @@ class Replicas:
                     arriving.append((copies[place], value))
                 else:
                     tf.raw_ops.AssignVariableOp(resource=copies[place].handle, value=value)
-            if not tf_compat.has_flag(held.variable, "written_by_graph"):
+            if not tf_compat.note_of(held.variable, "written_by_graph"):
                 sent.append(key)
         if agrees:
             self._session.communicator.agree(None, "the sending of variables")

@@ -464,21 +464,16 @@ def test_accumulators_emptied():
     np.testing.assert_allclose(variables[0].numpy(), [0.7, 1.4], rtol=1e-6)
 
 
-def test_partial_and_shared():
-    """A mark on this one variable, that goes with it; so is what its watchers are told by."""
+def test_notes():
+    """They are this one variable's, and not its copy's."""
     one, other = tf.Variable(1.0), tf.Variable(1.0)
-    tf_compat.set_flag(one, "written_by_graph")
-    assert [tf_compat.has_flag(v, "written_by_graph") for v in (one, other)] == [True, False]
     tracker = object()
-    tf_compat.set_tracker(one, tracker)
-    assert (tf_compat.tracker_of(one), tf_compat.tracker_of(other)) == (tracker, None)
-    assert tf_compat.tracker_of(copy.deepcopy(one)) is None
-    tf_compat.set_flag(one, "partial")
-    tf_compat.set_flag(other, "shared")
-    assert (tf_compat.has_flag(one, "partial"), tf_compat.has_flag(other, "partial")) == (True, False)
-    assert (tf_compat.has_flag(one, "shared"), tf_compat.has_flag(other, "shared")) == (False, True)
-    tf_compat.set_flag(other, "shared", False)
-    assert not tf_compat.has_flag(other, "shared")
+    tf_compat.set_note(one, "tracker", tracker)
+    tf_compat.set_note(one, "role", 1)
+    assert [tf_compat.note_of(v, "tracker") for v in (one, other, copy.deepcopy(one))] == [tracker, None, None]
+    assert [tf_compat.note_of(v, "role") for v in (one, other, copy.deepcopy(one))] == [1, None, None]
+    tf_compat.set_note(one, "role", None)
+    assert tf_compat.note_of(one, "role") is None and tf_compat.note_of(one, "tracker") is tracker
 
 
 @pytest.mark.parametrize(
@@ -822,14 +817,6 @@ def test_twin_of():
     assert float(twin.learning_rate) == 0.25
     keras_optimizers.apply_gradients(twin, [tf.fill(weight.shape, 4.0) for weight in weights], weights)
     assert abs(float(twin._momentums[0][0, 0]) - 0.4) < 1e-6 and float(optimizer._momentums[0][0, 0]) == 0
-
-
-def test_partitioned():
-    """A note on the variable itself."""
-    variable = tf.Variable(1.0)
-    assert not tf_compat.has_flag(variable, "partitioned")
-    tf_compat.set_flag(variable, "partitioned")
-    assert tf_compat.has_flag(variable, "partitioned")
 
 
 NOT_TRIED = {"Optimizer", "LossScaleOptimizer", "MultiOptimizer"}

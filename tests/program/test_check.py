@@ -396,7 +396,7 @@ def everything(model):
         for copy in (replicas.variable, *replicas.copies):
             read = tf.raw_ops.ReadVariableOp(resource=copy.handle, dtype=copy.dtype)
             held.append(read.numpy().tobytes())
-        held.append((replicas.role, tf_compat.has_flag(replicas.variable, "shared")))
+        held.append((replicas.role, tf_compat.note_of(replicas.variable, "role")))
     logs = {
         "pending": set(towers.replicas._pending),
         "warned": set(towers.session._warned),

@@ -4,12 +4,12 @@ import pytest
 import tensorflow as tf
 
 from ncclsync import NcclSyncError, ops
-from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.program.cut import place
 from ncclsync.program.phases import divide
 from ncclsync.program.program import Results
 from ncclsync.program.schedule import schedule
 from ncclsync.program.trace import trace
+from ncclsync.semantics.roles import Role, declare_role
 
 ROWS = tf.TensorSpec([None, 3], tf.float32)
 
@@ -105,7 +105,7 @@ def test_metrics_are_each_shards(weight):
 def test_no_op_writes_for_a_shard_and_for_all(weight):
     """It could run neither once nor for each shard."""
     accumulated = tf.Variable(0.0)
-    tf_compat.set_flag(accumulated, "partial")
+    declare_role(accumulated, Role.PARTIAL)
 
     def step(x):
         def both():

@@ -15,6 +15,7 @@ from parity import assert_close, assert_towers_agree, data, mlp, on_towers
 from ncclsync import NcclSyncError, Towers, nccl_parallel
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops import gpu_streams
+from ncclsync.semantics.roles import Role, declare_role
 
 X, Y = data(24)
 
@@ -304,8 +305,8 @@ def test_role_that_a_later_step_shows():
         weight = tf.Variable(2.0)
         assert [float(copy) for copy in towers.replicas.of(total)] == [6.0, 0.0, 0.0]
         assert [float(copy) for copy in towers.replicas.of(weight)] == [2.0, 2.0, 2.0]
-        tf_compat.set_flag(total, "shared")
-        tf_compat.set_flag(weight, "partial")
+        declare_role(total, Role.SAME)
+        declare_role(weight, Role.PARTIAL)
         before = [*towers.replicas.of(total), *towers.replicas.of(weight)]
         towers.replicas.sync()
         assert [float(copy) for copy in before] == [6.0, 6.0, 6.0, 2.0, 0.0, 0.0]

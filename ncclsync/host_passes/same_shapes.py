@@ -6,7 +6,6 @@ any other op's result count as different from all others, so that less is fused.
 """
 
 import collections
-import copy
 from collections.abc import Collection, Sequence
 from fractions import Fraction
 from typing import Any
@@ -238,25 +237,23 @@ def simplify(
     Returns:
         The step with other inputs for some ops, and the remaining ops.
     """
-    view = copy.copy(graph)
-    view.inputs, view.controls = dict(graph.inputs), dict(graph.controls)
-    for name in ops:
-        view.inputs[name] = [shapes.source(operand) for operand in graph.inputs[name]]
+    inputs = {name: [shapes.source(operand) for operand in graph.inputs[name]] for name in ops}
+    controls: dict[str, list[str]] = {}
     computing = [n for n in ops if graph.by_name[n].type != "Shape" and f"{n}:0" not in shapes.passed]
-    users = collections.Counter(operand for name in computing for operand in set(view.inputs[name]))
+    users = collections.Counter(operand for name in computing for operand in set(inputs[name]))
     first: dict[Any, str] = {}  # of a shape and dtype
     first_written: dict[Any, str] = {}  # the same, of tensors that are written whatever is fused
     for name in ops:
-        inputs = view.inputs[name]
-        kinds = [(shapes.key(operand), shapes.spec(operand).dtype) for operand in inputs]
-        for operand, kind in zip(inputs, kinds, strict=True):
+        kinds = [(shapes.key(operand), shapes.spec(operand).dtype) for operand in inputs[name]]
+        for operand, kind in zip(inputs[name], kinds, strict=True):
             made_by = graph.producer_type(operand)
             if made_by not in MULTIPLYING or users[operand] > 1:
                 (first if made_by in COMPUTED else first_written).setdefault(kind, operand)
         if graph.by_name[name].type == "Shape" and kinds[0][0]:
-            view.inputs[name] = [first_written.get(kinds[0]) or first.get(kinds[0], inputs[0])]
+            inputs[name] = [first_written.get(kinds[0]) or first.get(kinds[0], inputs[name][0])]
         if graph.by_name[name].type == "Const":  # it waits for the value whose gradient it belongs to
-            view.controls[name] = [c for c in graph.controls[name] if tf_compat.is_stateful(graph.by_name[c])]
+            controls[name] = [c for c in graph.controls[name] if tf_compat.is_stateful(graph.by_name[c])]
+    view = graph.rewired(inputs, controls)
     wanted = set(needed) | graph.must_run
     left = []
     for name in reversed(ops):

@@ -3,7 +3,9 @@
 A view for the passes that cut a step (`partition.py`, `cut.py`, `segment.py`); it decides nothing itself.
 """
 
+import copy
 import dataclasses
+import types
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -40,8 +42,11 @@ class Fold:
 class StepGraph:
     """Describe the traced graph by names: ops, inputs, and the exchanges that are put between them.
 
-    `inputs[op]` are tensor names, in which an exchange's result may replace what the trace had.
+    `inputs[op]` are tensor names, in which an exchange's result may replace what the trace had. The partition adds to
+    it, and then freezes it: all passes after that read one description, which none of them changes.
     """
+
+    _frozen = False
 
     def __init__(self, trace: Trace, home_device: str, same_seeds: bool = False):
         self._trace = trace
@@ -81,8 +86,6 @@ class StepGraph:
         self.placeholders = {op_name(name) for name in flat_inputs}
         # tf.function returns identities that wait for every side effect; what they wait for says the layout.
         self.results = [tensor.op.inputs[0] if tensor.op.type == "Identity" else tensor for tensor in function.outputs]
-        # Rows of a shard, where they are known.
-        self.rows = {t.shape[0] for t in function.inputs[:count] if t.shape.rank} - {None}
         self.must_run = {op.name for op in self.tf_graph.control_outputs}
         self.ops = self._live_ops(function)
         self.inputs = {op.name: [tensor.name for tensor in op.inputs] for op in self.ops}
@@ -104,6 +107,25 @@ class StepGraph:
         self.structure = function.graph.structured_outputs
         self.outputs: list[tuple[str, str]] = []
         self.by_name = {op.name: op for op in self.ops}
+
+    def freeze(self) -> None:
+        """Let nothing change it from now on: attributes cannot be set, nor collections be added to."""
+        views: dict[type, Any] = {dict: types.MappingProxyType, list: tuple, set: frozenset}
+        for name, value in vars(self).items():
+            if type(value) in views and name != "structure":  # which is the user's
+                vars(self)[name] = views[type(value)](value)
+        self._frozen = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._frozen:
+            raise dataclasses.FrozenInstanceError(f"cannot assign to {name!r}: the step is partitioned")
+        super().__setattr__(name, value)
+
+    def rewired(self, inputs: dict[str, list[str]], controls: dict[str, list[str]]) -> "StepGraph":
+        """Return the same step in which these ops have other inputs and control dependencies."""
+        view = copy.copy(self)
+        vars(view).update(inputs={**self.inputs, **inputs}, controls={**self.controls, **controls})
+        return view
 
     def _place_arguments(self, trace: Trace) -> dict[str, Placement]:
         """Place what a tower is given: its rows of the batch, and what it knows of them."""

@@ -120,6 +120,7 @@ class Partition(Placer):
         self.graph.ops = self._order
         self.graph.by_name = {op.name: op for op in self._order}
         _find_folds(self.graph, self._sums)
+        self.graph.freeze()
 
     # One op.
 

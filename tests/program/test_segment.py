@@ -1,0 +1,169 @@
+"""`segment` by hand: small steps, cut by a schedule, whose segments are compiled and called one by one."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ncclsync import ops
+from ncclsync.program.crossing import Form
+from ncclsync.program.cut import place
+from ncclsync.program.program import Bucket, Results, Segment
+from ncclsync.program.schedule import schedule
+from ncclsync.program.segment import Rewrite, SegmentPlan, asked_for, compile_segment, needed_ops, same_device
+from ncclsync.program.trace import trace
+
+ROWS = tf.TensorSpec([None, 3], tf.float32)
+X = np.arange(6, dtype="float32").reshape(2, 3)
+FIRST = [tf.constant(1.0, tf.float64), tf.constant(1), tf.constant(True)]
+OTHER = [*FIRST[:2], tf.constant(False)]
+
+
+def placed(step):
+    return place(trace(step, ROWS), "/CPU:0", Results.COMBINED, False)[0]
+
+
+def planned(graph, number, fetches=(), rewrites=(), **folds):
+    """One segment of a step, with all that it is given and sends."""
+    scheduled = schedule(graph, None)
+    names = [op.name for op in graph.ops if scheduled.segments.get(op.name) == number]
+    sent, received = (
+        tuple(e for e in graph.exchanges.values() if of[e.result] == number)
+        for of in (scheduled.sent, scheduled.received)
+    )
+    plan = SegmentPlan(graph, ops=names, sent=list(sent), rewrites=rewrites, **folds)
+    outside = {name for op in names for name in graph.inputs[op]} | {
+        fold.handle for each in folds.values() for fold in each
+    }
+    made = {output.name for op in names for output in graph.by_name[op].outputs}
+    given = {exchange.result for exchange in received}
+    sources = sorted(name for name in outside - made - given if not graph.is_constant(name))
+    incoming, outgoing = ((Bucket(each[0].collective, each, packed=True),) if each else () for each in (received, sent))
+    return Segment(tuple(sources), incoming, tuple(fetches), outgoing, plan)
+
+
+def compiled(segment):
+    graph = segment.plan.graph
+    forms = {name: Form((name,), (graph.spec(name),)) for name in segment.sources}
+    return compile_segment(segment, forms, segment.fetches)
+
+
+@pytest.fixture
+def weight():
+    return tf.Variable([[1.0], [2.0], [3.0]])
+
+
+@pytest.fixture
+def graph(weight):
+    def step(x):
+        total = ops.all_reduce(tf.reduce_sum(tf.abs(x) @ weight), "sum")
+        weight.assign_add(total * tf.ones([3, 1]))
+
+    return placed(step)
+
+
+def values(graph, variable):
+    """What a tower gives: its rows, and its own copy of the only variable."""
+    return {graph.arguments[0]: tf.constant(X), graph.variables[0][0]: variable.handle}
+
+
+def test_a_segment_sends_what_its_tower_computes(graph, weight):
+    """Of the tower's rows and its own copy of the variable; nothing by a tower without samples."""
+    segment = planned(graph, 0)
+    (exchange,) = segment.outgoing[0].exchanges
+    assert asked_for(segment) == {exchange.source} and len(needed_ops(segment)) == 1
+    made = compiled(segment)
+    assert made.plan is None and made.takes_rows and not made.written and not made.held
+    copy = tf.Variable(weight * 2)
+    for variable, expected in ((weight, X @ weight), (copy, X @ copy)):
+        sent, token = made.run(values(graph, variable), FIRST)
+        np.testing.assert_array_equal(sent, [np.sum(expected)])
+        assert token.dtype == tf.float32
+    without = [tf.constant(0.0, tf.float64), tf.constant(0), tf.constant(False)]
+    np.testing.assert_array_equal(made.run(values(graph, weight), without)[0], [0.0])
+
+
+def test_a_segment_writes_what_it_is_given(graph, weight):
+    """With what was received, into the copy whose handle its tower gives: not into the one of the trace."""
+    made = compiled(planned(graph, 1))
+    assert made.written == {graph.variables[0][0]}
+    copy = tf.Variable(weight * 2)
+    (token,) = made.function(copy.handle, tf.constant([10.0]), *OTHER)
+    assert token.shape == []
+    np.testing.assert_array_equal(copy, weight * 2 + 10)
+    np.testing.assert_array_equal(weight, [[1], [2], [3]])
+
+
+def test_a_segment_gives_on_what_is_asked_for(graph, weight):
+    """Under the name of the trace, before what it sends."""
+    (name,) = (op.outputs[0].name for op in graph.ops if op.type == "Abs")
+    made = compiled(planned(graph, 0, fetches=[name]))
+    assert made.fetches == (name,)
+    np.testing.assert_array_equal(made.run(values(graph, weight), FIRST)[0], abs(X))
+
+
+def test_rewritten_ops_are_replaced(graph, weight):
+    """By nodes that have other names, and take what the segment calls a tensor."""
+    (member,) = (op for op in graph.ops if op.type == "Abs")
+
+    def nodes(prefix, named):
+        node = tf.compat.v1.NodeDef(name=member.name, op="Neg", input=[named(graph.inputs[member.name][0])])
+        node.attr["T"].type = tf.float32.as_datatype_enum
+        yield node
+
+    rewrite = Rewrite(frozenset([member.name]), tuple(graph.inputs[member.name]), nodes)
+    made = compiled(planned(graph, 0, rewrites=(rewrite,)))
+    np.testing.assert_array_equal(made.run(values(graph, weight), FIRST)[0], [np.sum(-X @ weight)])
+
+
+def test_the_callers_device_decides():
+    """What the trace placed on tower 0's device goes where the segment is called; all else stays."""
+
+    def step(x):
+        with tf.device("/CPU:0"):
+            here = tf.abs(x)
+        with tf.device("/CPU:1"):
+            return tf.exp(here)
+
+    graph = placed(step)
+    names = {op.type: op.outputs[0].name for op in graph.ops}
+    made = compiled(planned(graph, 0, fetches=[names["Exp"]]))
+    devices = {op.type: op.device for op in made.function.graph.get_operations()}
+    assert not devices["Abs"] and same_device(devices["Exp"], "/CPU:1")
+
+
+def test_same_device_has_the_same_kind_and_number():
+    """However much of its name is written."""
+    assert same_device("/job:localhost/replica:0/task:0/device:GPU:1", "GPU:1")
+    assert not same_device("GPU:0", "GPU:1") and not same_device("CPU:0", "GPU:0")
+
+
+def test_metric_state_is_sent_and_then_kept_by_the_first():
+    """The sum as it is after the step's write; afterwards the first tower has all of it, the others zero."""
+    count = tf.Variable(1.0, aggregation=tf.VariableAggregation.SUM)
+
+    def step(x):
+        count.assign_add(tf.reduce_sum(x))
+
+    graph = placed(step)
+    (fold,) = graph.folds
+    early, late = planned(graph, 0, fold_reads=[fold]), planned(graph, 1, fold_writes=[fold])
+    sent, _ = compiled(early).run(values(graph, count), FIRST)
+    np.testing.assert_array_equal(sent, [1 + np.sum(X)])
+    np.testing.assert_array_equal(count, 1 + np.sum(X))
+    made = compiled(late)
+    for arguments, expected in ((FIRST, 7.0), (OTHER, 0.0)):
+        made.function(count.handle, tf.constant([7.0]), *arguments)
+        np.testing.assert_array_equal(count, expected)
+
+
+def test_a_placed_step_does_not_change(graph):
+    """Passes read one description; one that is to have other inputs is another, which leaves this as it was."""
+    name = graph.ops[-1].name
+    with pytest.raises(AttributeError, match="cannot assign to 'ops'"):
+        graph.ops = ()
+    with pytest.raises(TypeError):
+        graph.inputs[name] = []
+    for collection in ("ops", "exchanges", "differing"):
+        assert not hasattr(getattr(graph, collection), "update") and not hasattr(getattr(graph, collection), "append")
+    other = graph.rewired({name: ["x:0"]}, {})
+    assert other.inputs[name] == ["x:0"] and graph.inputs[name] != ["x:0"] and other.ops is graph.ops

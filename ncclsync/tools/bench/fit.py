@@ -50,18 +50,8 @@ def build(library: str, model: str, towers: int, shards: int | None = None, *, x
         return factory()
 
 
-def fit_in_turns(
-    requests: Requests,
-    library: str,
-    model: str,
-    towers: int,
-    feed: str,
-    batch_size: int,
-    shards: int | None = None,
-    *,
-    xla: bool = False,
-) -> None:
-    """Train by `fit` as long as there are requests.
+def fit_in_turns(requests: Requests, library: str, model: str, feed: str, batch_size: int, **how: Any) -> None:
+    """Train by `fit` as long as there are requests; `build` takes `how`: towers, shards, xla.
 
     The request "fit" is for so many steps inside `fit`, its callbacks included, and "watched" for steps that
     `Timeline` and `Throughput` watch; requests for a variant of `StepParts` run its steps while `fit` waits.
@@ -69,10 +59,10 @@ def fit_in_turns(
     whether XLA compiles the step.
     """
     keras.utils.set_random_seed(0)
-    trained = build(library, model, towers, shards, xla=xla)
+    trained = build(library, model, **how)
     batches = 1 if feed == "constant" else _BATCHES.get(model, _BATCHES_ELSE)
     x, y = MODELS[model].data(batches * batch_size)
-    batch_size //= towers if library == "shard" else 1
+    batch_size //= how["towers"] if library == "shard" else 1
     batch = tf.nest.map_structure(to_tensor, (rows_of(x, 0, batch_size), y[:batch_size]))
     turns = _Turns(Ranks(requests) if library == "processes" else requests, trained, batch)
     arguments = {"callbacks": [turns], "epochs": 10**9, "verbose": 0}

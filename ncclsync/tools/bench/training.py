@@ -113,7 +113,9 @@ def bench_feed(given: argparse.Namespace, show: Show) -> Result:
             for library in ("ncclsync", *given.against)
             for feed in ("constant", *given.data)
         }
-        started = {name: _fit_side(library, model, given.towers, feed) for name, (library, feed) in sides.items()}
+        started = {
+            name: _fit_side(library, model, feed, towers=given.towers) for name, (library, feed) in sides.items()
+        }
         seconds, _, compiled = _fit_in_turns(started, (), given.rounds, about(model, show))
         notes += _compiled(model, compiled)
         case = {"model": model, "towers": given.towers, "batch_size": BATCH_SIZES[model]}
@@ -129,26 +131,16 @@ def _feed_name(library: str, feed: str) -> str:
     return feed if library == "ncclsync" else f"{library}, {feed}"
 
 
-def _fit_side(
-    library: str,
-    model: str,
-    towers: int,
-    feed: str,
-    shards: int | None = None,
-    *,
-    batch_size: int | None = None,
-    xla: bool = False,
-    one_thread: bool = False,
-) -> Side:
-    arguments = {"library": library, "model": model, "towers": towers, "feed": feed, "shards": shards, "xla": xla}
-    arguments["batch_size"] = batch_size or BATCH_SIZES[model]
+def _fit_side(library: str, model: str, feed: str, *, one_thread: bool = False, **how: Any) -> Side:
+    """Start a side; `how`: towers, shards, xla, and the batch size, if it is not the model's own."""
+    arguments = {"library": library, "model": model, "feed": feed, "batch_size": BATCH_SIZES[model], **how}
     name = f"{library}, {model}, {feed}"
     if library != "processes":
         return Side(
             name, "fit.fit_in_turns", arguments, environment={"TF_NUM_INTRAOP_THREADS": "1"} if one_thread else None
         )
     launcher, environment = launched(PROCESSES)
-    return Side(name, "fit.fit_in_turns", {**arguments, "towers": towers // PROCESSES}, launcher, environment)
+    return Side(name, "fit.fit_in_turns", {**arguments, "towers": how["towers"] // PROCESSES}, launcher, environment)
 
 
 def _fit_in_turns(

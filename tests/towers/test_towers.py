@@ -306,6 +306,7 @@ def test_role_that_a_later_step_shows():
         assert [float(copy) for copy in towers.replicas.of(total)] == [6.0, 0.0, 0.0]
         assert [float(copy) for copy in towers.replicas.of(weight)] == [2.0, 2.0, 2.0]
         declare_role(total, Role.SAME)
+        declare_role(total, Role.PARTIAL)  # what a step needs stays
         declare_role(weight, Role.PARTIAL)
         before = [*towers.replicas.of(total), *towers.replicas.of(weight)]
         towers.replicas.sync()

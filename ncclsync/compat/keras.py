@@ -218,7 +218,36 @@ def strategy_of(owner: Any) -> tf.distribute.Strategy | None:
 
 def build_symbolically(model: keras.Model, batch: Any) -> None:
     """Create a model's, its metrics' and its optimizer's variables from a batch's shapes alone."""
-    model._symbolic_build(data_batch=batch)
+    outputs = _known_outputs(model)
+    known = outputs is not None and all(spec.shape[:1] == [None] for spec in tf.nest.flatten(batch) if spec is not None)
+    type(model)._symbolic_build(_Known(model, outputs) if known else model, data_batch=batch)
+
+
+_FUNCTIONAL = keras_functional.Functional
+
+
+class _Known:
+    """Stand for a model whose outputs' shapes are known, so that Keras need not trace its layers to find them."""
+
+    def __init__(self, model: keras.Model, outputs: Any) -> None:
+        self._known = model, outputs
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        return self._known[1]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._known[0], name)
+
+
+def _known_outputs(model: keras.Model) -> Any:
+    """Return the `KerasTensor`s of a functional model, each of any number of rows and no other open axis, or None."""
+    functional, kind = model._functional if isinstance(model, keras.Sequential) else model, type(model)
+    stock = kind.__call__ is keras.Layer.__call__ and kind.call in (_FUNCTIONAL.call, keras.Sequential.call)
+    if not stock or not isinstance(functional, _FUNCTIONAL):
+        return None
+    plain = not any(one.sparse or getattr(one, "ragged", False) for one in functional.outputs)  # no `ragged` in 3.10
+    rows = all(one.shape[:1] == (None,) and None not in one.shape[1:] for one in functional.outputs)
+    return functional.output if plain and rows else None
 
 
 def forget_failed_builds(model: keras.Model) -> None:

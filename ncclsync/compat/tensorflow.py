@@ -11,7 +11,7 @@ import functools
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -23,7 +23,13 @@ from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.eager import context as eager_context
 from tensorflow.python.eager import execute as eager_execute
 from tensorflow.python.eager.polymorphic_function import attributes as function_attributes
-from tensorflow.python.framework import auto_control_deps, auto_control_deps_utils, kernels, op_def_registry
+from tensorflow.python.framework import (
+    auto_control_deps,
+    auto_control_deps_utils,
+    kernels,
+    op_def_registry,
+    tensor_util,
+)
 from tensorflow.python.framework import config as framework_config
 from tensorflow.python.framework import ops as framework_ops
 from tensorflow.python.framework.function_def_to_graph import function_def_to_graph
@@ -243,6 +249,21 @@ def copied_op(op: tf.Operation, inputs: Sequence[tf.Tensor]) -> tf.Operation:
     return tf.graph_util.import_graph_def(definition, given, [node.name], name="")[0]
 
 
+def new_op(
+    op_type: str, inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType], attributes: Mapping[str, Any]
+) -> tf.Operation:
+    """Make an op in the default graph; `Graph.create_op` inspects its own signature each time.
+
+    Args:
+        op_type: of a registered op.
+        inputs: tensors, with lists flattened.
+        dtypes: of its results.
+        attributes: AttrValues by name.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    return graph._create_op_internal(op_type, list(inputs), list(dtypes), attrs=dict(attributes))
+
+
 def describe_handle(handle: tf.Tensor, variable: tf.Variable) -> None:
     """Give a function's argument that stands for a variable's handle the variable's shape."""
     handle_data_util.copy_handle_data(variable.handle, handle)
@@ -277,6 +298,12 @@ def list_element(tensor: tf.Tensor) -> tf.TensorSpec | None:
         return None
     (known,) = data.shape_and_type
     return tf.TensorSpec(tf.TensorShape(known.shape), tf.as_dtype(known.dtype))
+
+
+def folded(tensor: tf.Tensor) -> Any:
+    """Return a graph's tensor as NumPy if TensorFlow folds it to a constant, else None. No op runs eagerly: the first
+    run of a type takes milliseconds there."""
+    return tensor_util.try_evaluate_constant(tensor)
 
 
 def attributes_of(op: tf.Operation) -> dict[str, Any]:

@@ -5,6 +5,7 @@
 Source: McCandlish et al., "An Empirical Model of Large-Batch Training", 2018, arXiv:1812.06162, appendix A.1.
 """
 
+import functools
 import logging
 from typing import Any
 
@@ -64,11 +65,18 @@ class NoiseAverages:
     """
 
     def __init__(self) -> None:
-        """Begin inactive."""
+        """Begin inactive, without variables: most runs never start."""
         self.active = False
+
+    @functools.cached_property
+    def _averages(self) -> tf.Variable:  # of tr and |true|^2; and the number of steps
         with tf.device("/CPU:0"):
-            self._averages = tf.Variable(tf.zeros([3]), trainable=False)  # tr, |true|^2, number of steps
-            self._decay = tf.Variable(0.0, trainable=False)
+            return tf.Variable(tf.zeros([3]), trainable=False)
+
+    @functools.cached_property
+    def _decay(self) -> tf.Variable:
+        with tf.device("/CPU:0"):
+            return tf.Variable(0.0, trainable=False)
 
     def start(self, decay: float) -> None:
         """Begin anew; each step multiplies the averages by `decay`."""

@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from ncclsync.communicator import native
+from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclError, NcclSyncError
 
 
@@ -101,7 +102,7 @@ def create(
     for name, value in attributes.items():
         set_attribute(node, name, value)
     with tf.device(device):
-        return tf.compat.v1.get_default_graph().create_op(op, list(inputs), list(dtypes), attrs=dict(node.attr))
+        return tf_compat.new_op(op, inputs, dtypes, node.attr)
 
 
 def set_attribute(node: Any, name: str, value: Any) -> None:

@@ -374,9 +374,10 @@ class Axes:
         """
         try:
             cases = self._kernels.values(op, list(zip(*given, strict=True)))
-        except (ValueError, tf.errors.OpError):  # not of such a batch, or no kernel of a CPU's
+        except (ValueError, tf.errors.OpError):  # not of such a batch
             return None
-        return list(zip(*cases, strict=True))
+        known = all(value is not None for results in cases for value in results)
+        return list(zip(*cases, strict=True)) if known else None
 
 
 # Of an input: its values; a vector's, of which some are known; its shape; None: nothing.
@@ -389,7 +390,7 @@ class _Kernels:
     def __init__(self) -> None:
         self._scratch = tf.Graph()
         self._found: dict[Any, list[Any]] = {}
-        self._placeholders: dict[Any, tf.Tensor] = {}
+        self._inputs: dict[Any, tf.Tensor] = {}
 
     def shapes(self, op: tf.Operation, cases: Sequence[Sequence[_Given]]) -> list[list[Any]]:
         """Return the shapes of an op's results, [cases][outputs], as far as TensorFlow infers them.
@@ -401,49 +402,46 @@ class _Kernels:
         Raises:
             ValueError, tf.errors.OpError: there is no such op of such inputs.
         """
-        return self._once(self._inferred, op, cases)
+        return self._once(_shape_of, op, cases)
 
-    def values(self, op: tf.Operation, cases: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]:
+    def values(self, op: tf.Operation, cases: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray | None]]:
         """Return the results of an op; see `shapes`."""
-        return self._once(self._run, op, cases)
+        return self._once(tf_compat.folded, op, cases)
 
     def _once(
-        self, find: Callable[..., list[Any]], op: tf.Operation, cases: Sequence[Sequence[Any]]
+        self, find: Callable[[tf.Tensor], Any], op: tf.Operation, cases: Sequence[Sequence[_Given]]
     ) -> list[list[Any]]:
         attributes = {name: value for name, value in op.node_def.attr.items() if not name.startswith("_")}
         known = tuple(sorted((name, value.SerializeToString()) for name, value in attributes.items()))
         found = []
         for given in cases:
-            key = find.__name__, op.type, known, *map(_hashable, given)
+            key = find, op.type, known, *map(_hashable, given)
             if key not in self._found:
-                self._found[key] = find(op, given, attributes)
+                self._found[key] = list(map(find, self._made(op, given, attributes)))
             found.append(self._found[key])
         return found
 
-    def _inferred(self, op: tf.Operation, given: Sequence[_Given], attributes: Any) -> list[Any]:
+    def _made(self, op: tf.Operation, given: Sequence[_Given], attributes: Any) -> Sequence[tf.Tensor]:
         with self._scratch.as_default():
             inputs = [self._input(tensor.dtype, one) for tensor, one in zip(op.inputs, given, strict=True)]
-            made = self._scratch.create_op(op.type, inputs, [output.dtype for output in op.outputs], attrs=attributes)
-        return [None if output.shape.rank is None else tuple(output.shape.as_list()) for output in made.outputs]
+            return tf_compat.new_op(op.type, inputs, [output.dtype for output in op.outputs], attributes).outputs
 
     def _input(self, dtype: tf.DType, given: _Given) -> tf.Tensor:
-        if given is None or isinstance(given, tuple):
-            return self._placeholder(dtype, given)
-        if isinstance(given, list):  # as TensorFlow's inference takes it for a shape
-            return tf.stack([self._placeholder(dtype, ()) if n is None else tf.constant(n, dtype) for n in given])
-        return tf.constant(given, dtype)
+        key = dtype, _hashable(given)
+        if key not in self._inputs:
+            if given is None or isinstance(given, tuple):
+                self._inputs[key] = tf.compat.v1.placeholder(dtype, given)
+            elif isinstance(given, list):  # as TensorFlow's inference takes it for a shape
+                self._inputs[key] = tf.stack(
+                    [self._input(dtype, () if n is None else np.asarray(n, dtype.as_numpy_dtype)) for n in given]
+                )
+            else:
+                self._inputs[key] = tf.constant(given, dtype)
+        return self._inputs[key]
 
-    def _placeholder(self, dtype: tf.DType, shape: Shape | None) -> tf.Tensor:
-        if (dtype, shape) not in self._placeholders:
-            self._placeholders[dtype, shape] = tf.compat.v1.placeholder(dtype, shape)
-        return self._placeholders[dtype, shape]
 
-    @staticmethod
-    def _run(op: tf.Operation, given: Sequence[np.ndarray], _: Any) -> list[np.ndarray]:
-        with tf.init_scope(), tf.device("CPU:0"):
-            inputs = [tf.constant(value) for value in given]
-            made = tf_compat.run_op(op.type, inputs, tf_compat.attributes_of(op), len(op.outputs))
-            return [one.numpy() for one in made]
+def _shape_of(tensor: tf.Tensor) -> Shape | None:
+    return None if tensor.shape.rank is None else tuple(tensor.shape.as_list())
 
 
 def _hashable(given: Any) -> Any:

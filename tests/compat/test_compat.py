@@ -296,6 +296,45 @@ def test_build_symbolically():
     np.testing.assert_array_equal(seed, dropout.seed_generator.state.numpy())
 
 
+@pytest.mark.parametrize("form", ["functional", "sequential", "two outputs", "own call", "open length"])
+def test_build_symbolically_as_keras_does(form):
+    """The layers of a functional model are not traced again to learn its outputs; all is built as Keras builds it."""
+    traced = []
+
+    class Counted(keras.layers.Dense):
+        def call(self, x, **kwargs):
+            traced.append(1)
+            return super().call(x, **kwargs)
+
+    class Own(keras.Model):
+        def call(self, x, **kwargs):
+            return super().call(x, **kwargs)[..., :1]
+
+    def build():
+        x = keras.Input((None, 3) if form == "open length" else (3,))
+        one, metrics = Counted(2, name="one")(x), [keras.metrics.AUC(multi_label=True)]
+        if form == "two outputs":
+            model, metrics = keras.Model(x, {"b": one, "a": Counted(4, name="two")(one)}), {"a": ["mae"], "b": ["mse"]}
+        elif form == "sequential":
+            model = keras.Sequential([x, Counted(2, name="one")], name="model")
+        else:
+            model = (Own if form == "own call" else keras.Model)(x, one)
+        model.compile("adam", "mse", metrics=["mae"] if form == "open length" else metrics)
+        return model
+
+    x = tf.TensorSpec([None, 7, 3] if form == "open length" else [None, 3])
+    y = tf.TensorSpec({"own call": [None, 1], "open length": [None, 7, 2]}.get(form, [None, 2]))
+    batch = x, ({"a": tf.TensorSpec([None, 4]), "b": y} if form == "two outputs" else y)
+    ours, theirs = build(), build()
+    before = len(traced)
+    keras_compat.build_symbolically(ours, batch)
+    assert (len(traced) > before) == (form in ("own call", "open length"))
+    theirs._symbolic_build(data_batch=batch)
+    states = [[*model.metrics_variables, *model.optimizer.variables] for model in (ours, theirs)]
+    one, two = ([(v.path.split("/")[-1], v.shape, v.dtype) for v in state] for state in states)
+    assert len(one) > 6 and one == two and ours.metrics_names == theirs.metrics_names
+
+
 def test_autograph_converted_with_and_without_source():
     """A tensor decides a Python `if` where there is source; code without source is taken as it is."""
 

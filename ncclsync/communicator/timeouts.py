@@ -150,17 +150,29 @@ _on_interrupt: Callable[[], None] | None = None  # is called by a Ctrl-C meanwhi
 
 @contextlib.contextmanager
 def interruptible(on_interrupt: Callable[[], None] | None = None) -> Iterator[None]:
-    """Let `wait` see Ctrl-C while the main thread runs native code that waits for other threads.
+    """Let `wait` see Ctrl-C while the main thread runs native code that waits for other threads; lose none.
 
     Args:
         on_interrupt: is called at a Ctrl-C, in a thread of its own, for native code that waits without `wait`.
 
     In any other thread, and where somebody else than Python itself handles Ctrl-C, this does nothing.
+
+    Raises:
+        KeyboardInterrupt: somebody has pressed Ctrl-C, and what runs within has lost Python's KeyboardInterrupt or has
+            raised another error after it. Keras and TensorFlow have bare `except`s; native code may run Python and
+            drop what that raises.
     """
     global _active, _kept, _on_interrupt
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or _active or signal.getsignal(signal.SIGINT) != signal.default_int_handler:
+    if not is_main or signal.getsignal(signal.SIGINT) != signal.default_int_handler:
         yield
+        return
+    if _active:  # within another
+        outer, _on_interrupt = _on_interrupt, on_interrupt or _on_interrupt
+        try:
+            yield
+        finally:
+            _on_interrupt = outer
         return
     _kept = _kept or _Interrupts()
     _kept.has_come()  # signals that came in between
@@ -169,9 +181,9 @@ def interruptible(on_interrupt: Callable[[], None] | None = None) -> Iterator[No
     _active, _on_interrupt = _kept, on_interrupt
     try:
         yield
+        if _kept.has_come():
+            raise KeyboardInterrupt
     except Exception as error:  # raised again, if not as the Ctrl-C that it hides
-        # Native code that turns an error into a Python exception may run Python for it, and lose the
-        # KeyboardInterrupt that this raises: TensorFlow does.
         if _kept.has_come():
             raise KeyboardInterrupt from error
         raise

@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from ncclsync.communicator.peers import SAME_ROWS
+from ncclsync.communicator.timeouts import interruptible
 from ncclsync.compat import other_libraries
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NonFiniteError, ProcessError
@@ -178,7 +179,7 @@ class TowerStep(TracedStep):
         if watched:
             self._meter = self._meter or Meter()
         meter = self._meter if watched else None
-        with _collecting_no_garbage():
+        with _collecting_no_garbage(), interruptible():
             if kind is OnGiven:
                 self.program_of(fixed_specs(batches), meter)
                 specs = self.specs_of(batches)  # known by now

@@ -403,6 +403,40 @@ def test_keyboard_interrupt_in_a_callback():
     assert_towers_agree(model)
 
 
+class Swallowing(keras.layers.Layer):
+    """Is interrupted while it is traced, and loses that, as a bare `except` of Keras' or TensorFlow's may."""
+
+    interrupts = 1
+
+    def call(self, x):
+        try:
+            if self.interrupts and not isinstance(x, keras.KerasTensor):
+                Swallowing.interrupts -= 1
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(10)
+        except:  # noqa: E722
+            pass
+        return x
+
+
+def test_ctrl_c_that_is_lost_while_a_step_is_traced():
+    """It is raised once the trace has ended; no tower has changed, and the next step trains."""
+    Swallowing.interrupts = 0
+    model, alone = on_towers(lambda: linear(Swallowing()), 2), linear(Swallowing())
+    Swallowing.interrupts = 1
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            model.train_on_batch(X[:20], Y[:20])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert Swallowing.interrupts == 0
+    for one in (model, alone):
+        one.train_on_batch(X[:20], Y[:20])
+    assert_close(model.get_weights(), alone.get_weights())
+    assert_towers_agree(model)
+
+
 @pytest.mark.slow
 def test_ctrl_c_ends_fit_within_seconds(tmp_path):
     """SIGINT in the middle of `fit` ends the process with a KeyboardInterrupt, no hang, no crash."""

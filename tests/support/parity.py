@@ -51,7 +51,7 @@ def check(case: Case, towers: int) -> None:
     except tf.errors.OpError as error:
         assert_fails_by_xla(error, lambda: case.run(case.build()))
         return
-    assert_close(found, case.run(case.build()), case.tolerance)
+    assert_close(found, on_one_device(case), case.tolerance)
     assert_towers_agree(model)
     has_shards = model.towers.layout.divided is not None
     model.towers.close()
@@ -59,6 +59,18 @@ def check(case: Case, towers: int) -> None:
         alone = on_towers(case.build, 1, **case.options)
         assert bits(case.run(alone)) == bits(found), f"{towers} towers have other bits than one"
         alone.towers.close()
+
+
+def on_one_device(case: Case) -> Any:
+    """What plain Keras gives; without XLA where XLA does not compile its one program, but towers' smaller ones."""
+    try:
+        return case.run(case.build())
+    except tf.errors.OpError as error:
+        if not compiles_by_xla() or "XLA" not in str(error):
+            raise
+        model = case.build()
+        model.jit_compile = False
+        return case.run(model)
 
 
 def compiles_by_xla() -> bool:

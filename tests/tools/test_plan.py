@@ -9,9 +9,8 @@ import pytest
 from ncclsync.program.collective_time import TREE_CHUNK_BYTES, collective, ring_all_reduce, tree_all_reduce
 from ncclsync.program.links import CLUSTERS, Cluster, Link, cluster_of, parse_link
 from ncclsync.tools.bench.turns import Spread
-from ncclsync.tools.plan.prediction import predict, step_seconds
+from ncclsync.tools.plan.prediction import Compute, Message, Stage, Workload, fit_compute, predict, step_seconds
 from ncclsync.tools.plan.results import Found, result_of
-from ncclsync.tools.plan.workload import Compute, Message, Stage, Workload, fit_compute
 
 ONE_LEVEL = Cluster(Link(24e9, 4e-6))
 HOSTS = Cluster(Link(48e9, 4e-6), Link(130e9, 2e-6), 4)

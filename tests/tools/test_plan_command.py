@@ -13,8 +13,8 @@ from ncclsync.program.links import CLUSTERS
 from ncclsync.tools.bench.turns import Spread
 from ncclsync.tools.cli import main
 from ncclsync.tools.plan.measurement import shares_before, traced_traffic
+from ncclsync.tools.plan.prediction import Message, Stage
 from ncclsync.tools.plan.results import Found, result_of
-from ncclsync.tools.plan.workload import Message, Stage
 
 FACTORIES = """
 import keras

@@ -231,8 +231,7 @@ def _predicted_s(link: Any, towers: int, without_s: float, bucket_bytes: int) ->
     from ncclsync.program.links import Cluster, Link
     from ncclsync.tools.plan.commands import LAUNCH_US
     from ncclsync.tools.plan.measurement import traced_traffic
-    from ncclsync.tools.plan.prediction import step_seconds
-    from ncclsync.tools.plan.workload import Compute, Workload
+    from ncclsync.tools.plan.prediction import Compute, Workload, step_seconds
 
     batch = tuple(np.zeros([_OVERLAP_ROWS, width], "float32") for width in (_WIDTHS[0], _WIDTHS[-1]))
     model = nccl_parallel(towers=1, backend="cpu", bucket_bytes=bucket_bytes, processes=False)(_layers)(False)

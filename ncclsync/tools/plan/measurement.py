@@ -17,7 +17,7 @@ from ncclsync.program.program import Program, Segment
 from ncclsync.program.roofline import OPERATIONS_PER_BYTE, Roofline
 from ncclsync.semantics.functions import Functions
 from ncclsync.tools.bench.turns import Spread, device_timer, filling, take_turns
-from ncclsync.tools.plan.workload import Message, Stage
+from ncclsync.tools.plan.prediction import Message, Stage
 from ncclsync.towers.laying_out import lay_out
 from ncclsync.towers.recovery import Rollback
 from ncclsync.training.keras_model import ModelStep

@@ -9,8 +9,16 @@ from typing import Any
 from ncclsync.program.links import Cluster, Link
 from ncclsync.tools.bench.results import Column, Result, Row, median_text, more, significant, size_text, time_text
 from ncclsync.tools.bench.turns import Spread
-from ncclsync.tools.plan.prediction import GOOD_EFFICIENCY, POOR_EFFICIENCY, Prediction, predict, step_seconds
-from ncclsync.tools.plan.workload import Stage, Workload, fit_compute
+from ncclsync.tools.plan.prediction import (
+    GOOD_EFFICIENCY,
+    POOR_EFFICIENCY,
+    Prediction,
+    Stage,
+    Workload,
+    fit_compute,
+    predict,
+    step_seconds,
+)
 
 
 @dataclasses.dataclass(frozen=True)

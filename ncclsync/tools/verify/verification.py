@@ -1,9 +1,10 @@
-"""Train a model on N towers and on one device, side by side, and compare them.
+"""Train a model on N towers and on one device, side by side, compare them, and find why they differ.
 
 The towers get the state of the one device before the first step; then both get the same batches, one step at a time,
 through the model's own train function. `exactness` needs no step.
 """
 
+import contextlib
 import gc
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -14,12 +15,15 @@ import numpy as np
 import tensorflow as tf
 
 from ncclsync.compat import keras as keras_compat
+from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.parallel import nccl_parallel
+from ncclsync.program.check import Unchecked, first_difference
+from ncclsync.program.program import Results
 from ncclsync.semantics.exactness import Inexact, find_inexact
+from ncclsync.semantics.roles import Role, role_of
 from ncclsync.tools.verify.batches import Batch, reversed_rows, rows_of, take_batches
-from ncclsync.tools.verify.comparison import compare
-from ncclsync.tools.verify.diagnosis import disagreement, false_step, missing_digits, own_code, rounding, seen_nan
-from ncclsync.tools.verify.report import Difference, Report
+from ncclsync.tools.verify.report import Difference, Report, measure
+from ncclsync.towers.step_function import to_tensor
 from ncclsync.training.arguments import check_whole
 from ncclsync.training.loop import Towers, towers_of
 from ncclsync.training.random_data import check_targets, fixed_batch_size
@@ -183,3 +187,219 @@ def _check_arguments(factory: Any, towers: int, steps: int, batch_size: int, tol
         check_whole(name, value, least)
     if tolerance is not None and not (isinstance(tolerance, (int, float)) and 0 <= tolerance < float("inf")):
         raise ValueError(f"Expected tolerance to be None or a number from 0. Received: {tolerance!r}")
+
+
+def compare(
+    one: keras.Model,
+    other: keras.Model,
+    batches: Sequence[Batch],
+    *,
+    beside: Sequence[Batch] | None = None,
+    tolerance: float,
+    seed: int,
+) -> Iterator[Difference]:
+    """Train both models; yield every difference, step by step, named as `other` names it.
+
+    Args:
+        one: the reference. Its state is copied to `other` first.
+        other: the model under test, of the same factory.
+        batches: one per step, for both.
+        beside: batches for `other` instead; then nothing is evaluated and predicted at the end.
+        tolerance: see `report.Difference`.
+        seed: `keras.utils.set_random_seed` is called with seed + step before each model's step.
+
+    Raises:
+        ValueError: the models have different variables.
+    """
+    for model in (one, other):
+        _create_state(model, batches[0])
+    _copy_state(one, other)
+    for step, (batch, others) in enumerate(zip(batches, beside or batches, strict=True), start=1):
+        expected = _train(one, batch, step, seed)
+        actual = _train(other, others, step, seed)
+        for kind, right, variable in _paired(one, other):
+            name = variable.name.removesuffix(":0")
+            yield measure(step, kind, name, variable.numpy(), right.numpy(), tolerance)
+        for name, value in expected.items():
+            yield measure(step, "log", name, actual.get(name, np.nan), value, tolerance)
+    if beside is None:
+        for kind, name, actual_value, value in _end(one, other, batches[-1]):
+            yield measure(len(batches), kind, name, actual_value, value, tolerance)
+
+
+def _end(one: keras.Model, other: keras.Model, batch: Batch) -> Iterator[tuple[str, str, Any, Any]]:
+    """Yield (kind, name, of `other`, of `one`) for the results of evaluating and predicting a batch."""
+    expected, actual = (_logs(model.test_on_batch(*batch, return_dict=True)) for model in (one, other))
+    for name, value in expected.items():
+        yield "evaluate", name, actual.get(name, np.nan), value
+    if not (_defines(one, "call") or _defines(one, "predict_step")):
+        return  # a model with nothing but its own steps predicts nothing
+    outputs = keras.tree.flatten(one.predict_on_batch(batch[0]))
+    others = keras.tree.flatten(other.predict_on_batch(batch[0]))
+    for i, (value, output) in enumerate(zip(outputs, others, strict=True)):
+        yield "predict", f"output {i}", output, value
+
+
+def _defines(model: keras.Model, method: str) -> bool:
+    """Return whether the model overrides a method of `keras.Model`'s."""
+    return getattr(type(model), method) is not getattr(keras.Model, method)
+
+
+def _paired(one: keras.Model, other: keras.Model) -> Iterator[tuple[str, tf.Variable, tf.Variable]]:
+    """Yield (kind, of `one`, of `other`) for the variables that must be equal, causes before effects.
+
+    Random state and metrics' sums are left out, by their role in `one`: on towers a variable may have another role.
+    """
+    weights = {id(tf_compat.backend_variable(v)) for v in one.weights}
+    slots = {id(tf_compat.backend_variable(v)) for v in one.optimizer.variables}
+    ranked = []
+    for right, variable in zip(keras_compat.variables_of(one), keras_compat.variables_of(other), strict=True):
+        if role_of(right) is Role.SAME:
+            kind = "weight" if id(right) in weights else "optimizer" if id(right) in slots else "state"
+            scalar = kind == "optimizer" and right.shape.rank == 0
+            rank = 0 if scalar else 1 + ("weight", "optimizer", "state").index(kind)
+            ranked.append((rank, (kind, right, variable)))
+    for _, pair in sorted(ranked, key=lambda entry: entry[0]):
+        yield pair
+
+
+def _create_state(model: keras.Model, batch: Batch) -> None:
+    """Create the variables of a model that has none before its first call, and its optimizer's."""
+    if not model.built:
+        if not _defines(model, "call"):
+            return  # nothing but a train_step: it will create all from the same seed
+        model(keras.tree.map_structure(to_tensor, batch[0]), training=False)
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+
+
+def _copy_state(one: keras.Model, other: keras.Model) -> None:
+    sources, targets = keras_compat.variables_of(one), keras_compat.variables_of(other)
+    for source, target in zip(sources, targets, strict=False):
+        if source.shape != target.shape or source.dtype != target.dtype:
+            break
+        target.assign(source)
+    else:
+        if len(sources) == len(targets):
+            return
+    raise ValueError(
+        "Expected a factory that builds the same model each time. "
+        f"Received: models with {len(sources)} and {len(targets)} variables, or with different shapes"
+    )
+
+
+def _train(model: keras.Model, batch: Batch, step: int, seed: int) -> dict[str, Any]:
+    """Run one step; return the logs. Metrics go on counting from step to step, as in an epoch."""
+    keras.utils.set_random_seed(seed + step)
+    if step == 1:
+        return _logs(model.train_on_batch(*batch, return_dict=True))  # it creates missing variables
+    model.make_train_function()
+    return _logs(model.train_function(iter([batch])))
+
+
+def _logs(logs: Any) -> dict[str, Any]:
+    return {".".join(map(str, path)): np.asarray(leaf) for path, leaf in keras.tree.flatten_with_path(logs)}
+
+
+def seen_nan(found: Sequence[Difference]) -> Iterator[Inexact]:
+    """Name the first NaN, on towers or on one device."""
+    for one in found:
+        if one.nan:
+            yield Inexact(
+                f"{one.kind} {one.name}",
+                f"holds a NaN from step {one.step} on; NaNs are equal to each other, whatever led to them",
+                "a smaller learning rate, or other data: compare where the numbers are finite",
+            )
+            return
+
+
+def false_step(towers: Towers, batch: Batch) -> Iterator[Inexact]:
+    """Report the first tensor of a training step that towers compute otherwise than one device."""
+    given = keras.tree.map_structure(to_tensor, batch)
+    for trace in towers.watch.traces or ():
+        with contextlib.suppress(Unchecked):
+            line = first_difference(trace, towers.devices[0], Results.COMBINED, given, towers.layout.shards)
+            if line:
+                yield Inexact(
+                    f"the step, from {line} on",
+                    "is not partitioned into what one device computes: a fault of ncclsync's",
+                    "report this line, with what Towers.explain() prints",
+                )
+                return
+
+
+def disagreement(again: Sequence[Difference]) -> Iterator[Inexact]:
+    """Report that one device differs from itself, given the differences of two equal runs."""
+    first = next((one for one in again if not one.ok), None)
+    if first is not None:
+        yield Inexact(
+            "the model on one device",
+            f"differs from itself when run twice, first in {first.kind} {first.name} at step {first.step}: "
+            "it draws random numbers that no seed of its own determines, or depends on something outside",
+            "a keras.random.SeedGenerator in each layer that draws, as seed= of what keras.random draws",
+        )
+
+
+def missing_digits(dtype: str) -> Iterator[Inexact]:
+    """Report half precision."""
+    if dtype in ("float16", "bfloat16"):
+        digits = {"float16": 11, "bfloat16": 8}[dtype]
+        yield Inexact(
+            f"dtype {dtype}",
+            f"has {digits} significant bits: sums in another order differ early, and more with every step",
+            "verify in float32; the same code is exact in every dtype",
+        )
+
+
+def rounding(reordered: Sequence[Difference], found: Sequence[Difference], limit: float) -> Iterator[Inexact]:
+    """Report that rounding alone has such an effect, given one device's differences with reordered rows.
+
+    A difference above `limit` does not come from rounding: the computation depends on the order of the samples.
+    """
+    largest = max(one.relative for one in reordered)
+    differs = any(not one.ok for one in reordered)
+    if differs and max(one.relative for one in found) / 10 <= largest <= limit:
+        yield Inexact(
+            "rounding",
+            "one device differs from itself by as much when the samples of each batch come in another order: "
+            f"this model amplifies rounding, to {largest:.2g} within these steps",
+            f"dtype float64, or tolerance={10 * largest:.0e} if that is small enough for you",
+        )
+
+
+def own_code(model: keras.Model, found: Sequence[Difference]) -> Iterator[Inexact]:
+    """Name the user's code in a model: metrics, if weights are equal; otherwise all code that gradients pass."""
+    metrics = [one for one in keras_compat.metrics_of(model) if _is_own(one)]
+    losses = [one for one in keras.tree.flatten(getattr(model, "loss", None)) if _is_own(one)]
+    only_logs = all(one.ok or one.kind in ("log", "evaluate", "state") for one in found)
+    if only_logs:  # or state, perhaps of a metric
+        suspects = [f"metric {one.name!r}" for one in metrics] + [f"loss {_name(one)}" for one in losses]
+    else:
+        layers = {type(layer).__name__ for layer in keras_compat.layers_of(model) if _is_own(layer)}
+        suspects = [f"loss {_name(one)}" for one in losses] + [f"layer {name}" for name in sorted(layers)]
+        if _is_own(model):
+            suspects.append(f"train_step or call of {type(model).__name__}")
+    if suspects:
+        yield Inexact(
+            ", ".join(suspects),
+            "code of your own, which may compare the samples of a batch, sum over them, or keep state that "
+            "cannot be added up: on a tower it sees only its shard",
+            "one value per sample, or a mean over samples; sums as a metric's state; else ncclsync.ops.all_reduce",
+        )
+
+
+def _is_own(one: Any) -> bool:
+    """Return whether an object's class, or a function, is not Keras'."""
+    if isinstance(one, str) or one is None:
+        return False
+    wrapped = getattr(one, "fn", None) or getattr(one, "_fn", None) if isinstance(one, keras.Metric) else None
+    for part in (one, wrapped):
+        if part is not None:
+            module = part.__module__ if hasattr(part, "__name__") else type(part).__module__
+            if module.split(".")[0] != "keras":
+                return True
+    return False
+
+
+def _name(loss: Any) -> str:
+    return repr(getattr(loss, "name", None) or getattr(loss, "__name__", type(loss).__name__))

@@ -8,7 +8,6 @@ from hosts import CPU, GIB, GPUS, changed, check_row, given, gpu, links, unseen,
 from ncclsync.compat import host_gpus
 from ncclsync.tools.doctor import environment
 from ncclsync.tools.doctor.facts import Gpu
-from ncclsync.tools.doctor.hardware import visible_gpus
 from ncclsync.tools.doctor.problems import find_problems
 
 ROWS = {
@@ -201,7 +200,7 @@ def test_problem_is_found(case):
 def test_visible_gpus(value, left):
     """As CUDA reads the variable: up to the first name that it does not know."""
     host = GPUS if value is None else given(GPUS, CUDA_VISIBLE_DEVICES=value)
-    assert [gpu.index for gpu in visible_gpus(host)] == left
+    assert [gpu.index for gpu in host.visible_gpus] == left
 
 
 def test_variables(tmp_path):

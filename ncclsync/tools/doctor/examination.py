@@ -26,7 +26,6 @@ from ncclsync.tools.doctor.facts import (
     Version,
     from_json,
 )
-from ncclsync.tools.doctor.hardware import visible_gpus
 from ncclsync.tools.doctor.problems import find_problems, summarize
 
 CPU_RANKS = 4  # of the known-answer all-reduce where there is no GPU
@@ -98,8 +97,8 @@ def _all_reduce(host: Host, timeout_s: float, environ: dict[str, str]) -> AllRed
     backend, devices = "cpu", list(range(CPU_RANKS))
     if host.choice.backend == "nccl":
         backend, devices = "nccl", [int(name.split(":")[1]) for name in host.choice.devices]
-    elif host.choice.backend is None and visible_gpus(host) and host.libraries.nccl.version:
-        backend, devices = "nccl", list(range(len(visible_gpus(host))))
+    elif host.choice.backend is None and host.visible_gpus and host.libraries.nccl.version:
+        backend, devices = "nccl", list(range(len(host.visible_gpus)))
     # NCCL's limit is shorter, since its error names the missing ranks.
     arguments = {"backend": backend, "devices": devices, "timeout_s": 0.7 * timeout_s}
     answer = probes.ask("all_reduce", timeout_s, {"NCCL_DEBUG": "WARN", **environ}, arguments)

@@ -5,6 +5,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from ncclsync.compat.host_gpus import VISIBLE, left_by
+
 Facts = TypeVar("Facts")
 
 ERROR, WARNING = "error", "warning"
@@ -226,6 +228,13 @@ class Host:
     def may_use_gpus(self) -> bool:
         """Return whether training would use GPUs, or there are GPUs."""
         return self.choice.backend == "nccl" or self.gpu_count > 0
+
+    @property
+    def visible_gpus(self) -> tuple[Gpu, ...]:
+        """Return the driver's GPUs that CUDA_VISIBLE_DEVICES leaves; see `left_by`."""
+        gpus = self.driver.gpus
+        divided = [i for i, gpu in enumerate(gpus) if gpu.mig]
+        return tuple(gpus[i] for i in left_by(self.variable(VISIBLE), [gpu.uuid for gpu in gpus], divided))
 
     @property
     def gpu_count(self) -> int:

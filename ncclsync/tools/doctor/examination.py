@@ -103,17 +103,12 @@ def _all_reduce(host: Host, timeout_s: float, environ: dict[str, str]) -> AllRed
     arguments = {"backend": backend, "devices": devices, "timeout_s": 0.7 * timeout_s}
     answer = probes.ask("all_reduce", timeout_s, {"NCCL_DEBUG": "WARN", **environ}, arguments)
     log = tuple(line for line in answer.output if "NCCL WARN" in line)[-3:]
-    facts = answer.facts
-    count = answer.facts.get("count", probes.COUNT)
-    found = AllReduce(backend, len(devices), count, seconds=facts.get("seconds"), log=log)
-    for name, kind in (("wrong", "wrong"), ("hang", "hang"), ("error", "raised")):
-        if facts.get(name):
-            return dataclasses.replace(found, kind=kind, error=facts[name])
-    if answer.ended != "well":
-        words = "" if answer.ended == "hang" else f": {answer.output[-1] if answer.output else ''}"
-        error = f"{answer.how}, while {answer.stage}{words}"
-        return dataclasses.replace(found, kind=answer.ended, error=error)
-    return dataclasses.replace(found, ok=True)
+    found = {"backend": backend, "ranks": len(devices), "count": probes.COUNT, "log": log, "error": answer.failure}
+    if answer.ended != "well" and "kind" not in answer.facts:
+        found["kind"] = answer.ended
+        if answer.ended == "crash":
+            found["error"] = f"{answer.failure}: {answer.output[-1] if answer.output else ''}"
+    return from_json(AllReduce, {**found, "ok": not answer.failure, **answer.facts})
 
 
 def _versions(host: Host) -> list[Version]:

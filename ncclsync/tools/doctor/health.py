@@ -44,9 +44,7 @@ def check_gpus(
         """Return why a probe has not passed; "" if it has."""
         if not is_wanted():
             return "not asked"
-        answer = probes.ask(question, timeout_s, shown, arguments)
-        known = next((answer.facts[name] for name in ("wrong", "hang", "error") if answer.facts.get(name)), "")
-        return known or ("" if answer.ended == "well" else f"{answer.how}, while {answer.stage}")
+        return probes.ask(question, timeout_s, shown, arguments).failure
 
     def alone(gpu: str) -> str:
         return failure("copies", {**environ, VISIBLE: gpu})

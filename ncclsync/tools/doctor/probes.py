@@ -21,6 +21,8 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ncclsync.errors import NcclPreflightError, NcclSyncError, NcclTimeoutError
+
 COUNT = 1 << 20  # float32 elements of each rank in the known-answer all-reduce
 PATTERN = 251  # prime, so that elements shifted by a block are wrong
 _LINES = 40  # of a probe's output, the last ones
@@ -35,6 +37,11 @@ class Answer:
     ended: str  # "well", "hang" (it was killed at the time limit) or "crash"
     how: str  # of a crash, such as "killed by SIGSEGV"
     output: tuple[str, ...]  # the last lines of its stdout and stderr
+
+    @property
+    def failure(self) -> str:
+        """Return the `error` among its facts, or how it ended; "" if all went well."""
+        return self.facts.get("error", "") or ("" if self.ended == "well" else f"{self.how}, while {self.stage}")
 
 
 def ask(name: str, timeout_s: float, environ: Mapping[str, str], arguments: Any = None) -> Answer:
@@ -145,7 +152,6 @@ def _frameworks(facts: _Facts, _: Any) -> None:
     try:
         from ncclsync.communicator import nvls
         from ncclsync.compat import tensorflow as tf_compat
-        from ncclsync.errors import NcclSyncError
         from ncclsync.towers.placement import choose_placement, own_process
 
         found = nvls.in_force(os.environ.get, tf_compat.is_op_determinism_enabled())
@@ -168,11 +174,10 @@ def _frameworks(facts: _Facts, _: Any) -> None:
 
 
 def _all_reduce(facts: _Facts, arguments: Any) -> None:
-    """All-reduce known numbers, between GPUs by NCCL's preflight, and record how that fails."""
-    from ncclsync.errors import NcclPreflightError, NcclSyncError, NcclTimeoutError
-
+    """All-reduce known numbers, between GPUs by NCCL's preflight; the facts are those of `facts.AllReduce`."""
     devices = arguments["devices"]
-    try:
+
+    def reduce() -> str:
         # Imported here, since it raises if the C extension is missing.
         from ncclsync.communicator import CpuCommunicator, NcclCommunicator, preflight
 
@@ -183,19 +188,31 @@ def _all_reduce(facts: _Facts, arguments: Any) -> None:
         if by_nccl:
             with NcclCommunicator(devices, timeout_s=arguments["timeout_s"]):
                 facts.add(seconds=time.perf_counter() - began, stage="ending the communicator")
-            if len(devices) == 1:
-                facts.add(wrong=copied(devices[0], facts))
-        else:
-            with CpuCommunicator(len(devices)) as communicator:
-                facts.add(stage="reducing")
-                facts.add(wrong=known_answer(communicator), seconds=time.perf_counter() - began)
-    except NcclPreflightError as error:
-        facts.add(wrong=str(error))
-    except NcclTimeoutError as error:
-        facts.add(hang=str(error))
-    except (NcclSyncError, OSError) as error:
-        facts.add(error=str(error))
+            return copied(devices[0], facts) if len(devices) == 1 else ""
+        with CpuCommunicator(len(devices)) as communicator:
+            facts.add(stage="reducing")
+            wrong = known_answer(communicator)
+            facts.add(seconds=time.perf_counter() - began)
+        return wrong
+
+    facts.add(**outcome(reduce))
     facts.add(stage="done")
+
+
+def outcome(work: Callable[[], str]) -> dict[str, str]:
+    """Return the `error` and the `kind` of failure of an all-reduce, see `facts.AllReduce`; {} if it does not fail.
+
+    `work` returns what is wrong with the numbers, "" if nothing is.
+    """
+    try:
+        wrong = work()
+    except NcclPreflightError as error:
+        wrong = str(error)
+    except NcclTimeoutError as error:
+        return {"error": str(error), "kind": "hang"}
+    except (NcclSyncError, OSError) as error:
+        return {"error": str(error), "kind": "raised"}
+    return {"error": wrong, "kind": "wrong"} if wrong else {}
 
 
 def _gpus(facts: _Facts, _: Any) -> None:
@@ -205,8 +222,7 @@ def _gpus(facts: _Facts, _: Any) -> None:
     facts.add(stage="asking CUDA for its GPUs", gpus=[])
     try:
         cuda = ctypes.CDLL(cuda_paths()[1])
-    except OSError as error:  # no driver
-        facts.add(error=str(error))
+    except OSError:  # no driver
         return
     count, device, found = ctypes.c_int(), ctypes.c_int(), []
     whole, part = (ctypes.c_ubyte * 16)(), (ctypes.c_ubyte * 16)()
@@ -226,10 +242,7 @@ def _gpus(facts: _Facts, _: Any) -> None:
 
 def _copies(facts: _Facts, _: Any) -> None:
     """Copy known numbers to the first GPU and back."""
-    try:
-        facts.add(wrong=copied(0, facts))
-    except OSError as error:
-        facts.add(error=str(error))
+    facts.add(**outcome(lambda: copied(0, facts)))
     facts.add(stage="done")
 
 

@@ -6,13 +6,14 @@ import json
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from ncclsync.communicator import Communicator, MpiCommunicator, NcclCommunicator, preflight
 from ncclsync.communicator.joining import peers_of
 from ncclsync.communicator.mpi import MpiPeers
 from ncclsync.communicator.peers import Peers
 from ncclsync.communicator.processes import Process
-from ncclsync.errors import NcclPreflightError, NcclSyncError, NcclTimeoutError, NcclUnavailableError
+from ncclsync.errors import NcclSyncError, NcclUnavailableError
 from ncclsync.tools.doctor import probes
 from ncclsync.tools.doctor.examination import examine
 from ncclsync.tools.doctor.facts import ERROR, WARNING, AllReduce, Host, Problem, ProcessFacts, Report, from_json
@@ -164,24 +165,23 @@ def _reduce(joined: Peers, report: Report, by_nccl: bool, timeout_s: float) -> A
     """
     devices = [int(name.split(":")[1]) for name in report.host.choice.devices] or [0]
     backend, count = ("nccl", preflight.COUNT) if by_nccl else ("cpu", probes.COUNT)
-    found = AllReduce(backend, len(devices), count)
-    communicator: Communicator
+    found: dict[str, Any] = {"backend": backend, "ranks": len(devices), "count": count}
     began = time.perf_counter()
-    try:
+
+    def reduce() -> str:
+        communicator: Communicator
         if by_nccl:
             communicator = NcclCommunicator.from_peers(joined, devices, timeout_s=timeout_s)
         else:
             communicator = MpiCommunicator(len(devices), timeout_s=timeout_s)
         with communicator:
-            found = dataclasses.replace(found, ranks=communicator.world_size)
+            found["ranks"] = communicator.world_size
             wrong = "" if by_nccl else probes.known_answer(communicator)
-            seconds = time.perf_counter() - began
-    except (NcclSyncError, OSError) as error:
-        kinds: dict[type, str] = {NcclTimeoutError: "hang", NcclPreflightError: "wrong"}
-        return dataclasses.replace(found, error=str(error), kind=kinds.get(type(error), "raised"))
-    if wrong:
-        return dataclasses.replace(found, error=f"{joined.name(joined.rank)}: {wrong}", kind="wrong")
-    return dataclasses.replace(found, ok=True, seconds=seconds)
+            found["seconds"] = time.perf_counter() - began
+        return f"{joined.name(joined.rank)}: {wrong}" if wrong else ""
+
+    failed = probes.outcome(reduce)
+    return from_json(AllReduce, {**found, "ok": not failed, **failed})
 
 
 def merged(everyone: Sequence[ProcessFacts]) -> Iterator[Problem]:

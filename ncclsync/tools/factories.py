@@ -9,7 +9,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from ncclsync.tools.arguments import at_least
+from ncclsync.tools.arguments import add_options, number
 
 
 class UsageError(Exception):
@@ -90,11 +90,8 @@ def _is_of_file(module: types.ModuleType, path: str) -> bool:
 def add_model_arguments(parser: argparse.ArgumentParser, batch_size: str) -> None:
     """Add what names a model and says how to make data for it; `batch_size` is the help of `--batch-size`."""
     parser.add_argument("factory", help="module:function or file.py:function that returns a compiled model")
-    parser.add_argument("--batch-size", type=at_least(1), metavar="N", help=batch_size)
-    parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="default %(default)s")
-    parser.add_argument(
-        "--open-size", type=at_least(1), default=32, metavar="N", help="of open dimensions, default %(default)s"
-    )
+    size, open_size = number("--batch-size", 1, None, batch_size), number("--open-size", 1, 32, "of open dimensions")
+    add_options(parser, size, number("--seed", 0, 0), open_size)
 
 
 def model_and_data(

@@ -5,7 +5,6 @@ The benchmarks stand in `bench.all_reduce`, `.on_gpus` and `.training`. Nothing 
 
 import argparse
 import importlib.util
-import pathlib
 import re
 import sys
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import Any
 
 from ncclsync.communicator.processes import Process, find_process
 from ncclsync.errors import NcclSyncError
-from ncclsync.tools.arguments import at_least, link, listed
+from ncclsync.tools.arguments import Option, add_options, at_least, file, link, listed, number, option, switch
 from ncclsync.tools.bench import all_reduce, on_gpus, training
 from ncclsync.tools.bench.plot import plot
 from ncclsync.tools.bench.results import Result, Tables, show, write_json
@@ -23,20 +22,19 @@ from ncclsync.tools.processes import tell_of
 DONE, WRONG, NOT_RUN = 0, 1, 2  # exit codes; argparse ends with 2 as well
 
 _DTYPES = ("float32", "float64", "float16", "int32", "int64")
-_LIBRARIES = (
-    "mirrored: tf.distribute.MirroredStrategy; single: plain Keras on one device; shard: the same on one "
-    "tower's part of the batch (1 is ideal with a GPU for each tower; N towers that share cores have N times "
-    "its work); sharded: ncclsync with shard_optimizer; processes: ncclsync as 2 processes, by mpirun, which share the "
-    "towers"
-)
 _MIRRORED = "mirrored: tf.distribute.MirroredStrategy"
+_LIBRARIES = (
+    f"{_MIRRORED}; single: plain Keras on one device; shard: the same on one tower's part of the batch (1 is ideal "
+    "with a GPU for each tower; N towers that share cores have N times its work); sharded: ncclsync with "
+    "shard_optimizer; processes: ncclsync as 2 processes, by mpirun, which share the towers"
+)
+_XLA = "on CPUs, too, let XLA compile what Keras has it compile on GPUs"
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 _BETWEEN_PROCESSES = ("all-reduce", "exchange", "overlap")
 
 # None: another process has the result.
 Benchmark = Callable[[argparse.Namespace, Callable[[str], None]], Result | None]
-Option = tuple[str, dict[str, Any]]  # of argparse's
 
 
 def add_bench(commands: Any) -> None:
@@ -51,11 +49,12 @@ def add_bench(commands: Any) -> None:
     )
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
 
-    def add(benchmark: Benchmark, tables: Tables, *options: Option, name: str, **texts: str) -> None:
-        parser = benchmarks.add_parser(name, **texts)
+    def add(name: str, benchmark: Benchmark, tables: Tables, about: str, more: str, *options: Option) -> None:
+        parser = benchmarks.add_parser(name, help=about, description=more)
         parser.set_defaults(run=lambda given: _run(given, benchmark, tables))
-        for flag, about in (*options, *_OUTPUTS):
-            parser.add_argument(flag, **about)
+        json = file("--json", "write all figures there as well")
+        drawn = file("--plot", "draw them, to .png, .svg or .pdf; needs matplotlib", "FILE.png")
+        add_options(parser, *options, json, drawn)
 
     _add_collectives(add)
     _add_trainings(add)
@@ -63,191 +62,156 @@ def add_bench(commands: Any) -> None:
 
 def _add_collectives(add: Callable[..., None]) -> None:
     add(
+        "all-reduce",
         all_reduce.bench_all_reduce,
         all_reduce.TABLES,
-        ("--towers", {"type": listed(at_least(2)), "metavar": "N,N", "help": "default 2,4,8; not under mpirun"}),
-        _list("--sizes", _size, "4KiB,1MiB,25MiB,100MiB", "SIZE,SIZE", "of each tower's buffer; "),
+        "the collective alone, as nccl-tests does",
+        "Time the all-reduce alone and check its results. The columns are those of nccl-tests: "
+        "size of one tower's buffer, algbw = size / time, busbw = algbw * 2(n-1)/n. memcpy is a copy of all "
+        "towers' buffers on all cores: it reads and writes the same bytes. Under mpirun: between its processes, one "
+        "tower of each, beside MPI_Allreduce and TensorFlow's collectives over gRPC.",
+        option("--towers", "default 2,4,8; not under mpirun", type=listed(at_least(2)), metavar="N,N"),
+        _list("--sizes", _size, "4KiB,1MiB,25MiB,100MiB", "SIZE,SIZE", "of each tower's buffer"),
         _against(
             all_reduce.PEERS,
             ",".join(all_reduce.PEERS),
             "mpi: MPI_Allreduce, by mpi4py and mpirun, left out with a note if not installed; tensorflow: its "
             "CollectiveReduceV2, beside ncclsync's op in a graph",
         ),
-        ("--dtype", {"choices": _DTYPES, "default": "float32", "help": "default %(default)s"}),
-        (
+        option("--dtype", choices=_DTYPES, default="float32"),
+        option(
             "--backend",
-            {
-                "choices": ("nccl", "cpu"),
-                "help": "nccl: between GPUs; cpu: in host memory; default: nccl where there is a GPU",
-            },
+            "nccl: between GPUs; cpu: in host memory; default: nccl where there is a GPU",
+            choices=("nccl", "cpu"),
         ),
-        _rounds(11, "turns of each library for each size"),
-        name="all-reduce",
-        help="the collective alone, as nccl-tests does",
-        description="Time the all-reduce alone and check its results. The columns are those of nccl-tests: "
-        "size of one tower's buffer, algbw = size / time, busbw = algbw * 2(n-1)/n. memcpy is a copy of all "
-        "towers' buffers on all cores: it reads and writes the same bytes. Under mpirun: between its processes, one "
-        "tower of each, beside MPI_Allreduce and TensorFlow's collectives over gRPC.",
+        number("--rounds", 1, 11, "turns of each library for each size"),
     )
     add(
+        "exchange",
         on_gpus.bench_exchange,
         on_gpus.EXCHANGE_TABLES,
-        _list("--towers", at_least(2), "2,4,8", "N,N"),
-        _rounds(11, "turns of each graph"),
-        name="exchange",
-        help="the host time of an all-reduce between towers on GPUs",
-        description="Time how long the host needs to enqueue an all-reduce of one small bucket, many in a row in one "
+        "the host time of an all-reduce between towers on GPUs",
+        "Time how long the host needs to enqueue an all-reduce of one small bucket, many in a row in one "
         "graph, and, for comparison, the call of a graph without any. Needs as many GPUs as towers. By a launcher: the "
         "towers are divided among its processes.",
+        _list("--towers", at_least(2), "2,4,8", "N,N"),
+        number("--rounds", 1, 11, "turns of each graph"),
     )
     add(
+        "overlap",
         on_gpus.bench_overlap,
         on_gpus.OVERLAP_TABLES,
-        _towers(2),
-        ("--xla", {"action": "store_true", "help": "let XLA compile the step, in a program for each bucket"}),
-        (
-            "--link",
-            {
-                "type": link,
-                "metavar": "GB/s,µs",
-                "help": "show too what `plan` predicts for it, such as run.py's --link",
-            },
-        ),
-        _rounds(5, "turns of each side"),
-        name="overlap",
-        help="the share of the exchange that back-propagation hides",
-        description="Time a step of dense layers, whose gradients fill five buckets, as it is and without its "
+        "the share of the exchange that back-propagation hides",
+        "Time a step of dense layers, whose gradients fill five buckets, as it is and without its "
         "exchanges, and the same exchanges alone. hidden: (without exchanges + exchanges alone - step) / exchanges "
         "alone. And the host's lead: when the call of a step returns, and when the GPUs are through. Needs as many "
         "GPUs as towers. By a launcher: the towers are divided among its processes.",
+        number("--towers", 2, 4),
+        switch("--xla", "let XLA compile the step, in a program for each bucket"),
+        option("--link", "show too what `plan` predicts for it, such as run.py's --link", type=link, metavar="GB/s,µs"),
+        number("--rounds", 1, 5, "turns of each side"),
     )
     add(
+        "copies",
         on_gpus.bench_copies,
         on_gpus.COPIES_TABLES,
-        _towers(2),
-        _rounds(3, "turns of each side"),
-        name="copies",
-        help="whether batches are copied to GPUs beside the computation",
-        description="Time a step in fit, the same step on a batch that stays on the GPUs, and the copies of a batch "
+        "whether batches are copied to GPUs beside the computation",
+        "Time a step in fit, the same step on a batch that stays on the GPUs, and the copies of a batch "
         "alone, over 100 steps each: at best a step takes as long as the longer of the two. Needs as many GPUs as "
         "towers.",
+        number("--towers", 2, 4),
+        number("--rounds", 1, 3, "turns of each side"),
     )
 
 
 def _add_trainings(add: Callable[..., None]) -> None:
     add(
+        "step",
         training.bench_step,
         training.STEP_TABLES,
-        _models(",".join(training.MODEL_NAMES)),
-        _towers(),
-        _against(training.PEERS, "mirrored,single", _LIBRARIES),
-        ("--no-split", {"dest": "split", "action": "store_false", "help": "only whole steps"}),
-        _flag(
-            "--cpu",
-            "only the seconds of cores that a step takes, beside plain Keras on one device: on the same batch in "
-            "memory, an op on one thread on both sides. Batches are larger, so that the arithmetic on rows outweighs "
-            "the update of the weights, which each tower does for itself",
-        ),
-        _flag("--watched", "also time steps that Timeline and Throughput watch"),
-        _shards("also time steps"),
-        _xla(),
-        _rounds(15, "turns of each side"),
-        name="step",
-        help="one step of training inside fit, and where its time goes",
-        description="Time a step inside fit, beside the same model under MirroredStrategy and on one "
+        "one step of training inside fit, and where its time goes",
+        "Time a step inside fit, beside the same model under MirroredStrategy and on one "
         "device by plain Keras. The parts add up to the step. compute: forward and backward of all towers; "
         "communicate: what the exchanges between towers add; apply: the optimizer and what else follows the "
         "last exchange; feed: what fit adds to a step on a batch that is in memory already (making batches, "
         "callbacks, logs). They are differences of timings of the same step with parts left out, so that a "
         "small one may be negative by noise.",
+        _models(",".join(training.MODEL_NAMES)),
+        number("--towers", 1, 4),
+        _against(training.PEERS, "mirrored,single", _LIBRARIES),
+        ("--no-split", {"dest": "split", "action": "store_false", "help": "only whole steps"}),
+        switch(
+            "--cpu",
+            "only the seconds of cores that a step takes, beside plain Keras on one device: on the same batch in "
+            "memory, an op on one thread on both sides. Batches are larger, so that the arithmetic on rows outweighs "
+            "the update of the weights, which each tower does for itself",
+        ),
+        switch("--watched", "also time steps that Timeline and Throughput watch"),
+        _shards("also time steps"),
+        switch("--xla", _XLA),
+        number("--rounds", 1, 15, "turns of each side"),
     )
     add(
+        "start",
         training.bench_start,
         training.START_TABLES,
+        "from the call of the decorated factory to the end of the first step",
+        "Time from the call of the decorated factory to the end of the first step, without imports, each time in a "
+        "fresh process.",
         _models("resnet50"),
         _list("--towers", at_least(1), "1,2,4,8", "N,N"),
         _against(("mirrored",), "mirrored", _MIRRORED),
-        _xla(),
-        _rounds(3, "fresh processes of each side"),
-        name="start",
-        help="from the call of the decorated factory to the end of the first step",
-        description="Time from the call of the decorated factory to the end of the first step, without "
-        "imports, each time in a fresh process.",
+        switch("--xla", _XLA),
+        number("--rounds", 1, 3, "fresh processes of each side"),
     )
-    feeds, peers = training.FEEDS, ("mirrored", "single")
     add(
+        "feed",
         training.bench_feed,
         training.FEED_TABLES,
+        "fit on NumPy, tf.data and a generator",
+        "Time a step inside fit on NumPy arrays, a tf.data.Dataset and a generator, and on a constant batch that is "
+        "in memory already, which is the ceiling: 1 means that feeding costs nothing.",
         _models("mlp"),
-        _towers(),
-        _list("--data", _one_of(feeds), ",".join(feeds), "KIND,KIND"),
-        _against(peers, "none", "what feeding costs mirrored (MirroredStrategy), single (plain Keras)"),
-        _rounds(15, "turns of each side"),
-        name="feed",
-        help="fit on NumPy, tf.data and a generator",
-        description="Time a step inside fit on NumPy arrays, a tf.data.Dataset and a generator, and on a "
-        "constant batch that is in memory already, which is the ceiling: 1 means that feeding costs nothing.",
+        number("--towers", 1, 4),
+        _list("--data", _one_of(training.FEEDS), ",".join(training.FEEDS), "KIND,KIND"),
+        _against(
+            ("mirrored", "single"), "none", "what feeding costs mirrored (MirroredStrategy), single (plain Keras)"
+        ),
+        number("--rounds", 1, 15, "turns of each side"),
     )
-    rows = "of the batch; default: each model's own, as of `step`, and with --shards 64 times that"
     add(
+        "memory",
         training.bench_memory,
         training.MEMORY_TABLES,
+        "peak resident memory of the host by number of towers",
+        "Measure the peak resident memory of a process that trains for a few steps, each time a "
+        "fresh one. needed: the peak with one tower, and for each more tower weights and optimizer state. The "
+        "share of the rows, and the activations, are the peak less that of one row for each tower.",
         _models("resnet50"),
         _list("--towers", at_least(1), "1,2,4,8", "N,N"),
         _against(("mirrored",), "mirrored", _MIRRORED),
         _shards("also measure"),
-        _flag("--activations", "also tell how much more than needed is taken, beside one tower's activations"),
-        ("--batch-size", {"type": at_least(1), "metavar": "ROWS", "help": rows}),
-        _rounds(3, "fresh processes of each side"),
-        name="memory",
-        help="peak resident memory of the host by number of towers",
-        description="Measure the peak resident memory of a process that trains for a few steps, each time a "
-        "fresh one. needed: the peak with one tower, and for each more tower weights and optimizer state. The "
-        "share of the rows, and the activations, are the peak less that of one row for each tower.",
+        switch("--activations", "also tell how much more than needed is taken, beside one tower's activations"),
+        number("--batch-size", 1, None, "default: each model's own, as of `step`, and with --shards 64 times that"),
+        number("--rounds", 1, 3, "fresh processes of each side"),
     )
 
 
-_OUTPUTS: tuple[Option, ...] = (
-    ("--json", {"type": pathlib.Path, "metavar": "FILE", "help": "write all figures there as well"}),
-    (
-        "--plot",
-        {"type": pathlib.Path, "metavar": "FILE.png", "help": "draw them, to .png, .svg or .pdf; needs matplotlib"},
-    ),
-)
-
-
-def _list(flag: str, parse: Callable[[str], Any], default: str, metavar: str, meaning: str = "") -> Option:
-    return flag, {"type": listed(parse), "default": default, "metavar": metavar, "help": f"{meaning}default {default}"}
+def _list(name: str, parse: Callable[[str], Any], default: str, metavar: str, meaning: str = "") -> Option:
+    return option(name, meaning, type=listed(parse), default=default, metavar=metavar)
 
 
 def _models(default: str) -> Option:
     names = training.MODEL_NAMES
-    return _list("--model", _one_of(names), default, "NAME,NAME", f"of {', '.join(names)}; ")
+    return _list("--model", _one_of(names), default, "NAME,NAME", f"of {', '.join(names)}")
 
 
 def _against(choices: tuple[str, ...], default: str, meaning: str) -> Option:
-    return _list("--against", _one_of(choices), default, "NAME,NAME", f"{meaning}; 'none' for none; ")
+    return _list("--against", _one_of(choices), default, "NAME,NAME", f"{meaning}; 'none' for none")
 
 
 def _shards(what: str) -> Option:
-    return _list("--shards", _times, "none", "1x,2x", f"{what} with so many shards for each tower, of the same batch; ")
-
-
-def _towers(least: int = 1) -> Option:
-    return "--towers", {"type": at_least(least), "default": 4, "metavar": "N", "help": "default %(default)s"}
-
-
-def _rounds(default: int, meaning: str) -> Option:
-    about = {"type": at_least(1), "default": default, "metavar": "N", "help": f"{meaning}; default %(default)s"}
-    return "--rounds", about
-
-
-def _xla() -> Option:
-    return _flag("--xla", "on CPUs, too, let XLA compile what Keras has it compile on GPUs")
-
-
-def _flag(flag: str, meaning: str) -> Option:
-    return flag, {"action": "store_true", "help": meaning}
+    return _list("--shards", _times, "none", "1x,2x", f"{what} with so many shards for each tower, of the same batch")
 
 
 def _run(given: argparse.Namespace, benchmark: Benchmark, tables: Tables) -> int:

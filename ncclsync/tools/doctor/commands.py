@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from ncclsync.errors import NcclSyncError
-from ncclsync.tools.arguments import at_least
+from ncclsync.tools.arguments import add_options, number, switch
 
 HEALTHY, ILL = 0, 1  # exit codes; `cli` ends with 2 where doctor itself failed
 
@@ -20,10 +20,8 @@ def add_doctor(commands: Any) -> None:
         "differs between them. Exit code 0: healthy; 1: training would fail; 2: doctor itself failed.",
     )
     parser.set_defaults(run=_doctor)
-    parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
-    parser.add_argument(
-        "--timeout", type=at_least(1), default=60, metavar="S", help="seconds per check, default %(default)s"
-    )
+    json = switch("--json", "print everything as one JSON object")
+    add_options(parser, json, number("--timeout", 1, 60, "seconds per check"))
 
 
 def _examine(timeout_s: float) -> Any:

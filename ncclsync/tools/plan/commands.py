@@ -6,13 +6,12 @@ import dataclasses
 import logging
 import math
 import os
-import pathlib
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from ncclsync.program.links import CLUSTERS, cluster_of
-from ncclsync.tools.arguments import at_least, link, listed
+from ncclsync.tools.arguments import add_options, at_least, file, link, listed, number, option
 from ncclsync.tools.bench.results import show, significant, write_json
 from ncclsync.tools.bench.turns import Progress, Spread
 from ncclsync.tools.factories import UsageError, add_model_arguments, load, model_and_data
@@ -36,46 +35,27 @@ def add_plan(commands: Any) -> None:
     )
     parser.set_defaults(run=_plan)
     add_model_arguments(parser, f"of each GPU; default {_BATCH_SIZE}, or the model's own")
-    parser.add_argument(
-        "--gpus", type=listed(at_least(2)), default=[8, 64, 1024], metavar="N,N", help="default 8,64,1024"
+    clusters = "; ".join(f"{name}: {cluster_text(one)}" for name, one in CLUSTERS.items())
+    cluster = f"{clusters}; or bandwidth of each GPU and direction, and latency, such as 370,1.9"
+    launch = "of the host to launch an exchange, for each of its GPUs (`bench exchange`)"
+    add_options(
+        parser,
+        option("--gpus", type=listed(at_least(2)), default="8,64,1024", metavar="N,N"),
+        option("--link", cluster, default="nvlink", metavar="NAME|GB/s,µs"),
+        option("--between", "of each host to the others, all its cards together", type=link, metavar="GB/s,µs"),
+        number("--gpus-per-host", 1, None, "default 8; ib: 1"),
+        option("--launch-us", launch, type=_positive, default=LAUNCH_US, metavar="µs"),
+        number("--rounds", 1, 7, "turns of each batch size"),
+        file("--json", "write all figures there as well"),
     )
-    parser.add_argument(
-        "--link",
-        default="nvlink",
-        metavar="NAME|GB/s,µs",
-        help="; ".join(f"{name}: {cluster_text(one)}" for name, one in CLUSTERS.items())
-        + "; or bandwidth of each GPU and direction, and latency, such as 370,1.9; default %(default)s",
+    speedup = "how many times as fast the GPUs compute as what is here"
+    step = "a step's time on one of the GPUs, instead of measuring here; with several batch sizes what does not depend "
+    step += "on the batch can be distinguished"
+    add_options(
+        parser.add_mutually_exclusive_group(),
+        option("--compute-speedup", speedup, type=_positive, default=1.0, metavar="X"),
+        option("--step-ms", step, type=_step_ms, metavar="MS|BATCH:MS,BATCH:MS"),
     )
-    parser.add_argument(
-        "--between", type=link, metavar="GB/s,µs", help="of each host to the others, all its cards together"
-    )
-    parser.add_argument("--gpus-per-host", type=at_least(1), metavar="N", help="default 8; ib: 1")
-    parser.add_argument(
-        "--launch-us",
-        type=_positive,
-        default=LAUNCH_US,
-        metavar="µs",
-        help="of the host to launch an exchange, for each of its GPUs (`bench exchange`); default %(default)s",
-    )
-    compute = parser.add_mutually_exclusive_group()
-    compute.add_argument(
-        "--compute-speedup",
-        type=_positive,
-        default=1.0,
-        metavar="X",
-        help="how many times as fast the GPUs compute as what is here; default 1",
-    )
-    compute.add_argument(
-        "--step-ms",
-        type=_step_ms,
-        metavar="MS|BATCH:MS,BATCH:MS",
-        help="a step's time on one of the GPUs, instead of measuring here; with several batch sizes what "
-        "does not depend on the batch can be distinguished",
-    )
-    parser.add_argument(
-        "--rounds", type=at_least(1), default=7, metavar="N", help="turns of each batch size, default 7"
-    )
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write all figures there as well")
 
 
 def _plan(given: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ import pathlib
 from typing import TYPE_CHECKING, Any
 
 from ncclsync.errors import NcclSyncError
-from ncclsync.tools.arguments import at_least
+from ncclsync.tools.arguments import add_options, file, number
 from ncclsync.tools.factories import UsageError
 
 if TYPE_CHECKING:
@@ -40,19 +40,9 @@ def add_run(commands: Any) -> None:
         allow_abbrev=False,
     )
     parser.set_defaults(run=_run)
-    parser.add_argument(
-        "--restarts",
-        type=at_least(0),
-        default=3,
-        metavar="N",
-        help="give up after so many restarts in a row without a newer backup, default %(default)s",
-    )
-    parser.add_argument(
-        "--report",
-        type=pathlib.Path,
-        metavar="FILE",
-        help="write what happened to this file as well, a line of JSON for each start",
-    )
+    given_up = "give up after so many restarts in a row without a newer backup"
+    report = file("--report", "write what happened to this file as well, a line of JSON for each start")
+    add_options(parser, number("--restarts", 0, 3, given_up), report)
     parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
     parser.add_argument("script", metavar="SCRIPT.py", help="what to run, by the same Python")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="its own arguments")

@@ -4,7 +4,7 @@ import argparse
 import os
 from typing import Any
 
-from ncclsync.tools.arguments import at_least
+from ncclsync.tools.arguments import add_options, number, option, switch
 from ncclsync.tools.factories import add_model_arguments, load, model_and_data
 
 SAME, DIFFERENT = 0, 1  # exit codes; `cli` ends with 2 where nothing was compared
@@ -22,12 +22,15 @@ def add_verify(commands: Any) -> None:
     )
     parser.set_defaults(run=_verify)
     add_model_arguments(parser, f"default {_BATCH_SIZE}, or the model's own")
-    parser.add_argument("--towers", type=at_least(2), default=4, metavar="N", help="default %(default)s")
-    parser.add_argument("--devices", metavar="GPU:0,GPU:1", help="just these instead")
-    parser.add_argument("--backend", choices=("nccl", "cpu"), help="default: follows the devices")
-    parser.add_argument("--steps", type=at_least(1), default=5, metavar="N", help="default %(default)s")
-    parser.add_argument("--tolerance", type=float, metavar="X", help="relative; default: by dtype")
-    parser.add_argument("--exact", action="store_true", help="exact=True, as in nccl_parallel")
+    add_options(
+        parser,
+        number("--towers", 2, 4),
+        option("--devices", "just these instead", metavar="GPU:0,GPU:1"),
+        option("--backend", "default: follows the devices", choices=("nccl", "cpu")),
+        number("--steps", 1, 5),
+        option("--tolerance", "relative; default: by dtype", type=float, metavar="X"),
+        switch("--exact", "exact=True, as in nccl_parallel"),
+    )
 
 
 def _verify(given: argparse.Namespace) -> int:
@@ -36,11 +39,8 @@ def _verify(given: argparse.Namespace) -> int:
     from ncclsync.tools.output import show
     from ncclsync.tools.verify.verification import verify
 
-    options = {
-        "devices": given.devices.split(",") if given.devices else None,
-        "backend": given.backend,
-        "exact": given.exact,
-    }
+    devices = given.devices.split(",") if given.devices else None
+    options = {"devices": devices, "backend": given.backend, "exact": given.exact}
     _, data, batch_size = model_and_data(given, factory, _BATCH_SIZE, batches=given.steps)
     report = verify(
         factory,

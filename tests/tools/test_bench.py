@@ -23,11 +23,10 @@ from ncclsync import Health, nccl_parallel
 from ncclsync.communicator import CpuCommunicator
 from ncclsync.tools.bench import all_reduce, commands, fit, training
 from ncclsync.tools.bench.models import MODELS, rows_of
-from ncclsync.tools.bench.processes import missing_mpi
 from ncclsync.tools.bench.reducers import HostReducer, NcclReducer, TensorFlowReducer, count_wrong, pattern
 from ncclsync.tools.bench.results import SCHEMA, Result, Row, size_text, time_text
 from ncclsync.tools.bench.split import StepParts
-from ncclsync.tools.bench.turns import BenchError, Side, Spread, ratio, take_turns
+from ncclsync.tools.bench.turns import BenchError, Side, Spread, missing_mpi, ratio, take_turns
 from ncclsync.tools.cli import main
 
 VIRTUAL_GPUS = pathlib.Path(__file__).parents[1] / "virtual_gpus" / "run.py"

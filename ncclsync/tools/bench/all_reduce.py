@@ -9,17 +9,46 @@ import argparse
 import contextlib
 import functools
 import glob
+import socket
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from ncclsync.communicator.processes import Process, find_process
-from ncclsync.tools.bench.processes import ProcessSide, launched, missing_mpi
-from ncclsync.tools.bench.results import TOWERS, Column, Result, Row, more, ratio_to, significant, size_text, time_text
-from ncclsync.tools.bench.turns import BenchError, Side, Spread, about, filling, ratio, take_turns
+from ncclsync.errors import NcclSyncError
+from ncclsync.tools.bench.reducers import MpiReducer
+from ncclsync.tools.bench.results import (
+    TOWERS,
+    Column,
+    Result,
+    Row,
+    Tables,
+    more,
+    ratio_to,
+    significant,
+    size_text,
+    time_text,
+)
+from ncclsync.tools.bench.turns import (
+    BenchError,
+    Ranks,
+    Side,
+    Spread,
+    about,
+    filling,
+    launched,
+    missing_mpi,
+    ratio,
+    take_turns,
+)
+from ncclsync.tools.processes import join, mpi_versions
 
 PEERS = ("mpi", "tensorflow")
 NUMBERS_OF_TOWERS = (2, 4, 8)
+# Variables by which a child would take itself for a process of mpirun's.
+_LAUNCHERS = ("OMPI_", "PMIX_", "PRTE_", "SLURM_")
+_GRPC = "tf grpc"
 _TURN_S = 0.05  # of one side: small collectives run by the hundred
 _MOST_ITERATIONS = 2000
 
@@ -70,6 +99,81 @@ def _between_processes(given: argparse.Namespace, show: Callable[[str], None], p
     if side.left_out:
         notes.append(f"Left out: {side.left_out}")
     return Result("all-reduce", "s", tuple(rows), tuple(notes))
+
+
+class ProcessSide:
+    """Have all processes do the same work: process 0 asks as by `turns.Side`, the others `follow`. A context manager.
+
+    Attributes:
+        name: for messages.
+        description: of the processes, in words.
+        left_out: why TensorFlow's collectives are not among the libraries; "" if they are.
+    """
+
+    name = "ncclsync"
+
+    def __init__(self, process: Process, grpc: bool) -> None:
+        """Join the other processes, and start TensorFlow's own collectives if `grpc`. Collective.
+
+        Raises:
+            BenchError: they cannot be joined.
+        """
+        try:
+            self._peers = join(process)
+            self._reducer, self._ranks = MpiReducer(process.size, beside=True), Ranks()
+        except NcclSyncError as error:
+            raise BenchError(str(error)) from error
+        hosts = len(set(self._peers.hosts))
+        self.description = f"{process.size} processes on {hosts} host{'s' * (hosts != 1)}, {mpi_versions()['MPI']}"
+        self._stack = contextlib.ExitStack()
+        self._child: Side | None = None
+        self.left_out = self._start_grpc() if grpc else ""
+
+    def _start_grpc(self) -> str:
+        """Start the children; return why they cannot run, the same in all processes."""
+        name = "127.0.0.1" if len(set(self._peers.hosts)) == 1 else socket.gethostname()
+        with socket.create_server(("", 0)) as free:
+            address = f"{name}:{free.getsockname()[1]}"
+        addresses = self._peers.exchange(address, "addresses for gRPC")
+        arguments = {"towers": self._peers.size, "rank": self._peers.rank, "addresses": addresses}
+        child = self._stack.enter_context(Side(_GRPC, "reducers.GrpcReducer", arguments, drop=_LAUNCHERS))
+        error = ""
+        try:
+            child.ask("prepare", count=1, dtype="float32")
+        except BenchError as raised:
+            error = str(raised)
+        errors = self._peers.exchange(error, "the start of gRPC")
+        if not any(errors):
+            self._child = child
+        return next(filter(None, errors), "")
+
+    def ask(self, do: str, **details: Any) -> dict[str, Any]:
+        """Let all processes work, in process 0; see `Side.ask` and `Ranks.join`."""
+        return self._ranks.join(self._serve(self._ranks.share({"do": do, **details})))
+
+    def follow(self) -> None:
+        """Serve process 0's requests until it ends."""
+        while (request := self._ranks.share(None))["do"] != "end":
+            self._ranks.join(self._serve(request))
+
+    def _serve(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Work in this process; return its answer."""
+        if request.get("library") == _GRPC:
+            assert self._child is not None
+            return self._child.ask(**request)
+        answer = self._reducer.serve(request)
+        if request["do"] == "prepare" and self._child is not None:
+            answer["libraries"] += self._child.ask(**request)["libraries"]
+        return answer
+
+    def __enter__(self) -> "ProcessSide":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let the others end, and end the children."""
+        if self._peers.rank == 0:
+            self._ranks.share({"do": "end"})
+        self._stack.close()
 
 
 def missing(given: argparse.Namespace) -> Iterator[str]:
@@ -138,17 +242,19 @@ def _timer(side: Side | ProcessSide, library: str) -> Callable[[], float]:
     return functools.partial(seconds, filling(_TURN_S, seconds(1), _MOST_ITERATIONS))
 
 
-TABLES = [
-    [
-        TOWERS,
-        Column("size", lambda row: size_text(row.case["size_bytes"])),
-        Column("count", lambda row: str(row.case["count"])),
-        Column("type", lambda row: row.case["dtype"]),
-        Column("library", lambda row: row.side, "left"),
-        Column("time", lambda row: time_text(row.value)),
-        Column("algbw\nGB/s", more("algbw_gb_s", significant)),
-        Column("busbw\nGB/s", more("busbw_gb_s", significant)),
-        Column("#wrong", more("wrong")),
-        *(Column(f"time ÷\n{whose}'s", ratio_to(whose.lower())) for whose in ("memcpy", "MPI", "ncclsync")),
+TABLES: dict[str, Tables] = {
+    "all-reduce": [
+        [
+            TOWERS,
+            Column("size", lambda row: size_text(row.case["size_bytes"])),
+            Column("count", lambda row: str(row.case["count"])),
+            Column("type", lambda row: row.case["dtype"]),
+            Column("library", lambda row: row.side, "left"),
+            Column("time", lambda row: time_text(row.value)),
+            Column("algbw\nGB/s", more("algbw_gb_s", significant)),
+            Column("busbw\nGB/s", more("busbw_gb_s", significant)),
+            Column("#wrong", more("wrong")),
+            *(Column(f"time ÷\n{whose}'s", ratio_to(whose.lower())) for whose in ("memcpy", "MPI", "ncclsync")),
+        ]
     ]
-]
+}

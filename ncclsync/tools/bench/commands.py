@@ -4,6 +4,7 @@ The benchmarks stand in `bench.all_reduce`, `.on_gpus` and `.training`. Nothing 
 """
 
 import argparse
+import importlib
 import importlib.util
 import re
 import sys
@@ -13,9 +14,9 @@ from typing import Any
 from ncclsync.communicator.processes import Process, find_process
 from ncclsync.errors import NcclSyncError
 from ncclsync.tools.arguments import Option, add_options, at_least, file, link, listed, number, option, switch
-from ncclsync.tools.bench import all_reduce, on_gpus, training
+from ncclsync.tools.bench import all_reduce, training
 from ncclsync.tools.bench.plot import plot
-from ncclsync.tools.bench.results import Result, Tables, show, write_json
+from ncclsync.tools.bench.results import show, write_json
 from ncclsync.tools.bench.turns import BenchError, Progress
 from ncclsync.tools.processes import tell_of
 
@@ -33,9 +34,6 @@ _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 _BETWEEN_PROCESSES = ("all-reduce", "exchange", "overlap")
 
-# None: another process has the result.
-Benchmark = Callable[[argparse.Namespace, Callable[[str], None]], Result | None]
-
 
 def add_bench(commands: Any) -> None:
     """Add `bench` and its benchmarks to a parser's subcommands."""
@@ -49,9 +47,9 @@ def add_bench(commands: Any) -> None:
     )
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
 
-    def add(name: str, benchmark: Benchmark, tables: Tables, about: str, more: str, *options: Option) -> None:
+    def add(name: str, home: str, about: str, more: str, *options: Option) -> None:
         parser = benchmarks.add_parser(name, help=about, description=more)
-        parser.set_defaults(run=lambda given: _run(given, benchmark, tables))
+        parser.set_defaults(run=lambda given: _run(given, home))
         json = file("--json", "write all figures there as well")
         drawn = file("--plot", "draw them, to .png, .svg or .pdf; needs matplotlib", "FILE.png")
         add_options(parser, *options, json, drawn)
@@ -63,8 +61,7 @@ def add_bench(commands: Any) -> None:
 def _add_collectives(add: Callable[..., None]) -> None:
     add(
         "all-reduce",
-        all_reduce.bench_all_reduce,
-        all_reduce.TABLES,
+        "all_reduce",
         "the collective alone, as nccl-tests does",
         "Time the all-reduce alone and check its results. The columns are those of nccl-tests: "
         "size of one tower's buffer, algbw = size / time, busbw = algbw * 2(n-1)/n. memcpy is a copy of all "
@@ -88,8 +85,7 @@ def _add_collectives(add: Callable[..., None]) -> None:
     )
     add(
         "exchange",
-        on_gpus.bench_exchange,
-        on_gpus.EXCHANGE_TABLES,
+        "on_gpus",
         "the host time of an all-reduce between towers on GPUs",
         "Time how long the host needs to enqueue an all-reduce of one small bucket, many in a row in one "
         "graph, and, for comparison, the call of a graph without any. Needs as many GPUs as towers. By a launcher: the "
@@ -99,8 +95,7 @@ def _add_collectives(add: Callable[..., None]) -> None:
     )
     add(
         "overlap",
-        on_gpus.bench_overlap,
-        on_gpus.OVERLAP_TABLES,
+        "on_gpus",
         "the share of the exchange that back-propagation hides",
         "Time a step of dense layers, whose gradients fill five buckets, as it is and without its "
         "exchanges, and the same exchanges alone. hidden: (without exchanges + exchanges alone - step) / exchanges "
@@ -113,8 +108,7 @@ def _add_collectives(add: Callable[..., None]) -> None:
     )
     add(
         "copies",
-        on_gpus.bench_copies,
-        on_gpus.COPIES_TABLES,
+        "on_gpus",
         "whether batches are copied to GPUs beside the computation",
         "Time a step in fit, the same step on a batch that stays on the GPUs, and the copies of a batch "
         "alone, over 100 steps each: at best a step takes as long as the longer of the two. Needs as many GPUs as "
@@ -127,8 +121,7 @@ def _add_collectives(add: Callable[..., None]) -> None:
 def _add_trainings(add: Callable[..., None]) -> None:
     add(
         "step",
-        training.bench_step,
-        training.STEP_TABLES,
+        "training",
         "one step of training inside fit, and where its time goes",
         "Time a step inside fit, beside the same model under MirroredStrategy and on one "
         "device by plain Keras. The parts add up to the step. compute: forward and backward of all towers; "
@@ -153,8 +146,7 @@ def _add_trainings(add: Callable[..., None]) -> None:
     )
     add(
         "start",
-        training.bench_start,
-        training.START_TABLES,
+        "training",
         "from the call of the decorated factory to the end of the first step",
         "Time from the call of the decorated factory to the end of the first step, without imports, each time in a "
         "fresh process.",
@@ -166,8 +158,7 @@ def _add_trainings(add: Callable[..., None]) -> None:
     )
     add(
         "feed",
-        training.bench_feed,
-        training.FEED_TABLES,
+        "training",
         "fit on NumPy, tf.data and a generator",
         "Time a step inside fit on NumPy arrays, a tf.data.Dataset and a generator, and on a constant batch that is "
         "in memory already, which is the ceiling: 1 means that feeding costs nothing.",
@@ -181,8 +172,7 @@ def _add_trainings(add: Callable[..., None]) -> None:
     )
     add(
         "memory",
-        training.bench_memory,
-        training.MEMORY_TABLES,
+        "training",
         "peak resident memory of the host by number of towers",
         "Measure the peak resident memory of a process that trains for a few steps, each time a "
         "fresh one. needed: the peak with one tower, and for each more tower weights and optimizer state. The "
@@ -214,8 +204,8 @@ def _shards(what: str) -> Option:
     return _list("--shards", _times, "none", "1x,2x", f"{what} with so many shards for each tower, of the same batch")
 
 
-def _run(given: argparse.Namespace, benchmark: Benchmark, tables: Tables) -> int:
-    """Run a benchmark; of several processes only the first shows the result, or the error."""
+def _run(given: argparse.Namespace, home: str) -> int:
+    """Run a benchmark of the module `home`; of several processes only the first shows the result, or the error."""
     if given.plot and importlib.util.find_spec("matplotlib") is None:
         print(f"{_name(given)}: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)
         return NOT_RUN
@@ -223,7 +213,10 @@ def _run(given: argparse.Namespace, benchmark: Benchmark, tables: Tables) -> int
     process = None
     try:
         process = _process(given)
-        result = benchmark(given, progress.show)
+        if home == "on_gpus":
+            progress.show("importing TensorFlow")
+        module = importlib.import_module(f"ncclsync.tools.bench.{home}")
+        result = getattr(module, f"bench_{given.benchmark.replace('-', '_')}")(given, progress.show)
     except BenchError as error:
         progress.clear()
         if process is None:
@@ -234,7 +227,7 @@ def _run(given: argparse.Namespace, benchmark: Benchmark, tables: Tables) -> int
     if result is None:
         return DONE
     progress.clear()
-    show(result, tables)
+    show(result, module.TABLES[given.benchmark])
     if given.json:
         write_json(result, sys.argv[1:], given.json)
     if given.plot:

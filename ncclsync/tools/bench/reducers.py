@@ -74,21 +74,25 @@ class Reducer(abc.ABC):
         return {"wrong": self.wrong(request["library"])}
 
 
-class BufferReducer(Reducer):
-    """Reduce from buffers to buffers, one of each for every rank here: in host memory, by NumPy."""
+class HostReducer(Reducer):
+    """Reduce from buffers to buffers, one of each for every rank here, in host memory, and copy the same bytes."""
 
-    def __init__(self, towers: int, ranks: Sequence[int], communicator: Communicator | None, cores: int) -> None:
+    def __init__(
+        self,
+        towers: int,
+        communicator: Communicator | None = None,
+        ranks: Sequence[int] | None = None,
+        cores: int | None = None,
+    ) -> None:
         """Prepare for the buffers of these ranks of `towers` in all processes; a copy uses so many cores.
 
-        The libraries are "ncclsync", if there is a communicator of these ranks, and a copy of the same bytes, "memcpy".
+        By default there is one process, which has all ranks and all cores, and a new `CpuCommunicator`.
         """
         super().__init__(towers)
-        self.libraries = {"memcpy": self._copy}
-        if communicator is not None:
-            reduce = communicator.all_reduce
-            self.libraries = {"ncclsync": lambda: reduce(self.sends, self.recvs), **self.libraries}
-        self._ranks, self._cores = ranks, cores
-        self._threads = concurrent.futures.ThreadPoolExecutor(cores)
+        reduce = (communicator or CpuCommunicator(towers)).all_reduce
+        self.libraries = {"ncclsync": lambda: reduce(self.sends, self.recvs), "memcpy": self._copy}
+        self._ranks, self._cores = ranks or range(towers), cores or len(os.sched_getaffinity(0))
+        self._threads = concurrent.futures.ThreadPoolExecutor(self._cores)
         self.sends: list[Any] = []
         self.recvs: list[Any] = []
 
@@ -128,16 +132,7 @@ class BufferReducer(Reducer):
         list(self._threads.map(np.copyto, to, source))
 
 
-class HostReducer(BufferReducer):
-    """Reduce in this process' memory: by ncclsync, and a copy of the same bytes on all cores."""
-
-    def __init__(self, towers: int, communicator: Communicator | None = None) -> None:
-        """Prepare for so many ranks; `communicator` instead of a new `CpuCommunicator` is for tests."""
-        cores = len(os.sched_getaffinity(0))
-        super().__init__(towers, range(towers), communicator or CpuCommunicator(towers), cores)
-
-
-class NcclReducer(BufferReducer):
+class NcclReducer(HostReducer):
     """Reduce in the memory of N GPUs, by NCCL. TensorFlow, always installed, allocates the buffers."""
 
     def __init__(self, towers: int) -> None:
@@ -154,11 +149,11 @@ class NcclReducer(BufferReducer):
             raise BenchError(f"Expected {towers} GPUs that TensorFlow sees. Received: {len(gpus)}")
         for gpu in gpus:
             tf.config.experimental.set_memory_growth(gpu, True)
-        super().__init__(towers, range(towers), NcclCommunicator(list(range(towers))), 1)
+        super().__init__(towers, NcclCommunicator(list(range(towers))), cores=1)
         del self.libraries["memcpy"]
 
     def make(self, rank: int, array: np.ndarray) -> Any:
-        """See `BufferReducer.make`."""
+        """See `HostReducer.make`."""
         import tensorflow as tf
 
         with tf.device(f"/GPU:{rank}"):
@@ -254,7 +249,7 @@ class TensorFlowReducer(Reducer):
         return (time.perf_counter() - began) * iterations / (calls * _CHAINED)
 
 
-class MpiReducer(BufferReducer):
+class MpiReducer(HostReducer):
     """Run a rank of mpirun's processes: MPI's own all-reduce and, if asked, ncclsync's, and a copy."""
 
     def __init__(self, towers: int, beside: bool = False) -> None:
@@ -262,7 +257,7 @@ class MpiReducer(BufferReducer):
         from mpi4py import MPI
 
         self._world = MPI.COMM_WORLD
-        super().__init__(towers, [self._world.Get_rank()], MpiCommunicator(1) if beside else None, 1)
+        super().__init__(towers, MpiCommunicator(1), [self._world.Get_rank()], 1)
         by_mpi = {"mpi": lambda: self._world.Allreduce(self.sends[0], self.recvs[0])}
         self.libraries = {**self.libraries, **by_mpi} if beside else by_mpi
 

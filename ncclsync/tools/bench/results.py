@@ -2,7 +2,6 @@
 
 import dataclasses
 import datetime
-import importlib.metadata
 import json
 import os
 import pathlib
@@ -12,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from ncclsync.tools.bench.turns import Spread
+from ncclsync.tools.doctor.libraries import installed
 
 SCHEMA = "ncclsync.tools.bench/1"  # a removed or changed key increases it, an added key does not
 
@@ -58,19 +58,13 @@ Tables = Sequence[Sequence[Column]]
 
 def machine() -> dict[str, Any]:
     """Return the conditions of the figures: processor, cores, memory, kernel, versions, load."""
-    versions = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
-        "versions": versions,
+        "versions": {package: version for package in _PACKAGES if (version := installed(package))},
         "load_1_min": os.getloadavg()[0],  # of all processes
     }
 

@@ -47,6 +47,10 @@ class Spread:
         q1, median, q3 = statistics.quantiles(found, n=4, method="inclusive")
         return cls(median, q1, q3, len(found))
 
+    def divided_by(self, divisor: float) -> "Spread":
+        """Return the spread of the samples over a number."""
+        return Spread(self.median / divisor, self.q1 / divisor, self.q3 / divisor, self.samples)
+
 
 def ratio(samples: Iterable[float], base: Iterable[float]) -> Spread:
     """Return the spread of `samples[i] / base[i]`: paired, since both sides of a round met the same noise."""

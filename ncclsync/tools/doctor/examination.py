@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib
-import importlib.metadata
 import os
 import pathlib
 import platform
@@ -26,6 +25,7 @@ from ncclsync.tools.doctor.facts import (
     Version,
     from_json,
 )
+from ncclsync.tools.doctor.libraries import installed
 from ncclsync.tools.doctor.problems import find_problems, summarize
 
 CPU_RANKS = 4  # of the known-answer all-reduce where there is no GPU
@@ -119,21 +119,14 @@ def _versions(host: Host) -> list[Version]:
     nccl_version, nccl_more = nccl.version, nccl.cuda and f"built with CUDA {nccl.cuda}"
     if libraries.is_other_nccl:
         nccl_version, nccl_more = None, f"another library with its calls, version {nccl.version}"
+    tensorflow = found.tensorflow_path or found.tensorflow_error or "no answer"
+    keras = found.keras_path or found.keras_error or "no answer", found.keras_path and f"backend {found.keras_backend}"
+    is_cpu = "CPU build" if found.cuda_build is False else ""
     rows = [
         ("ncclsync", host.ncclsync, host.ncclsync_path, ""),
         ("Python", host.python, host.python_path, ""),
-        (
-            "TensorFlow",
-            found.tensorflow or _installed("tensorflow"),
-            found.tensorflow_path or found.tensorflow_error or "no answer",
-            "CPU build" if found.cuda_build is False else "",
-        ),
-        (
-            "Keras",
-            found.keras or _installed("keras"),
-            found.keras_path or found.keras_error or "no answer",
-            found.keras_path and f"backend {found.keras_backend}",
-        ),
+        ("TensorFlow", found.tensorflow or installed("tensorflow"), tensorflow, is_cpu),
+        ("Keras", found.keras or installed("keras"), *keras),
         ("CUDA", libraries.cuda_runtime.version, *_origin(libraries.cuda_runtime, found.build_cuda)),
         ("cuDNN", libraries.cudnn.version, *_origin(libraries.cudnn, found.build_cudnn)),
         ("driver", driver.version or host.kernel_driver, origin, serves and f"serves CUDA up to {serves}"),
@@ -144,10 +137,3 @@ def _versions(host: Host) -> list[Version]:
 
 def _origin(library: Library, built_for: str | None) -> tuple[str, str]:
     return library.path or "none found", f"TensorFlow was built for {built_for}" if built_for else ""
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

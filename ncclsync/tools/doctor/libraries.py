@@ -22,6 +22,9 @@ _LOADS = {
     "cusparse": "libcusparse.so.12",
 }
 
+# They share one libnccl file, which the last one installed has written.
+_NCCL_PACKAGES = ("nvidia-nccl-cu11", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
+
 _BUILT_WITH = re.compile(rb"NCCL version [0-9.]+\+cuda([0-9]+\.[0-9]+)")
 
 
@@ -33,12 +36,12 @@ def read_libraries() -> Libraries:
         nccl_copies=tuple(
             Library(_nccl_version(_call(path, "ncclGetVersion")), path, _built_with(path)) for path in nccl_files()
         ),
-        nccl_packages=tuple(_nccl_packages()),
+        nccl_packages=tuple(f"{name} {version}" for name in _NCCL_PACKAGES if (version := installed(name))),
         cuda_runtime=_read(
             "cuda_runtime", _LOADS["cuda_runtime"], "cudaRuntimeGetVersion", _cuda_version, "NCCLSYNC_CUDART_LIBRARY"
         ),
         cudnn=_read("cudnn", _LOADS["cudnn"], "cudnnGetVersion", _cudnn_version),
-        missing=tuple(_missing()),
+        missing=tuple(file for package, file in _LOADS.items() if not (wheel_file(package, file) or _loads(file))),
         driver_cuda=_cuda_version(driver) if driver else None,
     )
 
@@ -86,13 +89,12 @@ def _cached(file: str, ldconfig: str) -> Iterable[str]:
     return [path for name, _, path in lines if name.split(" ")[0] == file]
 
 
-def _nccl_packages() -> Iterator[str]:
-    """Yield the installed packages that share one libnccl file, which the last one installed has written."""
-    for package in ("nvidia-nccl-cu11", "nvidia-nccl-cu12", "nvidia-nccl-cu13"):
-        try:
-            yield f"{package} {importlib.metadata.version(package)}"
-        except importlib.metadata.PackageNotFoundError:
-            continue
+def installed(package: str) -> str | None:
+    """Return the version of an installed Python package; None without it."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _read_nccl() -> Library:
@@ -141,13 +143,11 @@ def _call(path: str, function: str) -> int | None:
     return number.value if call(ctypes.byref(number)) == 0 else None
 
 
-def _missing() -> Iterator[str]:
-    for package, file in _LOADS.items():
-        if wheel_file(package, file) is None:
-            try:
-                ctypes.CDLL(file)
-            except OSError:
-                yield file
+def _loads(path: str) -> bool:
+    try:
+        return bool(ctypes.CDLL(path))
+    except OSError:
+        return False
 
 
 def _built_with(path: str) -> str | None:

@@ -4,6 +4,9 @@ A query that the driver, the GPU or nvidia-ml-py does not know returns None, and
 """
 
 import importlib
+import itertools
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from ncclsync.tools.doctor.facts import Driver, Gpu, Link
@@ -70,17 +73,14 @@ def _read(nvml: _Nvml) -> Driver:
     for index in range(nvml.ask("nvmlDeviceGetCount") or 0):
         try:
             handles[index] = nvml.pynvml.nvmlDeviceGetHandleByIndex(index)
+            gpus.append(_read_gpu(nvml, index, handles[index]))
         except nvml.pynvml.NVMLError as error:
             gpus.append(Gpu(index, error=_name(error)))
-        else:
-            gpus.append(_read_gpu(nvml, index, handles[index]))
-    nvlinks = _count_nvlinks(nvml, handles)
-    pairs = [(a, b) for a in handles for b in handles if a < b]
     return Driver(
         version=nvml.ask("nvmlSystemGetDriverVersion"),
         cuda=f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else None,
         gpus=tuple(gpus),
-        links=tuple(_read_link(nvml, handles, pair, nvlinks.get(pair, 0)) for pair in pairs),
+        links=tuple(_read_links(nvml, handles)),
     )
 
 
@@ -89,12 +89,11 @@ def _read_gpu(nvml: _Nvml, index: int, handle: Any) -> Gpu:
     capability = nvml.ask("nvmlDeviceGetCudaComputeCapability", handle)
     mig = nvml.ask("nvmlDeviceGetMigMode", handle)
     mode = nvml.ask("nvmlDeviceGetComputeMode", handle)
-    pci = nvml.ask("nvmlDeviceGetPciInfo", handle)
     return Gpu(
         index=index,
         name=nvml.ask("nvmlDeviceGetName", handle),
         uuid=nvml.ask("nvmlDeviceGetUUID", handle),
-        pci_bus_id=_bus_id(pci),
+        pci_bus_id=_bus_id(nvml.ask("nvmlDeviceGetPciInfo", handle)),
         memory_bytes=getattr(memory, "total", None),
         used_bytes=getattr(memory, "used", None),
         compute_capability=".".join(map(str, capability)) if capability else None,
@@ -103,43 +102,31 @@ def _read_gpu(nvml: _Nvml, index: int, handle: Any) -> Gpu:
     )
 
 
-def _count_nvlinks(nvml: _Nvml, handles: dict[int, Any]) -> dict[tuple[int, int], int]:
-    """Return the active NVLinks of each pair (a < b), direct or by NVSwitches."""
+def _read_links(nvml: _Nvml, handles: dict[int, Any]) -> Iterator[Link]:
+    """Yield the link of each pair of GPUs, with its active NVLinks, direct or by NVSwitches."""
     at = {_bus_id(nvml.ask("nvmlDeviceGetPciInfo", handle)): index for index, handle in handles.items()}
     at.pop(None, None)
-    found = {(a, b): 0 for a in handles for b in handles if a < b}
-    switched = dict.fromkeys(handles, 0)
+    direct: Counter[tuple[int, int]] = Counter()
+    switched: Counter[int] = Counter()
     for index, handle in handles.items():
         for link in range(getattr(nvml.pynvml, "NVML_NVLINK_MAX_LINKS", _MOST_NVLINKS)):
             if nvml.ask("nvmlDeviceGetNvLinkState", handle, link) != 1:
                 continue
             other = at.get(_bus_id(nvml.ask("nvmlDeviceGetNvLinkRemotePciInfo", handle, link)))
             if other is not None:
-                found[index, other] = found.get((index, other), 0) + 1
+                direct[index, other] += 1
             elif nvml.ask("nvmlDeviceGetNvLinkRemoteDeviceType", handle, link) == _SWITCH:
                 switched[index] += 1
-    # A direct link was counted at both ends: as (a, b) and as (b, a).
-    return {
-        (a, b): max(found[a, b], found.get((b, a), 0)) or min(switched[a], switched[b])
-        for a in handles
-        for b in handles
-        if a < b
-    }
-
-
-def _read_link(nvml: _Nvml, handles: dict[int, Any], pair: tuple[int, int], nvlinks: int) -> Link:
-    one, other = (handles[index] for index in pair)
-    path = _PATHS.get(nvml.ask("nvmlDeviceGetTopologyCommonAncestor", one, other))
-    if nvlinks:
-        path = f"NV{nvlinks}"
-    statuses = [
-        nvml.ask("nvmlDeviceGetP2PStatus", *ends, kind)
-        for ends in ((one, other), (other, one))
-        for kind in (_P2P_READ, _P2P_WRITE)
-    ]
-    known = [status for status in statuses if status is not None]
-    worst = max(known, default=None)
-    return Link(pair, path, nvlinks, None if worst is None else _P2P_STATUS.get(worst, "unknown"))
+    for a, b in itertools.combinations(handles, 2):
+        # A direct link was counted at both ends.
+        nvlinks = max(direct[a, b], direct[b, a]) or min(switched[a], switched[b])
+        ends = handles[a], handles[b]
+        path = _PATHS.get(nvml.ask("nvmlDeviceGetTopologyCommonAncestor", *ends))
+        asked = itertools.product((ends, ends[::-1]), (_P2P_READ, _P2P_WRITE))
+        statuses = [nvml.ask("nvmlDeviceGetP2PStatus", *pair, kind) for pair, kind in asked]
+        worst = max((status for status in statuses if status is not None), default=None)
+        access = None if worst is None else _P2P_STATUS.get(worst, "unknown")
+        yield Link((a, b), f"NV{nvlinks}" if nvlinks else path, nvlinks, access)
 
 
 def _bus_id(pci: Any) -> str | None:

@@ -99,12 +99,11 @@ def _measure(given: argparse.Namespace, show: Callable[[str], None]) -> Found:
     else:
         sizes = {batch_size} if fixed_batch_size(model) else {-(-batch_size // part) for part in _SIZES}
         measured = step_seconds(model, data, sorted(sizes), given.rounds, show)
-        seconds = {batch: _faster(spread, given.compute_speedup) for batch, spread in measured.items()}
-        origin = f"measured here on {default_device()}, " + (
-            "taken as it is (--compute-speedup 1): say how much faster the GPUs are, or --step-ms"
-            if given.compute_speedup == 1
-            else f"taken as {significant(given.compute_speedup)} times as fast"
-        )
+        seconds = {batch: spread.divided_by(given.compute_speedup) for batch, spread in measured.items()}
+        taken = f"taken as {significant(given.compute_speedup)} times as fast"
+        if given.compute_speedup == 1:
+            taken = "taken as it is (--compute-speedup 1): say how much faster the GPUs are, or --step-ms"
+        origin = f"measured here on {default_device()}, {taken}"
     del model  # free its memory for the model on a tower
     show("tracing the step on towers")
     options = getattr(factory, "nccl_parallel_options", {})
@@ -119,10 +118,6 @@ def _measure(given: argparse.Namespace, show: Callable[[str], None]) -> Found:
     finally:
         logger.setLevel(level)
     return Found(batch_size, seconds, origin, stages, conditional)
-
-
-def _faster(spread: Spread, speedup: float) -> Spread:
-    return Spread(spread.median / speedup, spread.q1 / speedup, spread.q3 / speedup, spread.samples)
 
 
 def _positive(text: str) -> float:

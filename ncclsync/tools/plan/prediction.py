@@ -204,44 +204,29 @@ def _smallest(holds: Callable[[int], bool]) -> int | None:
 
 
 def _one_gpu_because(workload: Workload, gpus: int, batch: int, cluster: Cluster, step_s: float) -> str:
-    compute = workload.compute
-    alone_s = compute.of(gpus * batch)
+    compute, wins = workload.compute, _wins(workload, gpus, batch, cluster)
+    compute_s, efficiency = compute.of(batch), compute.of(batch) / step_s
     reasons = []
-    wins = _wins(workload, gpus, batch, cluster)
     if not wins:
-        reasons.append(
-            f"for the same {gpus * batch} samples it takes {alone_s * 1e3:.4g} ms, and {gpus} GPUs "
-            f"{step_s * 1e3:.4g} ms"
-        )
-    if compute.of(batch) / step_s < POOR_EFFICIENCY:
-        reasons.append(
-            f"{gpus} GPUs would be {gpus * compute.of(batch) / step_s:.3g} times as fast, an efficiency of "
-            f"{compute.of(batch) / step_s:.2g}"
-        )
+        alone = f"for the same {gpus * batch} samples it takes {compute.of(gpus * batch) * 1e3:.4g} ms"
+        reasons.append(f"{alone}, and {gpus} GPUs {step_s * 1e3:.4g} ms")
+    if efficiency < POOR_EFFICIENCY:
+        times = f"{gpus} GPUs would be {gpus * efficiency:.3g} times as fast"
+        reasons.append(f"{times}, an efficiency of {efficiency:.2g}")
     if not reasons:
         return ""
     estimates = _estimates(workload, gpus, batch, cluster)
-    total_s = sum(estimate.seconds for estimate in estimates)
-    latency_s = sum(estimate.latency_s for estimate in estimates)
-    if compute.fixed_s > compute.of(batch) / 2 and not wins:
-        cause = (
-            "too little compute per sample: a step takes one GPU hardly longer for a larger batch "
-            f"({compute.fixed_s * 1e3:.3g} of {compute.of(batch) * 1e3:.3g} ms do not depend on it)"
-        )
+    total_s, latency_s = (sum(getattr(one, name) for one in estimates) for name in ("seconds", "latency_s"))
+    beside = f"beside {compute_s * 1e3:.3g} ms of compute"
+    if compute.fixed_s > compute_s / 2 and not wins:
+        cause = "Too little compute per sample: a step takes one GPU hardly longer for a larger batch "
+        cause += f"({compute.fixed_s * 1e3:.3g} of {compute_s * 1e3:.3g} ms do not depend on it)"
     elif step_s <= cluster.launching_s(len(estimates), gpus):
-        cause = (
-            f"launch-bound: the host needs {step_s * 1e3:.3g} ms to launch {len(estimates)} exchanges, beside "
-            f"{compute.of(batch) * 1e3:.3g} ms of compute"
-        )
+        cause = f"Launch-bound: the host needs {step_s * 1e3:.3g} ms to launch {len(estimates)} exchanges, {beside}"
     elif latency_s > total_s / 2:
-        cause = (
-            f"latency-bound: {latency_s * 1e3:.3g} ms of {total_s * 1e3:.3g} ms of communication would be "
-            f"spent on empty messages too, beside {compute.of(batch) * 1e3:.3g} ms of compute"
-        )
+        cause = f"Latency-bound: {latency_s * 1e3:.3g} ms of {total_s * 1e3:.3g} ms of communication would be "
+        cause += f"spent on empty messages too, {beside}"
     else:
         sent = sum(message.bytes_of(batch) for message in workload.messages)
-        cause = (
-            f"bandwidth-bound: {sent / 1e6:.3g} MB of each GPU take {total_s * 1e3:.3g} ms, beside "
-            f"{compute.of(batch) * 1e3:.3g} ms of compute"
-        )
-    return f"{' and '.join(reasons)}. {cause[0].upper()}{cause[1:]}"
+        cause = f"Bandwidth-bound: {sent / 1e6:.3g} MB of each GPU take {total_s * 1e3:.3g} ms, {beside}"
+    return f"{' and '.join(reasons)}. {cause}"

@@ -83,13 +83,13 @@ def _notes(cluster: Cluster, found: Found, workload: Workload, predictions: list
         for one in predictions
         if one.one_gpu_because
     ]
-    for one in predictions:
-        if not one.one_gpu_because and one.sequential_efficiency < POOR_EFFICIENCY:
-            notes.append(
-                f"{one.gpus} GPUs: only with overlap; without it they would be "
-                f"{significant(one.gpus * one.sequential_efficiency)} times as fast as one, an efficiency "
-                f"below {POOR_EFFICIENCY:.0%}."
-            )
+    notes += [
+        f"{one.gpus} GPUs: only with overlap; without it they would be "
+        f"{significant(one.gpus * one.sequential_efficiency)} times as fast as one, an efficiency below "
+        f"{POOR_EFFICIENCY:.0%}."
+        for one in predictions
+        if not one.one_gpu_because and one.sequential_efficiency < POOR_EFFICIENCY
+    ]
     parts = f"{median_text(compute.fixed_s)} and {median_text(compute.per_sample_s)} per sample"
     if len(found.seconds) == 1:
         parts = f"{median_text(compute.per_sample_s)} per sample (known of one batch size: taken as proportional)"
@@ -134,15 +134,14 @@ def _crossings(cluster: Cluster, found: Found, predictions: list[Prediction]) ->
             f"many enter it, at {cluster.between.bandwidth / 1e9:g} GB/s in {median_text(crossing_s)}; "
             f"by {' and '.join(one.algorithms)}."
         )
-    if cluster.within is None:
-        ways = {"ring": "a ring through all hosts", "tree": "two binary trees, whose nodes are the hosts"}
-    else:
-        ways = {
-            "ring": "a ring passes through all GPUs of a host before it goes on to the next host",
-            "tree": "the GPUs of a host are a chain, at whose end it is a node of two binary trees of hosts",
-        }
+    ring, tree, how = "a ring through all hosts", "two binary trees, whose nodes are the hosts", ""
+    if cluster.within is not None:
+        ring = "a ring passes through all GPUs of a host before it goes on to the next host"
+        tree = "the GPUs of a host are a chain, at whose end it is a node of two binary trees of hosts"
+        how = ", hierarchically"
+    ways = {"ring": ring, "tree": tree}
     named = [way for name, way in ways.items() if any(name in one.algorithms for one in crossing)]
-    yield f"How, by NCCL{'' if cluster.within is None else ', hierarchically'}: {'; '.join(named)}."
+    yield f"How, by NCCL{how}: {'; '.join(named)}."
 
 
 def _better(row: Row) -> str:

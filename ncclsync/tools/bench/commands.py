@@ -201,7 +201,9 @@ def _against(choices: tuple[str, ...], default: str, meaning: str) -> Option:
 
 
 def _shards(what: str) -> Option:
-    return _list("--shards", _times, "none", "1x,2x", f"{what} with so many shards for each tower, of the same batch")
+    """Return the option that takes 1x,2x for [1, 2]."""
+    meaning, times = f"{what} with so many shards for each tower, of the same batch", at_least(1)
+    return _list("--shards", lambda text: times(text.removesuffix("x")), "none", "1x,2x", meaning)
 
 
 def _run(given: argparse.Namespace, home: str) -> int:
@@ -268,8 +270,3 @@ def _size(text: str) -> int:
     if not found or found[2] not in _UNITS or found[1].count(".") > 1:
         raise argparse.ArgumentTypeError(f"expected a size such as 4KiB or 25MiB, received {text!r}")
     return int(float(found[1]) * _UNITS[found[2]])
-
-
-def _times(text: str) -> int:
-    """Return 2 for "2x"."""
-    return at_least(1)(text.removesuffix("x"))

@@ -82,10 +82,8 @@ def check_gpus(towers: int) -> int:
     towers = whole // size
     gpus = len(tf.config.list_logical_devices("GPU"))
     if gpus < towers:
-        raise BenchError(
-            f"Expected {towers} GPUs that TensorFlow sees. Received: {gpus}. tests/virtual_gpus/run.py runs a "
-            "command as on a host with several"
-        )
+        words = "tests/virtual_gpus/run.py runs a command as on a host with several"
+        raise BenchError(f"Expected {towers} GPUs that TensorFlow sees. Received: {gpus}. {words}")
     try:
         host_ops.register()
     except NcclSyncError as error:
@@ -193,16 +191,10 @@ def bench_overlap(given: argparse.Namespace, show: Callable[[str], None]) -> Res
         return None
     if given.link is not None:
         predicted_s = _predicted_s(given.link, given.towers, figures["without_s"].median, bucket_bytes)
-        figures |= {
-            "predicted_s": predicted_s,
-            "predicted_ratio": Spread.of([predicted_s / s for s in seconds["step"]]),
-        }
-    case = {
-        "model": f"dense, {len(_WIDTHS)} layers",
-        "towers": given.towers,
-        "batch_size": given.towers * _OVERLAP_ROWS,
-    }
-    case["xla"] = given.xla
+        ratios = Spread.of([predicted_s / measured_s for measured_s in seconds["step"]])
+        figures |= {"predicted_s": predicted_s, "predicted_ratio": ratios}
+    case = {"model": f"dense, {len(_WIDTHS)} layers", "towers": given.towers}
+    case |= {"batch_size": given.towers * _OVERLAP_ROWS, "xla": given.xla}
     return Result("overlap", "s", (Row(case, "ncclsync", Spread.of(seconds["step"]), {}, figures),))
 
 
@@ -257,21 +249,13 @@ def bench_copies(given: argparse.Namespace, show: Callable[[str], None]) -> Resu
         kept = _Kept(towers, iterator := iter(data))
         step = ModelStep(model, towers, "train_step")
 
-        def compute() -> None:
-            for _ in range(_COPIED_STEPS):
-                step.run_on_iterator(iterator)
-
-        def copy() -> None:
-            for _ in range(_COPIED_STEPS):
-                kept.copy()
-
         show("first steps")
         model.fit(data, steps_per_epoch=2, verbose=0)
         step.run_on_iterator(iterator)
         timers = {
             "fit": device_timer(lambda: model.fit(data, steps_per_epoch=_COPIED_STEPS, verbose=0), _COPIED_STEPS),
-            "compute": device_timer(compute, _COPIED_STEPS),
-            "copy": device_timer(copy, _COPIED_STEPS),
+            "compute": device_timer(lambda: step.run_on_iterator(iterator), _COPIED_STEPS, _COPIED_STEPS),
+            "copy": device_timer(kept.copy, _COPIED_STEPS, _COPIED_STEPS),
         }
         seconds = take_turns(timers, given.rounds, show)
     ratios = {"the longer": Spread.of([fit / max(*parts) for fit, *parts in zip(*seconds.values(), strict=True)])}

@@ -47,17 +47,18 @@ def _bars(plt: Any, result: Result) -> Any:
     figure, axes = plt.subplots(1, len(models), squeeze=False, figsize=(2.2 * len(models) + 1.5, 3.4))
     for axis, model in zip(axes[0], models, strict=True):
         rows = [row for row in result.rows if _model(row) == model]
-        scale, unit = _unit(result.unit, max(row.value.median for row in rows))
+        scale, unit = (1.0, "s") if max(row.value.median for row in rows) >= 1 else (1e3, "ms")
+        if result.unit == "B":
+            scale, unit = 2.0**-20, "peak memory, MiB"
         cases = list(dict.fromkeys(row.case["towers"] for row in rows))
         width = 0.8 / len(sides)
         for place, (side, colour) in enumerate(sides.items()):
             mine = [row for row in rows if row.side == side]
             at = [cases.index(row.case["towers"]) + (place - (len(sides) - 1) / 2) * width for row in mine]
             medians = [row.value.median * scale for row in mine]
-            below = [(row.value.median - row.value.q1) * scale for row in mine]
-            above = [(row.value.q3 - row.value.median) * scale for row in mine]
+            quartiles = [[abs(getattr(row.value, q) - row.value.median) * scale for row in mine] for q in ("q1", "q3")]
             axis.bar(at, medians, width * 0.9, color=colour, label=side)
-            axis.errorbar(at, medians, [below, above], fmt="none", ecolor=INK, capsize=2, lw=1)
+            axis.errorbar(at, medians, quartiles, fmt="none", ecolor=INK, capsize=2, lw=1)
         axis.set(title=model, ylabel=unit, xlabel="towers")
         axis.set_xticks(range(len(cases)), [str(case) for case in cases])
     _finish(figure, axes[0][0], len(sides))
@@ -72,12 +73,6 @@ def _sides(rows: Sequence[Row], without: Sequence[str] = ()) -> dict[str, str]:
     """Return the colour of each side."""
     names = [name for name in dict.fromkeys(row.side for row in rows) if name not in without]
     return {name: COLOURS[place % len(COLOURS)] for place, name in enumerate(names)}
-
-
-def _unit(unit: str, largest: float) -> tuple[float, str]:
-    if unit == "B":
-        return 2.0**-20, "peak memory, MiB"
-    return (1.0, "s") if largest >= 1 else (1e3, "ms")
 
 
 def _finish(figure: Any, axis: Any, count: int) -> None:

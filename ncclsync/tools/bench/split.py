@@ -47,7 +47,7 @@ class StepParts:
     def seconds(self, variant: str, steps: int) -> float:
         """Run so many steps of a variant; return the mean time of one."""
         run = self._variants[variant].run
-        return device_timer(lambda: [run(self._iterator) for _ in range(steps)], steps)()
+        return device_timer(lambda: run(self._iterator), steps, steps)()
 
     def lead(self) -> tuple[float, float]:
         """Run a whole step; return when its call has returned, and when the devices were through, in seconds."""

@@ -109,17 +109,14 @@ class Side:
             pass  # it has ended; the error below says why
         line = self._process.stdout.readline()
         if not line:
-            raise BenchError(f"{self.name}: {self._last_words()}")
+            code = self._process.wait()
+            self._errors.seek(0)
+            lines = self._errors.read().splitlines()[-_STDERR_LINES:]
+            raise BenchError("\n".join([f"{self.name}: the process ended with code {code}", *lines]))
         answer = json.loads(line)
         if "error" in answer:
             raise BenchError(f"{self.name}: {answer['error']}")
         return answer
-
-    def _last_words(self) -> str:
-        code = self._process.wait()
-        self._errors.seek(0)
-        lines = self._errors.read().splitlines()[-_STDERR_LINES:]
-        return "\n".join([f"the process ended with code {code}", *lines])
 
     def close(self) -> None:
         """End the process and its children. Idempotent."""
@@ -240,14 +237,15 @@ class Ranks:
             self._requests.answer(**joined)
 
 
-def device_timer(run: Callable[[], Any], per: float = 1) -> Callable[[], float]:
-    """Return a timer of a call and of the devices' work that it starts, in seconds divided by `per`."""
+def device_timer(run: Callable[[], Any], per: float = 1, calls: int = 1) -> Callable[[], float]:
+    """Return a timer of so many calls and of the devices' work that they start, in seconds divided by `per`."""
     from ncclsync.compat import tensorflow as tf_compat
 
     def turn() -> float:
         tf_compat.sync_devices()
         began = time.perf_counter()
-        run()
+        for _ in range(calls):
+            run()
         tf_compat.sync_devices()
         return (time.perf_counter() - began) / per
 

@@ -124,27 +124,28 @@ def _frameworks(facts: _Facts, _: Any) -> None:
     try:
         import tensorflow as tf
 
-        facts.add(tensorflow=str(tf.__version__), tensorflow_path=_folder(tf))
+        facts.add(tensorflow=str(tf.__version__), tensorflow_path=os.path.dirname(tf.__file__ or ""))
         usable = True
     except Exception as error:  # a broken package may raise anything
-        facts.add(tensorflow_error=_words(error))
+        facts.add(tensorflow_error=f"{type(error).__name__}: {error}")
     facts.add(stage="importing Keras", keras_backend=_configured_backend())
     try:
         import keras
 
-        facts.add(keras=str(keras.__version__), keras_path=_folder(keras))
+        facts.add(keras=str(keras.__version__), keras_path=os.path.dirname(keras.__file__ or ""))
         facts.add(keras_backend=keras.backend.backend())
     except Exception as error:  # a broken package may raise anything
-        facts.add(keras_error=_words(error))
+        facts.add(keras_error=f"{type(error).__name__}: {error}")
     if not usable:
         return
     facts.add(stage="listing TensorFlow's devices")
     build = tf.sysconfig.get_build_info()
+    capabilities = build.get("cuda_compute_capabilities", ())  # such as "sm_89" and "compute_89", for "8.9"
     facts.add(
         cuda_build=bool(build.get("is_cuda_build")),
         build_cuda=build.get("cuda_version"),
         build_cudnn=build.get("cudnn_version"),
-        build_capabilities=[_capability(one) for one in build.get("cuda_compute_capabilities", ())],
+        build_capabilities=[re.sub(r".*_(\d+)(\d)$", r"\1.\2", one) for one in capabilities],
         build_nccl=_required_nccl(),
         gpus=[one.name.removeprefix("/physical_device:") for one in tf.config.list_physical_devices("GPU")],
     )
@@ -166,7 +167,7 @@ def _frameworks(facts: _Facts, _: Any) -> None:
         chosen = choose_placement(None, None, None, process)
         facts.add(devices=chosen.devices, backend=chosen.backend, reason=chosen.reason)
     except Exception as error:  # a broken package may raise anything
-        facts.add(ncclsync_error=_words(error))
+        facts.add(ncclsync_error=f"{type(error).__name__}: {error}")
     if os.environ.get("XLA_FLAGS"):  # a flag that XLA does not know ends the process
         facts.add(stage="compiling by XLA")
         tf.function(lambda x: x + 1, jit_compile=True)(tf.zeros(()))
@@ -312,36 +313,18 @@ def copied(device: int, facts: _Facts) -> str:
 
 def _configured_backend() -> str:
     """Return the backend that Keras is set to, as it reads it: known even if it cannot be imported."""
-    home = pathlib.Path(os.environ.get("KERAS_HOME") or pathlib.Path.home() / ".keras")
-    try:
+    home, configured = pathlib.Path(os.environ.get("KERAS_HOME") or pathlib.Path.home() / ".keras"), "tensorflow"
+    with contextlib.suppress(OSError, ValueError, AttributeError):
         configured = json.loads((home / "keras.json").read_text()).get("backend", "tensorflow")
-    except (OSError, ValueError, AttributeError):
-        configured = "tensorflow"
     return os.environ.get("KERAS_BACKEND") or configured
 
 
 def _required_nccl() -> str | None:
     """Return the oldest NCCL that TensorFlow's package asks for."""
-    try:
-        wanted = " ".join(importlib.metadata.requires("tensorflow") or ())
-    except importlib.metadata.PackageNotFoundError:  # built or packaged otherwise
-        return None
-    found = re.search(r"nvidia-nccl\S*>=([0-9.]+)", wanted)
-    return found[1] if found else None
-
-
-def _folder(module: Any) -> str:
-    return os.path.dirname(module.__file__ or "")
-
-
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _capability(name: str) -> str:
-    """Return "8.9" for TensorFlow's "sm_89" and "compute_89"."""
-    digits = name.rpartition("_")[2]
-    return f"{digits[:-1]}.{digits[-1]}"
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # built or packaged otherwise
+        found = re.search(r"nvidia-nccl\S*>=([0-9.]+)", " ".join(importlib.metadata.requires("tensorflow") or ()))
+        return found[1] if found else None
+    return None
 
 
 PROBES: dict[str, Callable[[_Facts, Any], None]] = {

@@ -56,9 +56,12 @@ def examine_all(process: Process, timeout_s: float) -> Report | None:
         if process.rank > 0:
             tell_of(error, process, "python -m ncclsync doctor")
             return None
-        return without_processes(error, timeout_s)
+        # It examines itself alone.
+        report = examine(timeout_s)
+        problems = by_severity([*report.problems, apart(str(error))])
+        return dataclasses.replace(report, problems=tuple(problems), summary=summarize(report.host, tuple(problems)))
     report = examine(timeout_s)
-    problems: Sequence[Problem] = report.problems
+    problems = [*report.problems]
     everyone: Sequence[ProcessFacts] = ()
     joint = None
     try:
@@ -94,13 +97,6 @@ def _meet(process: Process, timeout_s: float) -> Peers:
         if process.address is None:
             raise
     return peers_of(process, timeout_s)
-
-
-def without_processes(error: NcclSyncError, timeout_s: float) -> Report:
-    """Examine this process alone, since it cannot be joined with the others: `error` says why, see `apart`."""
-    report = examine(timeout_s)
-    problems = tuple(by_severity([*report.problems, apart(str(error))]))
-    return dataclasses.replace(report, problems=problems, summary=summarize(report.host, problems))
 
 
 def judged(

@@ -70,7 +70,7 @@ def _with_open_rows(*batch: Any) -> tuple[Any, ...]:
 def _seconds(model: keras.Model, iterator: Iterator, calls: int) -> float:
     """Return the mean time of a step in so many calls of the model's train function."""
     run = model.train_function
-    return device_timer(lambda: [run(iterator) for _ in range(calls)], calls * model.steps_per_execution)()
+    return device_timer(lambda: run(iterator), calls * model.steps_per_execution, calls)()
 
 
 def traced_traffic(model: keras.Model, data: Any, batch: int) -> tuple[tuple[Stage, ...], bool]:

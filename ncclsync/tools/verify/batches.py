@@ -63,8 +63,7 @@ def _iterated(data: Any) -> Iterable:
         return map(data.__getitem__, itertools.count() if data.num_batches is None else range(data.num_batches))
     if not isinstance(data, Iterable) or isinstance(data, (str, bytes)):
         raise TypeError(
-            "Expected arrays x, (x, y) or (x, y, sample_weight), a tf.data.Dataset, or an iterable over "
-            "batches. "
+            "Expected arrays x, (x, y) or (x, y, sample_weight), a tf.data.Dataset, or an iterable over batches. "
             f"Received: {data!r} of type {type(data).__name__}"
         )
     return data

@@ -146,20 +146,11 @@ class Report:
         for head in ("largest\nabsolute", "largest\nrelative", "at", "out of\ntolerance"):
             table.add_column(head, justify="right")
         left = {(one.kind, one.name): one for one in reversed(self.differences) if not one.ok}
-        by_size = sorted(self.largest, key=lambda one: one.relative, reverse=True)
-        shown = set(by_size[:_ROWS])
-        for one in self.largest:
-            if one in shown:
-                since = left.get((one.kind, one.name))
-                table.add_row(
-                    one.kind,
-                    Text(one.name),
-                    f"{one.absolute:.2g}",
-                    f"{one.relative:.2g}",
-                    _when(one),
-                    f"from {_when(since)}" if since else "",
-                    style="red" if since else None,
-                )
+        shown = set(sorted(self.largest, key=lambda one: one.relative, reverse=True)[:_ROWS])
+        for one in filter(shown.__contains__, self.largest):
+            since = left.get((one.kind, one.name))
+            figures = f"{one.absolute:.2g}", f"{one.relative:.2g}", _when(one), f"from {_when(since)}" if since else ""
+            table.add_row(one.kind, Text(one.name), *figures, style="red" if since else None)
         return table
 
 

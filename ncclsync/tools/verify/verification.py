@@ -6,6 +6,7 @@ through the model's own train function. `exactness` needs no step.
 
 import contextlib
 import gc
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -153,15 +154,12 @@ def _build(factory: Callable, seed: int) -> keras.Model:
     """
     keras.utils.set_random_seed(seed)
     model = factory()
+    received = f"Received: {model!r}"
     if not isinstance(model, keras.Model):
-        raise TypeError(
-            f"Expected the factory to return a keras.Model. Received: {model!r} of type {type(model).__name__}"
-        )
+        raise TypeError(f"Expected the factory to return a keras.Model. {received} of type {type(model).__name__}")
     if not model.compiled or model.optimizer is None:
-        raise ValueError(
-            "Expected the factory to return a compiled model, with an optimizer. "
-            f"Received: {model!r}; call its compile() in the factory"
-        )
+        words = f"Expected the factory to return a compiled model, with an optimizer. {received}"
+        raise ValueError(f"{words}; call its compile() in the factory")
     return model
 
 
@@ -250,17 +248,16 @@ def _paired(one: keras.Model, other: keras.Model) -> Iterator[tuple[str, tf.Vari
 
     Random state and metrics' sums are left out, by their role in `one`: on towers a variable may have another role.
     """
-    weights = {id(tf_compat.backend_variable(v)) for v in one.weights}
-    slots = {id(tf_compat.backend_variable(v)) for v in one.optimizer.variables}
-    ranked = []
+    weights, slots = (
+        {id(tf_compat.backend_variable(v)) for v in some} for some in (one.weights, one.optimizer.variables)
+    )
+    ranked: list[list[tuple[str, tf.Variable, tf.Variable]]] = [[], [], [], []]
     for right, variable in zip(keras_compat.variables_of(one), keras_compat.variables_of(other), strict=True):
         if role_of(right) is Role.SAME:
             kind = "weight" if id(right) in weights else "optimizer" if id(right) in slots else "state"
             scalar = kind == "optimizer" and right.shape.rank == 0
-            rank = 0 if scalar else 1 + ("weight", "optimizer", "state").index(kind)
-            ranked.append((rank, (kind, right, variable)))
-    for _, pair in sorted(ranked, key=lambda entry: entry[0]):
-        yield pair
+            ranked[0 if scalar else 1 + ("weight", "optimizer", "state").index(kind)].append((kind, right, variable))
+    yield from itertools.chain.from_iterable(ranked)
 
 
 def _create_state(model: keras.Model, batch: Batch) -> None:
@@ -275,17 +272,11 @@ def _create_state(model: keras.Model, batch: Batch) -> None:
 
 def _copy_state(one: keras.Model, other: keras.Model) -> None:
     sources, targets = keras_compat.variables_of(one), keras_compat.variables_of(other)
-    for source, target in zip(sources, targets, strict=False):
-        if source.shape != target.shape or source.dtype != target.dtype:
-            break
+    if [(one.shape, one.dtype) for one in sources] != [(one.shape, one.dtype) for one in targets]:
+        words = f"Received: models with {len(sources)} and {len(targets)} variables, or with different shapes"
+        raise ValueError(f"Expected a factory that builds the same model each time. {words}")
+    for source, target in zip(sources, targets, strict=True):
         target.assign(source)
-    else:
-        if len(sources) == len(targets):
-            return
-    raise ValueError(
-        "Expected a factory that builds the same model each time. "
-        f"Received: models with {len(sources)} and {len(targets)} variables, or with different shapes"
-    )
 
 
 def _train(model: keras.Model, batch: Batch, step: int, seed: int) -> dict[str, Any]:
@@ -305,11 +296,9 @@ def seen_nan(found: Sequence[Difference]) -> Iterator[Inexact]:
     """Name the first NaN, on towers or on one device."""
     for one in found:
         if one.nan:
-            yield Inexact(
-                f"{one.kind} {one.name}",
-                f"holds a NaN from step {one.step} on; NaNs are equal to each other, whatever led to them",
-                "a smaller learning rate, or other data: compare where the numbers are finite",
-            )
+            reason = f"holds a NaN from step {one.step} on; NaNs are equal to each other, whatever led to them"
+            remedy = "a smaller learning rate, or other data: compare where the numbers are finite"
+            yield Inexact(f"{one.kind} {one.name}", reason, remedy)
             return
 
 
@@ -320,11 +309,9 @@ def false_step(towers: Towers, batch: Batch) -> Iterator[Inexact]:
         with contextlib.suppress(Unchecked):
             line = first_difference(trace, towers.devices[0], Results.COMBINED, given, towers.layout.shards)
             if line:
-                yield Inexact(
-                    f"the step, from {line} on",
-                    "is not partitioned into what one device computes: a fault of ncclsync's",
-                    "report this line, with what Towers.explain() prints",
-                )
+                reason = "is not partitioned into what one device computes: a fault of ncclsync's"
+                remedy = "report this line, with what Towers.explain() prints"
+                yield Inexact(f"the step, from {line} on", reason, remedy)
                 return
 
 
@@ -332,23 +319,18 @@ def disagreement(again: Sequence[Difference]) -> Iterator[Inexact]:
     """Report that one device differs from itself, given the differences of two equal runs."""
     first = next((one for one in again if not one.ok), None)
     if first is not None:
-        yield Inexact(
-            "the model on one device",
-            f"differs from itself when run twice, first in {first.kind} {first.name} at step {first.step}: "
-            "it draws random numbers that no seed of its own determines, or depends on something outside",
-            "a keras.random.SeedGenerator in each layer that draws, as seed= of what keras.random draws",
-        )
+        reason = f"differs from itself when run twice, first in {first.kind} {first.name} at step {first.step}: "
+        reason += "it draws random numbers that no seed of its own determines, or depends on something outside"
+        remedy = "a keras.random.SeedGenerator in each layer that draws, as seed= of what keras.random draws"
+        yield Inexact("the model on one device", reason, remedy)
 
 
 def missing_digits(dtype: str) -> Iterator[Inexact]:
     """Report half precision."""
-    if dtype in ("float16", "bfloat16"):
-        digits = {"float16": 11, "bfloat16": 8}[dtype]
-        yield Inexact(
-            f"dtype {dtype}",
-            f"has {digits} significant bits: sums in another order differ early, and more with every step",
-            "verify in float32; the same code is exact in every dtype",
-        )
+    bits = {"float16": 11, "bfloat16": 8}.get(dtype)
+    if bits:
+        reason = f"has {bits} significant bits: sums in another order differ early, and more with every step"
+        yield Inexact(f"dtype {dtype}", reason, "verify in float32; the same code is exact in every dtype")
 
 
 def rounding(reordered: Sequence[Difference], found: Sequence[Difference], limit: float) -> Iterator[Inexact]:
@@ -359,12 +341,10 @@ def rounding(reordered: Sequence[Difference], found: Sequence[Difference], limit
     largest = max(one.relative for one in reordered)
     differs = any(not one.ok for one in reordered)
     if differs and max(one.relative for one in found) / 10 <= largest <= limit:
-        yield Inexact(
-            "rounding",
-            "one device differs from itself by as much when the samples of each batch come in another order: "
-            f"this model amplifies rounding, to {largest:.2g} within these steps",
-            f"dtype float64, or tolerance={10 * largest:.0e} if that is small enough for you",
-        )
+        reason = "one device differs from itself by as much when the samples of each batch come in another order: "
+        reason += f"this model amplifies rounding, to {largest:.2g} within these steps"
+        remedy = f"dtype float64, or tolerance={10 * largest:.0e} if that is small enough for you"
+        yield Inexact("rounding", reason, remedy)
 
 
 def own_code(model: keras.Model, found: Sequence[Difference]) -> Iterator[Inexact]:
@@ -380,25 +360,18 @@ def own_code(model: keras.Model, found: Sequence[Difference]) -> Iterator[Inexac
         if _is_own(model):
             suspects.append(f"train_step or call of {type(model).__name__}")
     if suspects:
-        yield Inexact(
-            ", ".join(suspects),
-            "code of your own, which may compare the samples of a batch, sum over them, or keep state that "
-            "cannot be added up: on a tower it sees only its shard",
-            "one value per sample, or a mean over samples; sums as a metric's state; else ncclsync.ops.all_reduce",
-        )
+        reason = "code of your own, which may compare the samples of a batch, sum over them, or keep state that "
+        reason += "cannot be added up: on a tower it sees only its shard"
+        remedy = "one value per sample, or a mean over samples; sums as a metric's state; else ncclsync.ops.all_reduce"
+        yield Inexact(", ".join(suspects), reason, remedy)
 
 
 def _is_own(one: Any) -> bool:
     """Return whether an object's class, or a function, is not Keras'."""
-    if isinstance(one, str) or one is None:
-        return False
     wrapped = getattr(one, "fn", None) or getattr(one, "_fn", None) if isinstance(one, keras.Metric) else None
-    for part in (one, wrapped):
-        if part is not None:
-            module = part.__module__ if hasattr(part, "__name__") else type(part).__module__
-            if module.split(".")[0] != "keras":
-                return True
-    return False
+    parts = [part for part in (one, wrapped) if not isinstance(part, (str, type(None)))]
+    homes = (part.__module__ if hasattr(part, "__name__") else type(part).__module__ for part in parts)
+    return any(home.split(".")[0] != "keras" for home in homes)
 
 
 def _name(loss: Any) -> str:

@@ -18,18 +18,7 @@ import numpy as np
 from ncclsync.communicator.processes import Process, find_process
 from ncclsync.errors import NcclSyncError
 from ncclsync.tools.bench.reducers import MpiReducer
-from ncclsync.tools.bench.results import (
-    TOWERS,
-    Column,
-    Result,
-    Row,
-    Tables,
-    more,
-    ratio_to,
-    significant,
-    size_text,
-    time_text,
-)
+from ncclsync.tools.bench.results import Result, Row, size_text
 from ncclsync.tools.bench.turns import (
     BenchError,
     Ranks,
@@ -240,21 +229,3 @@ def _timer(side: Side | ProcessSide, library: str) -> Callable[[], float]:
 
     seconds(1)
     return functools.partial(seconds, filling(_TURN_S, seconds(1), _MOST_ITERATIONS))
-
-
-TABLES: dict[str, Tables] = {
-    "all-reduce": [
-        [
-            TOWERS,
-            Column("size", lambda row: size_text(row.case["size_bytes"])),
-            Column("count", lambda row: str(row.case["count"])),
-            Column("type", lambda row: row.case["dtype"]),
-            Column("library", lambda row: row.side, "left"),
-            Column("time", lambda row: time_text(row.value)),
-            Column("algbw\nGB/s", more("algbw_gb_s", significant)),
-            Column("busbw\nGB/s", more("busbw_gb_s", significant)),
-            Column("#wrong", more("wrong")),
-            *(Column(f"time ÷\n{whose}'s", ratio_to(whose.lower())) for whose in ("memcpy", "MPI", "ncclsync")),
-        ]
-    ]
-}

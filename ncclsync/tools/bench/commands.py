@@ -16,7 +16,7 @@ from ncclsync.errors import NcclSyncError
 from ncclsync.tools.arguments import Option, add_options, at_least, file, link, listed, number, option, switch
 from ncclsync.tools.bench import all_reduce, training
 from ncclsync.tools.bench.plot import plot
-from ncclsync.tools.bench.results import show, write_json
+from ncclsync.tools.bench.results import TABLES, show, write_json
 from ncclsync.tools.bench.turns import BenchError, Progress
 from ncclsync.tools.processes import tell_of
 
@@ -229,7 +229,7 @@ def _run(given: argparse.Namespace, home: str) -> int:
     if result is None:
         return DONE
     progress.clear()
-    show(result, module.TABLES[given.benchmark])
+    show(result, TABLES[given.benchmark])
     if given.json:
         write_json(result, sys.argv[1:], given.json)
     if given.plot:

@@ -23,19 +23,7 @@ from ncclsync.errors import NcclSyncError
 from ncclsync.ops import device_ops, group_ops, host_ops
 from ncclsync.parallel import nccl_parallel
 from ncclsync.program.links import Cluster, Link
-from ncclsync.tools.bench.results import (
-    STEP,
-    TOWERS,
-    Column,
-    Result,
-    Row,
-    Tables,
-    median_text,
-    more,
-    ratio_text,
-    ratio_to,
-    time_text,
-)
+from ncclsync.tools.bench.results import Result, Row
 from ncclsync.tools.bench.split import StepParts
 from ncclsync.tools.bench.turns import BenchError, Spread, about, device_timer, ratio, take_turns
 from ncclsync.tools.plan.commands import LAUNCH_US
@@ -284,39 +272,3 @@ def _dense() -> Any:
     model = keras.Sequential([keras.Input([_COPIED_WIDTH]), keras.layers.Dense(64), keras.layers.Dense(1)])
     model.compile("sgd", "mse", jit_compile=False)
     return model
-
-
-TABLES: dict[str, Tables] = {
-    "exchange": [
-        [
-            TOWERS,
-            Column("by", lambda row: row.side, "left"),
-            Column("host time of an exchange,\nper tower", lambda row: time_text(row.value)),
-            Column("#wrong", more("wrong")),
-        ]
-    ],
-    "overlap": [
-        [
-            TOWERS,
-            STEP,
-            Column("without\nexchanges", more("without_s", time_text)),
-            Column("exchanges\nalone", more("exchange_s", time_text)),
-            Column("hidden", more("hidden", lambda share: f"{share.median:.0%}")),
-            Column("step\nby plan", more("predicted_s", median_text)),
-            Column("÷\nmeasured", more("predicted_ratio", ratio_text)),
-        ],
-        [
-            Column("the call of a step\nreturns after", more("called_s", time_text)),
-            Column("the step has ended\nafter", more("ended_s", time_text)),
-        ],
-    ],
-    "copies": [
-        [
-            TOWERS,
-            Column("step\nin fit", lambda row: time_text(row.value)),
-            Column("without\ncopies", more("compute_s", time_text)),
-            Column("copies\nalone", more("copy_s", time_text)),
-            Column("step ÷\nthe longer", ratio_to("the longer")),
-        ]
-    ],
-}

@@ -6,7 +6,6 @@ is imported by the classes that use it.
 
 import abc
 import concurrent.futures
-import functools
 import itertools
 import json
 import os
@@ -154,10 +153,15 @@ class NcclReducer(HostReducer):
 
     def make(self, rank: int, array: np.ndarray) -> Any:
         """See `HostReducer.make`."""
-        import tensorflow as tf
+        return placed(f"/GPU:{rank}", array)
 
-        with tf.device(f"/GPU:{rank}"):
-            return tf.identity(tf.constant(array))
+
+def placed(device: str, array: np.ndarray) -> Any:
+    """Return a tensor on a device, such as "/GPU:0"."""
+    import tensorflow as tf
+
+    with tf.device(device):
+        return tf.identity(tf.constant(array))
 
 
 def reduce_by_tensorflow(tensor: Any, towers: int, instance: int, group: int = 1, hint: str = "auto") -> Any:
@@ -196,20 +200,6 @@ class TensorFlowReducer(Reducer):
         cpu = tf.config.list_physical_devices("CPU")[0]
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * towers)
 
-        def collective(instance, *tensors):
-            results = []
-            for rank, tensor in enumerate(tensors):
-                with tf.device(f"/CPU:{rank}"):
-                    results.append(reduce_by_tensorflow(tensor, towers, instance))
-            return results
-
-        instances = itertools.count(1)
-
-        # Not by tf.function: its automatic control dependencies let one rank's op wait for another's.
-        def wrap(dtype):
-            bound = functools.partial(collective, next(instances))
-            return tf.compat.v1.wrap_function(bound, [tf.TensorSpec([None], dtype)] * towers)
-
         def own(*tensors):
             return host_ops.all_reduce([[one] for one in tensors], [tf.ones([], tf.float64)] * towers, "sum") * towers
 
@@ -219,7 +209,7 @@ class TensorFlowReducer(Reducer):
             return tensors[0]
 
         own_graph, self._chain = (tf.function(one, autograph=False) for one in (own, chain))
-        self._wrap = wrap
+        self._instances = itertools.count(1)
         self.libraries = {
             self.OWN: lambda: own_graph(*self._on_one),
             self.TENSORFLOW: lambda: self._collective(*self._inputs),
@@ -229,14 +219,20 @@ class TensorFlowReducer(Reducer):
         """See `Reducer.prepare`."""
         import tensorflow as tf
 
-        self._inputs: list[Any] = []
-        self._on_one: list[Any] = []
-        self._collective = self._wrap(dtype)
-        for rank in range(self.towers):
-            with tf.device(f"/CPU:{rank}"):
-                self._inputs.append(tf.identity(tf.constant(pattern(rank, count, dtype))))
-        with tf.device("/CPU:0"):
-            self._on_one = [tf.identity(tensor) for tensor in self._inputs]
+        instance = next(self._instances)
+
+        def collective(*tensors):
+            results = []
+            for rank, tensor in enumerate(tensors):
+                with tf.device(f"/CPU:{rank}"):
+                    results.append(reduce_by_tensorflow(tensor, self.towers, instance))
+            return results
+
+        # Not by tf.function: its automatic control dependencies let one rank's op wait for another's.
+        self._collective = tf.compat.v1.wrap_function(collective, [tf.TensorSpec([None], dtype)] * self.towers)
+        arrays = [pattern(rank, count, dtype) for rank in range(self.towers)]
+        self._inputs = [placed(f"/CPU:{rank}", array) for rank, array in enumerate(arrays)]
+        self._on_one = [placed("/CPU:0", array) for array in arrays]
 
     def run(self, library: str, iterations: int) -> float:
         """See `Reducer.run`."""
@@ -294,12 +290,8 @@ class GrpcReducer(Reducer):
         self._device = f"/job:worker/task:{rank}/device:CPU:0"
         self._instance = 10_000  # above the strategy's own keys
         self._meet = self._graph([1], "float32")
-        self._one = self._on_device(np.ones(1, "float32"))
+        self._one = placed(self._device, np.ones(1, "float32"))
         self.libraries = {"tf grpc": lambda: [self._reduce(self._send)]}
-
-    def _on_device(self, array: np.ndarray) -> Any:
-        with self._tf.device(self._device):
-            return self._tf.identity(self._tf.constant(array))
 
     def _graph(self, shape: list[int], dtype: str) -> Any:
         """Return a function of a rank's tensor that returns the sum, [count]."""
@@ -316,7 +308,7 @@ class GrpcReducer(Reducer):
     def prepare(self, count: int, dtype: str) -> None:
         """See `Reducer.prepare`."""
         self._reduce = self._graph([count], dtype)
-        self._send = self._on_device(pattern(self._rank, count, dtype))
+        self._send = placed(self._device, pattern(self._rank, count, dtype))
 
     def run(self, library: str, iterations: int) -> float:
         """See `Reducer.run`; the ranks meet before."""

@@ -207,3 +207,103 @@ STEP = Column("step", lambda row: time_text(row.value))
 def of_model(side: str) -> list[Column]:
     """Return the columns that name a model, a number of towers and a side, which is called so."""
     return [Column("model", lambda row: row.case["model"], "left"), TOWERS, Column(side, lambda row: row.side, "left")]
+
+
+PARTS = ("compute", "communicate", "apply", "feed")  # of a step
+_COMPARED = ("ncclsync", "mirrored", "single", "shard", "sharded")
+
+# By benchmark.
+TABLES: dict[str, Tables] = {
+    "all-reduce": [
+        [
+            TOWERS,
+            Column("size", lambda row: size_text(row.case["size_bytes"])),
+            Column("count", lambda row: str(row.case["count"])),
+            Column("type", lambda row: row.case["dtype"]),
+            Column("library", lambda row: row.side, "left"),
+            Column("time", lambda row: time_text(row.value)),
+            Column("algbw\nGB/s", more("algbw_gb_s", significant)),
+            Column("busbw\nGB/s", more("busbw_gb_s", significant)),
+            Column("#wrong", more("wrong")),
+            *(Column(f"time ÷\n{whose}'s", ratio_to(whose.lower())) for whose in ("memcpy", "MPI", "ncclsync")),
+        ]
+    ],
+    "exchange": [
+        [
+            TOWERS,
+            Column("by", lambda row: row.side, "left"),
+            Column("host time of an exchange,\nper tower", lambda row: time_text(row.value)),
+            Column("#wrong", more("wrong")),
+        ]
+    ],
+    "overlap": [
+        [
+            TOWERS,
+            STEP,
+            Column("without\nexchanges", more("without_s", time_text)),
+            Column("exchanges\nalone", more("exchange_s", time_text)),
+            Column("hidden", more("hidden", lambda share: f"{share.median:.0%}")),
+            Column("step\nby plan", more("predicted_s", median_text)),
+            Column("÷\nmeasured", more("predicted_ratio", ratio_text)),
+        ],
+        [
+            Column("the call of a step\nreturns after", more("called_s", time_text)),
+            Column("the step has ended\nafter", more("ended_s", time_text)),
+        ],
+    ],
+    "copies": [
+        [
+            TOWERS,
+            Column("step\nin fit", lambda row: time_text(row.value)),
+            Column("without\ncopies", more("compute_s", time_text)),
+            Column("copies\nalone", more("copy_s", time_text)),
+            Column("step ÷\nthe longer", ratio_to("the longer")),
+        ]
+    ],
+    "step": [
+        [
+            *of_model("library"),
+            STEP,
+            Column("CPU time\nof a step", more("cpu_s", time_text)),
+            Column("CPU time ÷\none device's", more("cpu_of_single", ratio_text)),
+            Column("samples/s", more("samples_per_s", significant)),
+            *(Column(f"time ÷\n{side}'s", ratio_to(side)) for side in _COMPARED),
+        ],
+        [
+            *of_model("library"),
+            Column("time ÷\nwithout shards=", lambda row: ratio_to("ncclsync")(row) * row.side.endswith("a tower")),
+        ],
+        [*of_model("library"), *(Column(part, more(f"{part}_s", time_text)) for part in PARTS)],
+        [*of_model("library"), Column("watched step ÷\nstep", more("watched", ratio_text))],
+    ],
+    "feed": [
+        [
+            *of_model("feed"),
+            STEP,
+            Column("samples/s", more("samples_per_s", significant)),
+            Column("of the\nceiling", more("of_ceiling", ratio_text)),
+        ]
+    ],
+    "start": [
+        [
+            *of_model("library"),
+            Column("to the end of\nthe first step", lambda row: time_text(row.value)),
+            Column("of that\nthe factory", more("build_seconds", time_text)),
+            Column("CPU time", more("cpu_seconds", time_text)),
+            Column("time ÷\nmirrored's", ratio_to("mirrored")),
+            Column("time ÷ own\nwith 1 tower", ratio_to("one tower")),
+        ]
+    ],
+    "memory": [
+        [
+            *of_model("library"),
+            Column("peak", lambda row: size_text(row.value.median)),
+            Column("before the\nmodel", lambda row: size_text(row.more["imported_bytes"].median)),
+            Column("weights and\noptimizer", lambda row: size_text(row.more["state_bytes"].median)),
+            Column("peak ÷\nmirrored's", ratio_to("mirrored")),
+            Column("peak ÷\nneeded", more("of_needed", ratio_text)),
+        ],
+        [*of_model("library"), Column("of what the rows take\nwithout shards=", more("of_rows", ratio_text))],
+        [*of_model("library"), Column("beyond needed ÷\nactivations", more("beyond", ratio_text))],
+    ],
+}

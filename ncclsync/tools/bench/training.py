@@ -9,20 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ncclsync.tools.bench.results import (
-    STEP,
-    Column,
-    Result,
-    Row,
-    Tables,
-    more,
-    of_model,
-    ratio_text,
-    ratio_to,
-    significant,
-    size_text,
-    time_text,
-)
+from ncclsync.tools.bench.results import PARTS, Result, Row
 from ncclsync.tools.bench.turns import BenchError, Side, Spread, about, filling, launched, ratio, take_turns
 
 # The rows of a batch of each model in `bench.models`, which needs TensorFlow.
@@ -35,7 +22,6 @@ _MANY_ROWS = BATCH_SIZES | {"mlp": 2048, "resnet50": 512, "lstm": 2048, "seq2seq
 MODEL_NAMES = tuple(BATCH_SIZES)
 PEERS = ("mirrored", "single", "shard", "sharded", "processes")
 FEEDS = ("numpy", "tf.data", "generator")
-PARTS = ("compute", "communicate", "apply", "feed")
 
 PROCESSES = 2  # of the side "processes", which share the towers
 
@@ -254,53 +240,3 @@ def _answer(name: str, kind: str, arguments: dict, key: str, kept: list[dict[str
     with Side(name, kind, arguments) as side:
         kept.append(side.ask("go"))
     return kept[-1][key]
-
-
-TABLES: dict[str, Tables] = {
-    "step": [
-        [
-            *of_model("library"),
-            STEP,
-            Column("CPU time\nof a step", more("cpu_s", time_text)),
-            Column("CPU time ÷\none device's", more("cpu_of_single", ratio_text)),
-            Column("samples/s", more("samples_per_s", significant)),
-            *(Column(f"time ÷\n{peer}'s", ratio_to(peer)) for peer in ("ncclsync", *PEERS[:-1])),
-        ],
-        [
-            *of_model("library"),
-            Column("time ÷\nwithout shards=", lambda row: ratio_to("ncclsync")(row) * row.side.endswith("a tower")),
-        ],
-        [*of_model("library"), *(Column(part, more(f"{part}_s", time_text)) for part in PARTS)],
-        [*of_model("library"), Column("watched step ÷\nstep", more("watched", ratio_text))],
-    ],
-    "feed": [
-        [
-            *of_model("feed"),
-            STEP,
-            Column("samples/s", more("samples_per_s", significant)),
-            Column("of the\nceiling", more("of_ceiling", ratio_text)),
-        ]
-    ],
-    "start": [
-        [
-            *of_model("library"),
-            Column("to the end of\nthe first step", lambda row: time_text(row.value)),
-            Column("of that\nthe factory", more("build_seconds", time_text)),
-            Column("CPU time", more("cpu_seconds", time_text)),
-            Column("time ÷\nmirrored's", ratio_to("mirrored")),
-            Column("time ÷ own\nwith 1 tower", ratio_to("one tower")),
-        ]
-    ],
-    "memory": [
-        [
-            *of_model("library"),
-            Column("peak", lambda row: size_text(row.value.median)),
-            Column("before the\nmodel", lambda row: size_text(row.more["imported_bytes"].median)),
-            Column("weights and\noptimizer", lambda row: size_text(row.more["state_bytes"].median)),
-            Column("peak ÷\nmirrored's", ratio_to("mirrored")),
-            Column("peak ÷\nneeded", more("of_needed", ratio_text)),
-        ],
-        [*of_model("library"), Column("of what the rows take\nwithout shards=", more("of_rows", ratio_text))],
-        [*of_model("library"), Column("beyond needed ÷\nactivations", more("beyond", ratio_text))],
-    ],
-}

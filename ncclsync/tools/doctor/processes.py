@@ -5,7 +5,7 @@ import dataclasses
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ncclsync.communicator import Communicator, MpiCommunicator, NcclCommunicator, preflight
@@ -196,34 +196,36 @@ def differences(everyone: Sequence[ProcessFacts]) -> Iterator[Problem]:
     """Yield a problem for each version and each setting that differs between processes, and for the backend."""
     by_nccl = any(one.backend == "nccl" for one in everyone)
 
-    def differing(values: Sequence[str | None]) -> dict[str | None, list[ProcessFacts]] | None:
-        """Return the processes by their values; None if all are alike."""
-        found: dict[str | None, list[ProcessFacts]] = collections.defaultdict(list)
+    def differing(
+        code: str, what: str, values: Sequence[str | None], nothing: str, remedy: str, is_error: bool
+    ) -> Iterator[Problem]:
+        groups: dict[str, list[ProcessFacts]] = collections.defaultdict(list)
         for one, value in zip(everyone, values, strict=True):
-            found[value].append(one)
-        return found if len(found) > 1 else None
+            groups[nothing if value is None else value].append(one)
+        if len(groups) > 1:
+            said = "; ".join(f"{value} in {_names(who)}" for value, who in groups.items())
+            known = next(value for value in values if value is not None)
+            severity = ERROR if is_error else WARNING
+            yield Problem(f"processes-{code}", f"{what}: {said}.", remedy.format(known), severity)
 
-    if groups := differing([one.backend for one in everyone]):
-        text = f"The backend differs between processes: {_said(groups, 'none')}."
-        yield Problem("processes-backend", text, "Let all processes see GPUs, or none: CUDA_VISIBLE_DEVICES=''.", ERROR)
+    remedy, backends = (
+        "Let all processes see GPUs, or none: CUDA_VISIBLE_DEVICES=''.",
+        [one.backend for one in everyone],
+    )
+    what = "The backend differs between processes"
+    yield from differing("backend", what, backends, "none", remedy, True)
     for component in dict.fromkeys(name for one in everyone for name in one.versions):
-        if groups := differing([one.versions.get(component) for one in everyone]):
-            decisive = component in _DECISIVE or (component == "NCCL" and by_nccl)
-            known = next(value for value in groups if value is not None)
-            remedy = _REMEDIES.get(component, f"Install {component} {{}} on all hosts.").format(known)
-            text = f"{component} differs between processes: {_said(groups, 'none')}."
-            yield Problem(f"processes-{component}", text, remedy, ERROR if decisive else WARNING)
+        decisive = component in _DECISIVE or (component == "NCCL" and by_nccl)
+        remedy = _REMEDIES.get(component, f"Install {component} {{}} on all hosts.")
+        versions = [one.versions.get(component) for one in everyone]
+        yield from differing(component, f"{component} differs between processes", versions, "none", remedy, decisive)
     for name in sorted({name for one in everyone for name in one.settings}):
-        if groups := differing([one.settings.get(name) for one in everyone]):
-            by_variable = name.startswith(("NCCL_", "NCCLSYNC_"))
-            effect = "NCCL's ranks may then wait for each other" if by_variable else "their numbers may then differ"
-            text = f"{name} differs between processes, {effect}: {_said(groups, 'not set')}."
-            remedy = f"Set {name} alike for all, by mpirun -x {name}, or unset it on all hosts."
-            yield Problem(f"processes-{name}", text, remedy, ERROR if by_variable and by_nccl else WARNING)
-
-
-def _said(groups: Mapping[str | None, Sequence[ProcessFacts]], nothing: str) -> str:
-    return "; ".join(f"{nothing if value is None else value} in {_names(who)}" for value, who in groups.items())
+        by_variable = name.startswith(("NCCL_", "NCCLSYNC_"))
+        effect = "NCCL's ranks may then wait for each other" if by_variable else "their numbers may then differ"
+        remedy = f"Set {name} alike for all, by mpirun -x {name}, or unset it on all hosts."
+        values = [one.settings.get(name) for one in everyone]
+        what = f"{name} differs between processes, {effect}"
+        yield from differing(name, what, values, "not set", remedy, by_variable and by_nccl)
 
 
 def _names(who: Sequence[ProcessFacts]) -> str:

@@ -208,8 +208,9 @@ def _shards(what: str) -> Option:
 
 def _run(given: argparse.Namespace, home: str) -> int:
     """Run a benchmark of the module `home`; of several processes only the first shows the result, or the error."""
+    name = f"python -m ncclsync bench {given.benchmark}"
     if given.plot and importlib.util.find_spec("matplotlib") is None:
-        print(f"{_name(given)}: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)
+        print(f"{name}: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)
         return NOT_RUN
     progress = Progress()
     process = None
@@ -222,9 +223,9 @@ def _run(given: argparse.Namespace, home: str) -> int:
     except BenchError as error:
         progress.clear()
         if process is None:
-            print(f"{_name(given)}: {error}", file=sys.stderr)
+            print(f"{name}: {error}", file=sys.stderr)
             return NOT_RUN
-        tell_of(error, process, _name(given))
+        tell_of(error, process, name)
         return NOT_RUN if process.rank == 0 else DONE  # otherwise mpirun might end the first before it has printed
     if result is None:
         return DONE
@@ -242,18 +243,14 @@ def _process(given: argparse.Namespace) -> Process | None:
         process = find_process()
     except NcclSyncError as error:
         raise BenchError(str(error)) from error
-    if process is not None and given.benchmark not in _BETWEEN_PROCESSES:
-        if process.rank > 0:
-            raise SystemExit(DONE)
-        raise BenchError(
-            f"Expected one process: it starts others by itself. Received: {process.size}, by {process.launcher} "
-            f"({process.reason})"
-        )
-    return process
-
-
-def _name(given: argparse.Namespace) -> str:
-    return f"python -m ncclsync bench {given.benchmark}"
+    if process is None or given.benchmark in _BETWEEN_PROCESSES:
+        return process
+    if process.rank > 0:
+        raise SystemExit(DONE)
+    raise BenchError(
+        f"Expected one process: it starts others by itself. Received: {process.size}, by {process.launcher} "
+        f"({process.reason})"
+    )
 
 
 def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from ncclsync.communicator import AllReduce
-from ncclsync.communicator.processes import Process, find_process
+from ncclsync.communicator.processes import find_process
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError
 from ncclsync.ops import device_ops, group_ops, host_ops
@@ -50,11 +50,6 @@ _OVERLAP_STEPS = 3  # of a turn
 
 _COPIED_WIDTH, _COPIED_ROWS = 4096, 256  # of a tower's inputs in copies: 4 MiB
 _COPIED_STEPS = 100  # of a turn
-
-
-def is_first(process: Process | None) -> bool:
-    """Return whether this process shows the result."""
-    return process is None or process.rank == 0
 
 
 def check_gpus(towers: int) -> int:
@@ -94,7 +89,7 @@ def bench_exchange(given: argparse.Namespace, show: Callable[[str], None]) -> Re
         tell("joining GPUs")
         with Towers(here) as joined:
             rows += _time_exchanges(towers, joined, given.rounds, tell)
-    return Result("exchange", "s", tuple(rows)) if is_first(process) else None
+    return None if process is not None and process.rank else Result("exchange", "s", tuple(rows))
 
 
 def _time_exchanges(towers: int, joined: Any, rounds: int, show: Callable[[str], None]) -> list[Row]:
@@ -175,8 +170,9 @@ def bench_overlap(given: argparse.Namespace, show: Callable[[str], None]) -> Res
         "ended_s": Spread.of([ended for _, ended in leads]),
         "bucket_bytes": sizes,
     }
-    if not is_first(find_process()):
-        return None
+    process = find_process()
+    if process is not None and process.rank:
+        return None  # the first one shows the result
     if given.link is not None:
         predicted_s = _predicted_s(given.link, given.towers, figures["without_s"].median, bucket_bytes)
         ratios = Spread.of([predicted_s / measured_s for measured_s in seconds["step"]])

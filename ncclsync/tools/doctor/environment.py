@@ -1,5 +1,6 @@
 """Read the process' environment: variables that matter, and shared memory."""
 
+import contextlib
 import os
 import pathlib
 import re
@@ -94,14 +95,11 @@ def nccl_files(environ: Mapping[str, str]) -> tuple[pathlib.Path, ...]:
 
 
 def _settings(file: pathlib.Path) -> Iterator[tuple[str, str]]:
-    try:
-        lines = file.read_text(errors="replace").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        name, equals, value = line.partition("=")
-        if equals and not line.lstrip().startswith("#"):
-            yield name.strip(), value.strip()
+    with contextlib.suppress(OSError):
+        for line in file.read_text(errors="replace").splitlines():
+            name, equals, value = line.partition("=")
+            if equals and not line.lstrip().startswith("#"):
+                yield name.strip(), value.strip()
 
 
 def shared_memory(folder: str = "/dev/shm") -> tuple[int | None, int | None]:

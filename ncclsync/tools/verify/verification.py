@@ -141,9 +141,33 @@ class _Run:
     def _two(self) -> tuple[keras.Model, keras.Model]:
         return _build(self._factory, self._seed), _build(self._factory, self._seed)
 
-    def _compare(self, one: keras.Model, other: keras.Model, **arguments: Any) -> list[Difference]:
-        tolerance, seed = self._tolerance, self._seed
-        return list(compare(one, other, self._batches, tolerance=tolerance, seed=seed, **arguments))
+    def _compare(self, one: keras.Model, other: keras.Model, beside: Sequence[Batch] | None = None) -> list[Difference]:
+        """Train both models, from the state of `one`; return every difference, named as `other` names it.
+
+        `beside`: batches for `other` instead; then nothing is evaluated and predicted at the end.
+
+        Raises:
+            ValueError: the models have different variables.
+        """
+        found = []
+
+        def add(step: int, kind: str, name: str, actual: Any, expected: Any) -> None:
+            found.append(measure(step, kind, name, actual, expected, self._tolerance))
+
+        for model in (one, other):
+            _create_state(model, self._batches[0])
+        _copy_state(one, other)
+        for step, (batch, others) in enumerate(zip(self._batches, beside or self._batches, strict=True), start=1):
+            expected = _train(one, batch, step, self._seed)
+            actual = _train(other, others, step, self._seed)
+            for kind, right, variable in _paired(one, other):
+                add(step, kind, variable.name.removesuffix(":0"), variable.numpy(), right.numpy())
+            for name, value in expected.items():
+                add(step, "log", name, actual.get(name, np.nan), value)
+        if beside is None:
+            for end in _end(one, other, self._batches[-1]):
+                add(len(self._batches), *end)
+        return found
 
 
 def _build(factory: Callable, seed: int) -> keras.Model:
@@ -185,44 +209,6 @@ def _check_arguments(factory: Any, towers: int, steps: int, batch_size: int, tol
         check_whole(name, value, least)
     if tolerance is not None and not (isinstance(tolerance, (int, float)) and 0 <= tolerance < float("inf")):
         raise ValueError(f"Expected tolerance to be None or a number from 0. Received: {tolerance!r}")
-
-
-def compare(
-    one: keras.Model,
-    other: keras.Model,
-    batches: Sequence[Batch],
-    *,
-    beside: Sequence[Batch] | None = None,
-    tolerance: float,
-    seed: int,
-) -> Iterator[Difference]:
-    """Train both models; yield every difference, step by step, named as `other` names it.
-
-    Args:
-        one: the reference. Its state is copied to `other` first.
-        other: the model under test, of the same factory.
-        batches: one per step, for both.
-        beside: batches for `other` instead; then nothing is evaluated and predicted at the end.
-        tolerance: see `report.Difference`.
-        seed: `keras.utils.set_random_seed` is called with seed + step before each model's step.
-
-    Raises:
-        ValueError: the models have different variables.
-    """
-    for model in (one, other):
-        _create_state(model, batches[0])
-    _copy_state(one, other)
-    for step, (batch, others) in enumerate(zip(batches, beside or batches, strict=True), start=1):
-        expected = _train(one, batch, step, seed)
-        actual = _train(other, others, step, seed)
-        for kind, right, variable in _paired(one, other):
-            name = variable.name.removesuffix(":0")
-            yield measure(step, kind, name, variable.numpy(), right.numpy(), tolerance)
-        for name, value in expected.items():
-            yield measure(step, "log", name, actual.get(name, np.nan), value, tolerance)
-    if beside is None:
-        for kind, name, actual_value, value in _end(one, other, batches[-1]):
-            yield measure(len(batches), kind, name, actual_value, value, tolerance)
 
 
 def _end(one: keras.Model, other: keras.Model, batch: Batch) -> Iterator[tuple[str, str, Any, Any]]:

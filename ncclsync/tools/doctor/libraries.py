@@ -37,10 +37,8 @@ def read_libraries() -> Libraries:
             Library(_nccl_version(_call(path, "ncclGetVersion")), path, _built_with(path)) for path in nccl_files()
         ),
         nccl_packages=tuple(f"{name} {version}" for name in _NCCL_PACKAGES if (version := installed(name))),
-        cuda_runtime=_read(
-            "cuda_runtime", _LOADS["cuda_runtime"], "cudaRuntimeGetVersion", _cuda_version, "NCCLSYNC_CUDART_LIBRARY"
-        ),
-        cudnn=_read("cudnn", _LOADS["cudnn"], "cudnnGetVersion", _cudnn_version),
+        cuda_runtime=_read("cuda_runtime", "cudaRuntimeGetVersion", _cuda_version, "NCCLSYNC_CUDART_LIBRARY"),
+        cudnn=_read("cudnn", "cudnnGetVersion", _cudnn_version),
         missing=tuple(file for package, file in _LOADS.items() if not (wheel_file(package, file) or _loads(file))),
         driver_cuda=_cuda_version(driver) if driver else None,
     )
@@ -111,15 +109,9 @@ def _read_nccl() -> Library:
     return Library(version, path, _built_with(path))
 
 
-def _read(package: str, file: str, function: str, dotted: Callable[[int], str], variable: str = "") -> Library:
-    """Load a library that TensorFlow would find, and ask it for its version.
-
-    Args:
-        package: the folder of NVIDIA's wheel.
-        file: its name there, and for the loader.
-        function, dotted: which returns its version as a number, and makes a text of that.
-        variable: that names another file.
-    """
+def _read(package: str, function: str, dotted: Callable[[int], str], variable: str = "") -> Library:
+    """Load a library of `_LOADS`, or what a variable names, and ask its function for the version, for `dotted`."""
+    file = _LOADS[package]
     path = os.environ.get(variable) or wheel_file(package, file) or file
     try:
         ctypes.CDLL(path)

@@ -3,8 +3,9 @@
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from ncclsync.tools.doctor.environment import EFFECTS
 from ncclsync.tools.doctor.facts import ERROR, WARNING, Gpu, Host, Problem
 
 SHM_BYTES = 512 << 20  # NCCL's buffers between GPUs without direct transfers; containers start with 64 MiB
@@ -15,19 +16,13 @@ _INSTALL_GPU = "pip install 'ncclsync[cuda]', which brings tensorflow[and-cuda]"
 
 _TRUE = ("1", "true", "yes", "on")
 
-# name, values that are a problem (None: any), their effect. The remedy is to unset them.
-_SLOW = (
-    ("NCCL_P2P_DISABLE", _TRUE, "turns off direct transfers between GPUs: all-reduce is far slower"),
-    ("NCCL_P2P_LEVEL", ("loc", "0"), "turns off direct transfers between GPUs: all-reduce is slower"),
-    ("NCCL_SHM_DISABLE", _TRUE, "sends through the network what cannot go from GPU to GPU"),
-    ("NCCL_ALGO", None, "takes NCCL's choice of algorithm from it; one that does not fit is an error"),
-    ("NCCL_PROTO", None, "takes NCCL's choice of protocol from it; the wrong one may corrupt data"),
-    ("NCCL_MAX_NCHANNELS", ("1", "2"), "leaves all-reduce a part of its speed"),
-    ("NCCL_MAX_CTAS", ("1", "2"), "leaves all-reduce a part of its speed"),
-    ("NCCL_DEBUG", ("info", "trace", "abort"), "prints much on stdout, and TRACE is slow"),
-    ("CUDA_LAUNCH_BLOCKING", _TRUE, "makes the host wait for every kernel"),
-    ("CUDA_DEVICE_MAX_CONNECTIONS", ("1",), "queues collectives behind other kernels"),
-)
+# Values of variables that may slow training or break it, in small letters; None: any. See `EFFECTS`.
+_HARMFUL: dict[str, Sequence[str] | None] = {
+    **dict.fromkeys(("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "CUDA_LAUNCH_BLOCKING"), _TRUE),
+    **dict.fromkeys(("NCCL_ALGO", "NCCL_PROTO")),
+    **dict.fromkeys(("NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS"), ("1", "2")),
+    **{"NCCL_P2P_LEVEL": ("loc", "0"), "NCCL_DEBUG": ("info", "trace", "abort"), "CUDA_DEVICE_MAX_CONNECTIONS": ("1",)},
+}
 
 
 def find_problems(host: Host) -> list[Problem]:
@@ -330,10 +325,10 @@ def _all_gpus(host: Host) -> Iterator[Problem]:
 def _variables_of_gpus(host: Host) -> Iterator[Problem]:
     if not host.may_use_gpus:
         return
-    for name, values, effect in _SLOW:
+    for name, values in _HARMFUL.items():
         value = host.variable(name)
         if value and (values is None or value.lower() in values):
-            yield _of_variable(host, name, f"{name}={value} {effect}.")
+            yield _of_variable(host, name, f"{name}={value} may slow training or break it. {name}: {EFFECTS[name]}.")
     asked = host.frameworks.nvls_variable
     if asked is not None:
         text = f"{asked} asks for NVLS, whose sums differ from call to call, although op determinism is on."

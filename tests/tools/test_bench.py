@@ -22,10 +22,10 @@ import tensorflow as tf
 from ncclsync import Health, nccl_parallel
 from ncclsync.communicator import CpuCommunicator
 from ncclsync.tools.bench import all_reduce, commands, fit, training
+from ncclsync.tools.bench.all_reduce import HostReducer, NcclReducer, TensorFlowReducer, count_wrong, pattern
+from ncclsync.tools.bench.fit import StepParts
 from ncclsync.tools.bench.models import MODELS, rows_of
-from ncclsync.tools.bench.reducers import HostReducer, NcclReducer, TensorFlowReducer, count_wrong, pattern
 from ncclsync.tools.bench.results import SCHEMA, Result, Row, size_text, time_text
-from ncclsync.tools.bench.split import StepParts
 from ncclsync.tools.bench.turns import BenchError, Side, Spread, missing_mpi, ratio, take_turns
 from ncclsync.tools.cli import main
 
@@ -195,14 +195,14 @@ def flat(model):
 def test_a_failed_process_is_told():
     """Its error is the driver's; so is its death."""
     with (
-        Side("a name", "reducers.HostReducer", {"unknown": 1}) as side,
+        Side("a name", "all_reduce.HostReducer", {"unknown": 1}) as side,
         pytest.raises(BenchError, match="a name: TypeError"),
     ):
         side.ask("prepare")
     with Side("a name", "fit.unknown", {}) as side, pytest.raises(BenchError, match="a name: AttributeError"):
         side.ask("prepare")
     dead = pytest.raises(BenchError, match="a name: the process ended with code 1")
-    with Side("a name", "reducers.HostReducer", {"towers": 2}, launcher=["false"]) as side, dead:
+    with Side("a name", "all_reduce.HostReducer", {"towers": 2}, launcher=["false"]) as side, dead:
         side.ask("prepare")
 
 

@@ -23,8 +23,8 @@ from ncclsync.errors import NcclSyncError
 from ncclsync.ops import device_ops, group_ops, host_ops
 from ncclsync.parallel import nccl_parallel
 from ncclsync.program.links import Cluster, Link
+from ncclsync.tools.bench.fit import StepParts
 from ncclsync.tools.bench.results import Result, Row
-from ncclsync.tools.bench.split import StepParts
 from ncclsync.tools.bench.turns import BenchError, Spread, about, device_timer, ratio, take_turns
 from ncclsync.tools.plan.commands import LAUNCH_US
 from ncclsync.tools.plan.measurement import traced_traffic

@@ -239,14 +239,15 @@ def _unseen(host: Host) -> Iterator[Problem]:
         return
     if len(found.gpus) >= visible or any(gpu.mig for gpu in host.driver.gpus):
         return
-    why, said, remedy = ".", f" It says: {found.log[-1]}" if found.log else "", ""
     if not found.cuda_build:
-        why, said, remedy = ": it was built without CUDA.", "", f"pip uninstall tensorflow-cpu; {_INSTALL_GPU}"
+        why, remedy = ": it was built without CUDA.", f"pip uninstall tensorflow-cpu; {_INSTALL_GPU}"
     elif host.libraries.missing:
-        why, said = f": these libraries are not found: {', '.join(host.libraries.missing)}.", ""
+        why = f": these libraries are not found: {', '.join(host.libraries.missing)}."
         remedy = f"{_INSTALL_GPU} (the CUDA libraries)."
+    else:
+        why, remedy = ".", "Compare the driver and the GPUs (nvidia-smi) with what TensorFlow was built for."
     slow = "" if found.gpus else " Training runs on the CPU."
-    remedy = remedy or "Compare the driver and the GPUs (nvidia-smi) with what TensorFlow was built for."
+    said = f" It says: {found.log[-1]}" if found.log and why == "." else ""
     yield Problem("gpus-unseen", f"TensorFlow sees {len(found.gpus)} of {visible} GPU(s){why}{slow}{said}", remedy)
 
 

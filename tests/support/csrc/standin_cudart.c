@@ -63,7 +63,7 @@ cudaError_t standin_enter_cuda(const char* name, int value) {
   char text[16];
   int error = FAILURE;
   standin_lock();
-  is_begun = 1;
+  __atomic_store_n(&is_begun, 1, __ATOMIC_RELAXED);
   snprintf(text, sizeof(text), "%d", value);
   standin_log(name, text);
   if (fails_by_loss() && strcmp(name, "cudaSetDevice") != 0) return LOST_DEVICE;
@@ -121,7 +121,7 @@ cudaError_t cudaGetDevice(int* device) {
 cudaError_t cudaGetDeviceCount(int* count) {
   int error = FAILURE;
   standin_lock();
-  is_begun = 1;
+  __atomic_store_n(&is_begun, 1, __ATOMIC_RELAXED);
   *count = n_visible;
   return standin_leave_cuda(standin_is_told("cudaGetDeviceCount", -1, &error) ? error : 0);
 }
@@ -136,7 +136,7 @@ cudaError_t cudaSetDevice(int device) {
 
 int cuInit(unsigned flags) {
   (void)flags;
-  is_begun = 1;
+  __atomic_store_n(&is_begun, 1, __ATOMIC_RELAXED);
   return n_visible > 0 ? 0 : NO_DEVICE;
 }
 
@@ -157,7 +157,7 @@ int cuDeviceGetUuid(unsigned char* uuid, int device) {
 }
 
 int cuCtxGetCurrent(void** current) {
-  if (!is_begun) return NOT_BEGUN;
+  if (!__atomic_load_n(&is_begun, __ATOMIC_RELAXED)) return NOT_BEGUN;
   *current = (void*)(intptr_t)context;
   return 0;
 }

@@ -64,6 +64,8 @@ INHERENT_OF_CASES = {
     "circle-by_name": COMPARED,
     "draw_categorical": {"StatelessMultinomial": DRAWN_ALIKE},
     "draw_categorical_samples": {"StatelessMultinomial": DRAWN_ALIKE},
+    "draw_in_a_loop": {"StatelessWhile": DRAWN_ALIKE},
+    "draw_two_copies": dict.fromkeys(("Mul", "AddV2"), DRAWN_ALIKE),  # of the drawn numbers' mean and deviation
     "draw_keras_shuffle": {"TopKV2": ORDERED, "GatherV2": ORDERED},
     "draw_stateless_shuffle": {"StatelessShuffle": ORDERED},
     "sparse_input": LISTED,

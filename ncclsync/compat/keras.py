@@ -243,7 +243,7 @@ def _known_outputs(model: keras.Model) -> Any:
     """Return the `KerasTensor`s of a functional model, each of any number of rows and no other open axis, or None."""
     functional, kind = model._functional if isinstance(model, keras.Sequential) else model, type(model)
     stock = kind.__call__ is keras.Layer.__call__ and kind.call in (_FUNCTIONAL.call, keras.Sequential.call)
-    if not stock or not isinstance(functional, _FUNCTIONAL):
+    if not stock or "call" in vars(model) or not isinstance(functional, _FUNCTIONAL):
         return None
     plain = not any(one.sparse or getattr(one, "ragged", False) for one in functional.outputs)  # no `ragged` in 3.10
     rows = all(one.shape[:1] == (None,) and None not in one.shape[1:] for one in functional.outputs)

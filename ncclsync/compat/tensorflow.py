@@ -301,8 +301,10 @@ def list_element(tensor: tf.Tensor) -> tf.TensorSpec | None:
 
 
 def folded(tensor: tf.Tensor) -> Any:
-    """Return a graph's tensor as NumPy if TensorFlow folds it to a constant, else None. No op runs eagerly: the first
-    run of a type takes milliseconds there."""
+    """Return a graph's tensor as NumPy if TensorFlow can fold it to a constant; else None.
+
+    No op runs eagerly for it: the first eager run of each type takes milliseconds.
+    """
     return tensor_util.try_evaluate_constant(tensor)
 
 

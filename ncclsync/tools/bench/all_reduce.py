@@ -511,7 +511,7 @@ class GrpcReducer(Reducer):
         self._instance = 10_000  # above the strategy's own keys
         self._meet = self._graph([1], "float32")
         self._one = placed(self._device, np.ones(1, "float32"))
-        self.libraries = {"tf grpc": lambda: [self._reduce(self._send)]}
+        self.libraries = {_GRPC: lambda: [self._reduce(self._send)]}
 
     def _graph(self, shape: list[int], dtype: str) -> Any:
         """Return a function of a rank's tensor that returns the sum, [count]."""

@@ -20,8 +20,8 @@ def add_doctor(commands: Any) -> None:
         "differs between them. Exit code 0: healthy; 1: training would fail; 2: doctor itself failed.",
     )
     parser.set_defaults(run=_doctor)
-    json = switch("--json", "print everything as one JSON object")
-    add_options(parser, json, number("--timeout", 1, 60, "seconds per check"))
+    as_json = switch("--json", "print everything as one JSON object")
+    add_options(parser, as_json, number("--timeout", 1, 60, "seconds per check"))
 
 
 def _examine(timeout_s: float) -> Any:

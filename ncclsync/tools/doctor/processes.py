@@ -208,12 +208,9 @@ def differences(everyone: Sequence[ProcessFacts]) -> Iterator[Problem]:
             severity = ERROR if is_error else WARNING
             yield Problem(f"processes-{code}", f"{what}: {said}.", remedy.format(known), severity)
 
-    remedy, backends = (
-        "Let all processes see GPUs, or none: CUDA_VISIBLE_DEVICES=''.",
-        [one.backend for one in everyone],
-    )
-    what = "The backend differs between processes"
-    yield from differing("backend", what, backends, "none", remedy, True)
+    backends = [one.backend for one in everyone]
+    remedy = "Let all processes see GPUs, or none: CUDA_VISIBLE_DEVICES=''."
+    yield from differing("backend", "The backend differs between processes", backends, "none", remedy, True)
     for component in dict.fromkeys(name for one in everyone for name in one.versions):
         decisive = component in _DECISIVE or (component == "NCCL" and by_nccl)
         remedy = _REMEDIES.get(component, f"Install {component} {{}} on all hosts.")

@@ -140,12 +140,13 @@ def one_group_of_all(ranks):
     rows = [(dtype, op) for dtype in native.DTYPES for op in kinds]
     with NcclCommunicator([0] * ranks, timeout_s=60.0, preflight=False) as comm, open_memory() as memory:
         for count in (1000, 30_011):
-            group, received = [], []
+            group, received, kept = [], [], []  # memory of the sends goes where nothing holds it
             for dtype, op in rows:
                 sent = ranks * count if op == "reduce_scatter" else count
                 got = ranks * count if op == "all_gather" else count
                 placed = [memory.put(numbers(rank, sent, dtype)) for rank in range(ranks)]
                 recvs = [memory.put(np.zeros(got, numpy_dtype(dtype))) for _ in range(ranks)]
+                kept += placed
                 buffers = [[one.buffer for one in side] for side in (placed, recvs)]
                 if op == "broadcast":
                     group.append(Broadcast(buffers[0], ranks - 1))

@@ -155,6 +155,7 @@ void EnqueueCopy(cudaStream_t stream, const Tensor& from, const Tensor& to) {
 // What a kernel needs that runs when its op has long returned.
 struct Launch {
   std::shared_ptr<OpKernel> kernel;
+  std::shared_ptr<Pace> pace;
   OpKernelContext::Params params;
   Gpu* gpu;
   double least_s;
@@ -167,13 +168,11 @@ struct Launch {
   }
 
   void Run() {
-    const double end_s = standin_now_s() + least_s;
-    const absl::Status status = Compute();
-    if (!status.ok()) {
-      std::lock_guard<std::mutex> locked(gpu->lock);
-      gpu->failed.Update(status);
-    }
-    if (end_s > standin_now_s()) standin_nap(end_s - standin_now_s());
+    absl::Status status;
+    pace->Run(least_s, [&] { status = Compute(); });
+    if (status.ok()) return;
+    std::lock_guard<std::mutex> locked(gpu->lock);
+    gpu->failed.Update(status);
   }
 
   absl::Status Compute() {
@@ -438,7 +437,7 @@ class Delegate : public OpKernel {
   absl::Status Prepare(OpKernelContext* context, cudaStream_t stream, Gpu* gpu, double least_s,
                        const std::vector<core::RefCountPtr<Var>>& variables, const std::vector<const Tensor*>& on_host,
                        const std::vector<TensorShape>& output_shapes) {
-    std::unique_ptr<Launch> launch(new Launch{kernel_, ParamsOf(gpu), gpu, least_s});
+    std::unique_ptr<Launch> launch(new Launch{kernel_, pace_, ParamsOf(gpu), gpu, least_s});
     launch->params.resource_manager = context->resource_manager();
     for (size_t i = 0; i < variables.size(); ++i) {
       const Tensor& input = context->input(i);
@@ -530,6 +529,7 @@ class Delegate : public OpKernel {
   }
 
   std::shared_ptr<OpKernel> kernel_;
+  std::shared_ptr<Pace> pace_ = std::make_shared<Pace>();
   std::string op_;
   const OpRegistrationData* registered_ = nullptr;
   int graph_def_version_;

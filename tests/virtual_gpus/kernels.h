@@ -2,6 +2,7 @@
 #ifndef VIRTUAL_GPUS_KERNELS_H_
 #define VIRTUAL_GPUS_KERNELS_H_
 
+#include <atomic>
 #include <mutex>
 
 #include "absl/status/status.h"
@@ -23,6 +24,22 @@ double LeastS(int ordinal, double elements);
 
 // Whether heavy kernels compute wrong numbers there.
 bool IsWrong(int ordinal);
+
+// Runs one kernel's work again and again. What it computes is late, so that it is wrong to take it early: but not so late
+// that the machine's own time adds up.
+class Pace {
+ public:
+  template <typename Compute>
+  void Run(double least_s, Compute compute) {
+    if (least_s > took_s_) standin_nap(least_s - took_s_);
+    const double begin_s = standin_now_s();
+    compute();
+    took_s_ = took_s_ + 0.2 * (standin_now_s() - begin_s - took_s_);
+  }
+
+ private:
+  std::atomic<double> took_s_{0};
+};
 
 // Gives XLA a compiler for these GPUs.
 void RegisterXla();

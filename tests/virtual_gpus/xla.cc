@@ -39,6 +39,7 @@ struct Run {
 
   int ordinal;
   std::shared_ptr<xla::cpu::CpuExecutable> program;
+  std::shared_ptr<Pace> pace;
   xla::ExecutableRunOptions options;
   std::vector<xla::MaybeOwningDeviceAddress> buffers;  // by the number of the allocation; it owns none of them
   std::vector<se::DeviceAddressBase> allocated;
@@ -50,15 +51,15 @@ struct Run {
     for (const auto& one : allocated) std::memset(one.opaque(), 0xff, one.size());
   }
 
-  void Compute() {
-    const double end_s = standin_now_s() + least_s;
+  void Compute() { pace->Run(least_s, [this] { Execute(); }); }
+
+  void Execute() {
     for (const Copy& copy : copies) std::memcpy(copy.to, copy.from, copy.size);
     tsl::port::ScopedFlushDenormal flush;
     tsl::port::ScopedSetRound round(FE_TONEAREST);
     const absl::Status status = program->ExecuteThunks(&options, buffers);
     if (!status.ok()) Fail(ordinal, status);
     if (wrong != nullptr) *wrong ^= 1;
-    if (end_s > standin_now_s()) standin_nap(end_s - standin_now_s());
   }
 };
 
@@ -86,6 +87,7 @@ class Program : public xla::Executable {
     auto run = std::make_unique<Run>();
     run->ordinal = ordinal;
     run->program = cpu_;
+    run->pace = pace_;
     run->options.set_device_ordinal(ordinal);
     run->options.set_rng_seed(options->run_options().rng_seed());
     run->options.set_run_id(options->run_options().run_id());
@@ -160,6 +162,7 @@ class Program : public xla::Executable {
   }
 
   std::shared_ptr<xla::cpu::CpuExecutable> cpu_;
+  std::shared_ptr<Pace> pace_ = std::make_shared<Pace>();
   std::vector<double> heavy_;  // the elements that each product and convolution reads; once for those in a loop
 };
 

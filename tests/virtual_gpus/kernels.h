@@ -31,10 +31,13 @@ class Pace {
  public:
   template <typename Compute>
   void Run(double least_s, Compute compute) {
+    const double end_s = standin_now_s() + least_s;
     if (least_s > took_s_) standin_nap(least_s - took_s_);
     const double begin_s = standin_now_s();
     compute();
-    took_s_ = took_s_ + 0.2 * (standin_now_s() - begin_s - took_s_);
+    const double now_s = standin_now_s();
+    took_s_ = took_s_ + 0.2 * (now_s - begin_s - took_s_);
+    if (end_s > now_s) standin_nap(end_s - now_s);
   }
 
  private:

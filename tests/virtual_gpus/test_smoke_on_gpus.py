@@ -36,6 +36,12 @@ def test_on_virtual_gpus(on_virtual_gpus, seed, way, chosen):  # noqa: F811
     assert " passed" in printed
 
 
+def test_by_xla(on_virtual_gpus):  # noqa: F811
+    """The same models, as Keras has XLA compile them on GPUs."""
+    options = ["--gpus", "4", "--delay-us", "300", "--seed", "5", "--ahead", "--xla", "-m", "pytest", "--all", "-q"]
+    assert " passed" in on_virtual_gpus(*options, "-p", "no:cacheprovider", TESTS / FILES[0])
+
+
 @pytest.mark.parametrize("way", [["--ahead"], *some([], [[]])])
 def test_shards_on_any_number_of_gpus(on_virtual_gpus, way):  # noqa: F811
     """8 shards give the same bits on 1, 2, 4 and 8 GPUs."""

@@ -213,6 +213,8 @@ LOOPS_OVER_ROWS = (alone, by_number, over_rows_before, of_the_next_row, how_many
 )
 def test_rows_that_are_taken_apart(function):
     """Forward and backward as on one device, whether the rows meet each other or not."""
+    if function is interleaved and keras.__version__.startswith("3.10."):
+        pytest.skip("Keras 3.10's associative_scan recurs without end on one device, in a float64 trace")
     weight = tf.Variable(np.linspace(0.5, 1.5, 3))
 
     def step(x):

@@ -317,7 +317,9 @@ def test_build_symbolically_as_keras_does(form):
         one, metrics = Counted(2, name="one")(x), [keras.metrics.AUC(multi_label=True)]
         if form == "two outputs":
             model = keras.Model(x, {"b": one, "a": Counted(4, name="two")(one)})
-            keys = ("two", "one") if keras.__version__.startswith("3.10.") else ("a", "b")  # layers' names, or the dict's
+            keys = (
+                ("two", "one") if keras.__version__.startswith("3.10.") else ("a", "b")
+            )  # layers' names, or the dict's
             metrics = dict(zip(keys, (["mae"], ["mse"]), strict=True))
         elif form == "sequential":
             model = keras.Sequential([x, Counted(2, name="one")], name="model")

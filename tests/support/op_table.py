@@ -1,4 +1,4 @@
-"""Example calls of ops: what `test_ops` runs on towers and on one device.
+"""Example calls of ops: what `test_op_types` runs on towers and on one device.
 
 An example is a call of some data inputs, whose shapes are told in terms of the batch's rows: "n". Each of
 these is given in turn in each placement that its shape has; what is no data (axes, permutations) stands

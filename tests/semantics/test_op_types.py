@@ -1,8 +1,8 @@
 """Every op on towers gives one device's numbers, whatever the placements of its inputs: no rule is false.
 
 Each example of `op_table` is called with up to three combinations of placements of its inputs (NCCLSYNC_THOROUGH=1: up
-to 64), forward and backward, on batches that do not divide evenly. Many calls are one step, since a step costs more than an op; each has its own results.
-Where a step as a whole fails, it is halved until it is known which call does.
+to 64), forward and backward, on batches that do not divide evenly. Many calls are one step, since a step costs more
+than an op; each has its own results. Where a step as a whole fails, it is halved until it is known which call does.
 """
 
 import collections

@@ -107,17 +107,17 @@ def _decorate(options: ModelOptions, factory: Any) -> Any:
     @functools.wraps(factory)
     def build(*args, **kwargs):
         other_libraries.check_outside_strategy()
-        replicas = Towers.of(options)
+        towers = Towers.of(options)
         try:
-            with tf.device(f"/{replicas.devices[0]}"):
+            with tf.device(f"/{towers.devices[0]}"):
                 model = factory(*args, **kwargs)
             _check_model(model)
         except BaseException:
-            replicas.close()
+            towers.close()
             raise
-        attach(model, replicas)
-        if replicas.layout.meets_processes:
-            keep_in_step(model, replicas)
+        attach(model, towers)
+        if towers.layout.meets_processes:
+            keep_in_step(model, towers)
         if options.recipe is not None:
             follow(model, options.recipe)
         return model

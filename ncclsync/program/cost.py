@@ -122,7 +122,7 @@ class Costs:
             self.leave_out(op)
             return
         taken = any(one.kind in _OF_ROWS for one in given) or any(tensor.name in self._rows for tensor in op.inputs)
-        made = any(one.kind is Kind.ROWS for one in given) and any(map(_is_open, op.outputs))
+        made = any(one.kind is Kind.COUNTS for one in given) and any(map(_is_open, op.outputs))
         if taken or made:
             self.have_rows(op)
             self.alike.append(op)

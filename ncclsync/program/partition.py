@@ -37,7 +37,7 @@ from ncclsync.semantics.unordered import ADDS_SLICES, UNORDERED, added_up
 logger = logging.getLogger("ncclsync")
 
 # TensorFlow refuses them of a tensor of open shape, as that of gathered rows is where the trace's is not.
-_SHAPED = frozenset({"MatrixDiagV2", "MatrixDiagV3"})
+_OF_KNOWN_SHAPES = frozenset({"MatrixDiagV2", "MatrixDiagV3"})
 GATHER, FOLLOW = Collective(CollectiveKind.ALL_GATHER), Collective(CollectiveKind.BROADCAST)
 
 # Placed as what cannot be exchanged: computed again, of whole inputs.
@@ -153,7 +153,7 @@ class Partition(Placer):
                 f"Expected a step whose tensors can be brought together. Received: {op.type}, at "
                 f"{user_line(op.traceback)}, which {reason}. Move it out of the step, and report this line"
             ) from reason
-        if op.type in _SHAPED and op.inputs[0].shape.rank and call.inputs[0].kind is not Kind.LOCAL:
+        if op.type in _OF_KNOWN_SHAPES and op.inputs[0].shape.rank and call.inputs[0].kind is not Kind.LOCAL:
             shape = op.inputs[0].shape.as_list()
             if call.inputs[0].kind is Kind.SHARD:
                 shape[call.inputs[0].axis] = None
@@ -353,7 +353,7 @@ class Partition(Placer):
                     return tensor + first * tf.one_hot(0, tf.shape(tensor)[1], dtype=tensor.dtype)
         if not before.whole:
             tensor = self.convert(tensor, before, REPLICATE, op)
-        if after.kind is Kind.ROWS:
+        if after.kind is Kind.COUNTS:
             counts = np.reshape(after.counts, tensor.shape if tensor.shape.is_fully_defined() else [-1])
             with self._building():
                 return tf.where(np.equal(counts, 0), tensor, counts * tf.cast(self.share.rows, tensor.dtype))
@@ -390,7 +390,7 @@ class Partition(Placer):
                 return reduced
             with self._building():
                 return tf.cast(reduced, tf.bool)
-        if before.kind is Kind.ROWS:
+        if before.kind is Kind.COUNTS:
             counts = np.reshape(before.counts, tensor.shape if tensor.shape.is_fully_defined() else [-1])
             if before.unit and np.any(counts < 0):  # a tower may have none of the unit
                 summed = self.exchange(tensor, Collective(CollectiveKind.ALL_REDUCE, "sum"), op)
@@ -464,7 +464,7 @@ class Partition(Placer):
             return True
         op, given = tensor.op, self.graph.traced_inputs.get(tensor.op.name)
         if not depth or given is None or op.type not in rules.ELEMENTWISE | rules.MOVING:
-            return placed.kind is Kind.ROWS and not placed.unit
+            return placed.kind is Kind.COUNTS and not placed.unit
         return all(self.spares(*self.placed[name], depth - 1) for name in given)
 
     def _gathered(self, tensor: tf.Tensor, before: Placement, op: tf.Operation) -> tf.Tensor:
@@ -708,7 +708,7 @@ class Partition(Placer):
         plain = op.type.startswith("Assign")
         if roles <= {Role.PARTIAL, Role.PARTITION, Role.SEED}:
             for i, placed in enumerate(call.inputs):
-                if placed.kind in _RECOMPUTED | {Kind.SHARD, Kind.ROWS}:
+                if placed.kind in _RECOMPUTED | {Kind.SHARD, Kind.COUNTS}:
                     call.require(i, REPLICATE)
         elif roles == {Role.SUM} and plain:
             call.require(1, SUM)

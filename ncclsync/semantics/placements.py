@@ -14,7 +14,7 @@ class Kind(enum.Enum):
     REPLICATE = "replicate"
     SHARD = "shard"
     PARTIAL = "partial"
-    ROWS = "rows"
+    COUNTS = "counts"
     LOCAL = "local"
     AXES = "axes"
     PENDING = "pending"
@@ -36,7 +36,7 @@ class Placement:
                 does not matter. Rows of another `unit` than samples lie in the order of these units.
             PARTIAL: the batch's value is the towers' values reduced by `op`: "sum", "max", "min", "prod", or
                 "mean", which weighs each tower by its samples.
-            ROWS: integers, a scalar or a vector, that count rows: the batch's are the sums of the towers'.
+            COUNTS: integers, a scalar or a vector, that count rows: the batch's are the sums of the towers'.
                 `counts` has an entry per element: how many for each sample, -1 where that is not known, and
                 0 for an element that counts no rows and is the same on all towers.
             LOCAL: each tower's own; the batch has no such value. By agreement its mean by samples stands for
@@ -61,7 +61,7 @@ class Placement:
         each: of a SHARD, how many rows for each sample a block has, as far as it is known; 0: not known. It is no part
             of the placement: tensors that TensorFlow takes together have as many.
         op: see PARTIAL and LOCAL.
-        counts: see ROWS, ITEMS and PLACES.
+        counts: see COUNTS, ITEMS and PLACES.
         of: see AXES, PENDING and ITEMS.
     """
 
@@ -87,7 +87,7 @@ class Placement:
 
     def of_unit(self, unit: str) -> "Placement":
         """Return the placement of as many rows of another unit."""
-        rowed = self.kind in (Kind.SHARD, Kind.ROWS, Kind.AXES, Kind.PENDING)
+        rowed = self.kind in (Kind.SHARD, Kind.COUNTS, Kind.AXES, Kind.PENDING)
         return dataclasses.replace(self, unit=unit) if rowed and self.unit != unit else self
 
     @property
@@ -118,7 +118,7 @@ def partial(op: str) -> Placement:
 
 def rows(counts: tuple[int, ...]) -> Placement:
     """Return the placement of counts of rows; REPLICATE if no element counts any."""
-    return Placement(Kind.ROWS, counts=counts) if any(counts) else REPLICATE
+    return Placement(Kind.COUNTS, counts=counts) if any(counts) else REPLICATE
 
 
 def axes(of: Placement, axis: int) -> Placement:

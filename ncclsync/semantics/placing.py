@@ -140,7 +140,7 @@ class Placer(abc.ABC):
         op, kinds = call.op, {placed.kind for placed in call.inputs}
         if op.type in rules.DRAWS:
             return self._draw(call)
-        begins = op.type in ("TensorListReserve", "EmptyTensorList") and kinds <= {Kind.REPLICATE, Kind.ROWS}
+        begins = op.type in ("TensorListReserve", "EmptyTensorList") and kinds <= {Kind.REPLICATE, Kind.COUNTS}
         if begins and not any(placed.unit for placed in call.inputs):
             return list(rules.RULES[op.type](call) or self.whole(call))
         if self.row_by_row and kinds & {Kind.LOCAL, Kind.ITEMS}:
@@ -152,11 +152,11 @@ class Placer(abc.ABC):
         if self.is_function(op):
             return self._function(call)
         if Kind.LOCAL in kinds:
-            if kinds <= {Kind.LOCAL, Kind.REPLICATE, Kind.ROWS}:
+            if kinds <= {Kind.LOCAL, Kind.REPLICATE, Kind.COUNTS}:
                 if SEEDED in call.inputs:
                     # A tower's own count goes with what it has of its rows, not with its random numbers.
                     for i, placed in enumerate(call.inputs):
-                        if placed.kind is Kind.ROWS:
+                        if placed.kind is Kind.COUNTS:
                             call.require(i, REPLICATE)
                 return [_local_of(call.inputs)] * len(op.outputs)
             call.local = {i for i, placed in enumerate(call.inputs) if placed.kind is Kind.LOCAL}
@@ -194,7 +194,7 @@ class Placer(abc.ABC):
                 if (numbers := uneven.numbered(placed)) is not None:
                     call.require(i, numbers)
         units = {
-            placed.unit for placed in call.inputs if placed.kind in (Kind.SHARD, Kind.ROWS, Kind.AXES, Kind.PENDING)
+            placed.unit for placed in call.inputs if placed.kind in (Kind.SHARD, Kind.COUNTS, Kind.AXES, Kind.PENDING)
         }
         if units <= {""}:
             return self._of_samples(call)
@@ -216,7 +216,7 @@ class Placer(abc.ABC):
             for i, placed in enumerate(call.inputs):
                 if placed.kind is Kind.PARTIAL:
                     call.require(i, self.reduced(call.tensors[i]))
-        if any(placed.kind is Kind.ROWS for placed in call.inputs):
+        if any(placed.kind is Kind.COUNTS for placed in call.inputs):
             compared = [one for placed in call.inputs[: rules.COMPARING.get(kind, 0)] for one in placed.counts or (0,)]
             counts = kind in rules.COUNTING or (compared and all(compared))
             made = self._counted(call) if counts else None
@@ -224,7 +224,7 @@ class Placer(abc.ABC):
                 return made
             if kind not in rules.TAKING_COUNTS:
                 for i, placed in enumerate(call.inputs):
-                    if placed.kind is Kind.ROWS:
+                    if placed.kind is Kind.COUNTS:
                         call.require(i, REPLICATE)
         if all(placed.whole for placed in call.inputs):
             return [REPLICATE] * len(call.op.outputs)
@@ -236,7 +236,7 @@ class Placer(abc.ABC):
     def _counted(self, call: Call) -> list[Placement] | None:
         """Place what is computed of counts of rows: it is computed for several towers, `_TOWERS`."""
         fits = all(output.dtype in (tf.int32, tf.int64) for output in call.op.outputs)
-        if not fits or any(placed.kind not in (Kind.ROWS, Kind.REPLICATE) for placed in call.inputs):
+        if not fits or any(placed.kind not in (Kind.COUNTS, Kind.REPLICATE) for placed in call.inputs):
             return None
         given = []
         for tensor, placed in zip(call.op.inputs, call.inputs, strict=True):
@@ -272,7 +272,7 @@ class Placer(abc.ABC):
         shape = call.inputs[names.index("shape")]
         counted = [axis for axis, count in enumerate(shape.counts) if count]
         rank = call.op.outputs[0].shape.rank
-        if shape.kind is not Kind.ROWS or len(counted) != 1 or rank is None:
+        if shape.kind is not Kind.COUNTS or len(counted) != 1 or rank is None:
             return None
         (axis,) = counted
         made = shard(axis, 1, max(shape.counts[axis], 0), shape.unit)
@@ -282,7 +282,7 @@ class Placer(abc.ABC):
             placed, of = call.inputs[i], call.op.inputs[i].shape
             if name in ("shape", "seed", "key", "counter", "alg", "algorithm", "resource"):
                 continue
-            if placed.kind is Kind.ROWS:
+            if placed.kind is Kind.COUNTS:
                 call.require(i, REPLICATE)
             elif placed.kind is Kind.SHARD:
                 if apart or of.rank is None or placed.axis + rank - of.rank != axis:
@@ -317,7 +317,7 @@ class Placer(abc.ABC):
             handles = any(
                 p.kind is Kind.LOCAL and t.dtype == tf.resource for p, t in zip(call.inputs, call.tensors, strict=True)
             )
-            if Kind.LOCAL in kinds and kinds <= {Kind.LOCAL, Kind.REPLICATE, Kind.ROWS} and not handles:
+            if Kind.LOCAL in kinds and kinds <= {Kind.LOCAL, Kind.REPLICATE, Kind.COUNTS} and not handles:
                 return [_local_of(call.inputs)] * len(call.op.outputs)
             return self.whole(call)
 
@@ -394,7 +394,7 @@ class Placer(abc.ABC):
             made = self._body(op, body, placed, lenient, row_by_row=True)
             placed = [_joined(one, two) for one, two in zip(placed, made, strict=True)]
         goes_on = self._body(op, condition, placed, row_by_row=True)
-        counts = {one.counts for one in placed if one.kind is Kind.ROWS}
+        counts = {one.counts for one in placed if one.kind is Kind.COUNTS}
         if goes_on != [LOCAL] or counts != {(one,) for one in each}:
             raise Refused("the loop does not end with the last row")
         carried = [p for p, s in zip(placed, stays, strict=True) if not s]
@@ -420,7 +420,7 @@ _TOWERS = ((0, 0), (1, 0), (2, 2), (0, 1), (1, 1))
 def _of_tower(values: Sequence[np.ndarray], placed: Placement, own: int, batch: int) -> np.ndarray:
     """Return the integers that a tower has whose rows are those of one of BATCHES, and the whole batch is another."""
     whole = values[batch]
-    if placed.kind is not Kind.ROWS:
+    if placed.kind is not Kind.COUNTS:
         return whole
     rows, opened = BATCHES[own]
     counts = np.reshape(placed.counts, whole.shape)
@@ -530,7 +530,7 @@ class FunctionPlacer(Placer):
                 return [COUNTER]
             if op.type in ("Add", "AddV2") and inputs[0] == COUNTER and np.array_equal(call.constant(1), 1):
                 return [COUNTER]
-            if op.type == "Less" and inputs[0] == COUNTER and inputs[1].kind is Kind.ROWS:
+            if op.type == "Less" and inputs[0] == COUNTER and inputs[1].kind is Kind.COUNTS:
                 return [LOCAL]
             raise Refused(f"{op.type} {op.name} computes with the number of a row")
         sums = [

@@ -699,7 +699,7 @@ def _space_to_batch(call: Call) -> Sequence[Placement] | None:
 def _sizes(call: Call, index: int) -> bool:
     """Return whether input `index` is the shape of a tensor that has the rows along its first axis."""
     placed = call.inputs[index]
-    return placed.kind is Kind.ROWS and bool(placed.counts[0]) and not any(placed.counts[1:])
+    return placed.kind is Kind.COUNTS and bool(placed.counts[0]) and not any(placed.counts[1:])
 
 
 # GPUs' own recurrent networks, by the letters of their axes: b has the rows, p is added up over them, and * is a
@@ -819,12 +819,12 @@ TAKING_PLACES = names("AddV2 Cast GatherV2 Identity Mul Reshape SelectV2 Shape S
 def _strided_slice(call: Call) -> Sequence[Placement] | None:
     placed = call.inputs[0]
     for i in (1, 3):
-        if call.inputs[i].kind is Kind.ROWS:
+        if call.inputs[i].kind is Kind.COUNTS:
             call.require(i, REPLICATE)
     if placed.kind is not Kind.SHARD:
         return None
     spec = slice_spec(call)
-    if call.inputs[2].kind is Kind.ROWS and (spec is None or not _ends_with_rows(spec, call.inputs[2], placed)):
+    if call.inputs[2].kind is Kind.COUNTS and (spec is None or not _ends_with_rows(spec, call.inputs[2], placed)):
         call.require(2, REPLICATE)
         spec = slice_spec(call)
     if spec is None:
@@ -863,7 +863,7 @@ def slice_spec(call: Call) -> list[Any] | None:
         else:
             plain = strides is not None and strides[i] == 1
             from_first = bits["begin"] & bit or (begin is not None and begin[i] == 0)
-            to_rows = not back and call.inputs[2].kind is Kind.ROWS and call.inputs[2].counts[i]
+            to_rows = not back and call.inputs[2].kind is Kind.COUNTS and call.inputs[2].counts[i]
             to_last = "all" if bits["end"] & bit else "rows" if to_rows else "some"
             spec.append(to_last if plain and from_first else "some")
     spec += ["all"] * (rank - sum(one != "new" for one in spec))
@@ -887,7 +887,7 @@ def _sliced_axis(spec: list[Any], axis: int) -> Any:
 @rule_for("StridedSliceGrad", counting=True)
 def _strided_slice_back(call: Call) -> Sequence[Placement] | None:
     shape, placed = call.inputs[0], call.inputs[4]
-    if shape.kind is not Kind.ROWS or placed.kind is not Kind.SHARD or any(not p.whole for p in call.inputs[1:4]):
+    if shape.kind is not Kind.COUNTS or placed.kind is not Kind.SHARD or any(not p.whole for p in call.inputs[1:4]):
         return None
     axis = only_one(shape.counts)
     spec = None if axis is None else slice_spec(call)
@@ -939,20 +939,20 @@ def _slice(call: Call) -> Sequence[Placement] | None:
     if placed.kind is not Kind.SHARD:
         return None
     axis = placed.axis
-    if size.kind is Kind.ROWS:
+    if size.kind is Kind.COUNTS:
         count = size.counts[axis]
         if only_one(size.counts) != axis or not placed.each or count < 1 or count % placed.each:
             return None
         if count == placed.each * placed.blocks:  # all of them, so that it begins with the first
-            return [placed] if begin.whole or (begin.kind is Kind.ROWS and not any(begin.counts)) else None
-        first = begin.counts[axis] if begin.kind is Kind.ROWS else None
+            return [placed] if begin.whole or (begin.kind is Kind.COUNTS and not any(begin.counts)) else None
+        first = begin.counts[axis] if begin.kind is Kind.COUNTS else None
         zero = _constant_element(call, 1, axis) == 0
-        if begin.kind is Kind.ROWS and only_one(begin.counts) != axis:
+        if begin.kind is Kind.COUNTS and only_one(begin.counts) != axis:
             return None
         if not zero and (first is None or first < 0 or first % placed.each):
             return None
         return [shard(axis, count // placed.each, placed.each)]
-    if begin.kind is Kind.ROWS or not size.whole:
+    if begin.kind is Kind.COUNTS or not size.whole:
         return None
     if _constant_element(call, 1, axis) == 0 and _constant_element(call, 2, axis) == -1:
         return [placed]
@@ -985,7 +985,7 @@ def _count_rows(call: Call, index: int) -> None:
 @rule_for("BroadcastGradientArgs", counting=True)
 def _broadcast_axes(call: Call) -> Sequence[Placement] | None:
     """Say of each operand whether a gradient's rows are its own, or are added up since it has none."""
-    if any(placed.kind not in (Kind.ROWS, Kind.REPLICATE) for placed in call.inputs):
+    if any(placed.kind not in (Kind.COUNTS, Kind.REPLICATE) for placed in call.inputs):
         return None
     for i in range(len(call.inputs)):
         _count_rows(call, i)
@@ -998,7 +998,7 @@ def _broadcast_axes(call: Call) -> Sequence[Placement] | None:
     found = []
     for placed, length in zip(call.inputs, lengths, strict=True):
         axis = only_one(placed.counts)
-        if placed.kind is Kind.ROWS and axis is None:
+        if placed.kind is Kind.COUNTS and axis is None:
             return None
         found.append(None if axis is None else axis - length)
     if len({place for place in found if place is not None}) > 1:
@@ -1023,12 +1023,12 @@ def _reshape(call: Call) -> Sequence[Placement] | None:
         _count_rows(call, 1)
     placed, shape = call.inputs
     if placed.kind is Kind.PENDING:
-        fits = shape.kind is Kind.ROWS and placed.of is not None and only_one(shape.counts) == placed.of.axis
+        fits = shape.kind is Kind.COUNTS and placed.of is not None and only_one(shape.counts) == placed.of.axis
         return [placed.of] if fits and placed.of else None
     before, after = call.axes.lengths(call.op.inputs[0]), call.axes.lengths(call.op.outputs[0])
     if placed.kind not in (Kind.SHARD, Kind.PLACES) or before is None or after is None:
         return None
-    axis = only_one(shape.counts) if shape.kind is Kind.ROWS else _open_element(call, 1)
+    axis = only_one(shape.counts) if shape.kind is Kind.COUNTS else _open_element(call, 1)
     if axis is None:
         return None
     if placed.kind is Kind.PLACES:
@@ -1048,7 +1048,7 @@ def _reshape(call: Call) -> Sequence[Placement] | None:
 
 def _reshaped_length(placed: Placement, shape: Placement, axis: int, before: Any, after: Any) -> Rows | None:
     """Return how many rows for each of another unit than samples, which `Axes` knows nothing of, an axis is to have."""
-    if shape.kind is Kind.ROWS:
+    if shape.kind is Kind.COUNTS:
         return Rows(max(shape.counts[axis], 0))
     inner = _product([*before[: placed.axis], *before[placed.axis + 1 :], placed.each * placed.blocks])
     others = _product([*after[:axis], *after[axis + 1 :]])
@@ -1101,7 +1101,7 @@ def _pad(call: Call) -> Sequence[Placement] | None:
 @rule_for("Fill", "Empty", counting=True)
 def _fill(call: Call) -> Sequence[Placement] | None:
     dims = call.inputs[0]
-    axis = only_one(dims.counts) if dims.kind is Kind.ROWS else None
+    axis = only_one(dims.counts) if dims.kind is Kind.COUNTS else None
     if axis is None or not all(value.whole for value in call.inputs[1:]):
         return None
     return [shard(axis, 0, max(dims.counts[axis], 0))]
@@ -1113,7 +1113,7 @@ def _broadcast_to(call: Call) -> Sequence[Placement] | None:
     before, rank = lengths_of(call.op.inputs[0]), call.op.outputs[0].shape.rank
     if before is None or rank is None:
         return None
-    axis = only_one(shape.counts) if shape.kind is Kind.ROWS else None
+    axis = only_one(shape.counts) if shape.kind is Kind.COUNTS else None
     if axis is None:
         return None
     here = axis - (rank - len(before))
@@ -1134,7 +1134,7 @@ def _tile(call: Call) -> Sequence[Placement] | None:
     before = lengths_of(call.op.inputs[0])
     if before is None:
         return None
-    if times.kind is Kind.ROWS:
+    if times.kind is Kind.COUNTS:
         axis = only_one(times.counts)
         if axis is None or placed.kind is not Kind.REPLICATE or before[axis] != 1:
             return None
@@ -1194,7 +1194,13 @@ def _found(call: Call) -> Sequence[Placement] | None:
 @rule_for("Range", counting=True)
 def _range(call: Call) -> Sequence[Placement] | None:
     begin, end, step = call.inputs
-    if end.kind is not Kind.ROWS or call.constant(0) != 0 or call.constant(2) != 1 or not begin.whole or not step.whole:
+    if (
+        end.kind is not Kind.COUNTS
+        or call.constant(0) != 0
+        or call.constant(2) != 1
+        or not begin.whole
+        or not step.whole
+    ):
         return None
     return [Placement(Kind.PLACES, counts=(end.counts[0], 1), each=max(end.counts[0], 0))]
 
@@ -1343,7 +1349,7 @@ def rows_again(op: tf.Operation, given: Sequence[Placement], index: int) -> Plac
         return counted(given[0]).at(along)
     at, along = _SHAPED.get(op.type, (0, None))
     shape, rank = given[at] if given else REPLICATE, op.outputs[index].shape.rank
-    if op.type not in _SHAPED or shape.kind is not Kind.ROWS or not rank:
+    if op.type not in _SHAPED or shape.kind is not Kind.COUNTS or not rank:
         return None
     axis = next(i for i, count in enumerate(shape.counts) if count)  # of [rows, rows], as of all pairs, the first
     return shard(axis if along is None else along % rank, 1, max(shape.counts[axis], 0), shape.unit)
@@ -1380,9 +1386,9 @@ def _list_stack(call: Call) -> Sequence[Placement] | None:
 @rule_for("TensorListReserve", "EmptyTensorList", counting=True)
 def _list_begin(call: Call) -> Sequence[Placement] | None:
     shape, length = call.inputs
-    if shape.kind not in (Kind.ROWS, Kind.REPLICATE):
+    if shape.kind not in (Kind.COUNTS, Kind.REPLICATE):
         return None
-    if length.kind is Kind.ROWS and call.op.type == "TensorListReserve":  # one for each row
+    if length.kind is Kind.COUNTS and call.op.type == "TensorListReserve":  # one for each row
         return [items(dataclasses.replace(EACH, each=max(length.counts[0], 0)))]
     call.require(1, REPLICATE)
     known = call.constant(0)
@@ -1394,7 +1400,7 @@ def _shapes_item(call: Call, index: int, of: Placement) -> bool:
     shape = call.inputs[index]
     if of.kind is not Kind.SHARD:
         return shape.whole
-    if shape.kind is Kind.ROWS:
+    if shape.kind is Kind.COUNTS:
         return only_one(shape.counts) == of.axis
     known = call.constant(index)
     return known is not None and (known.ndim == 0 or known[of.axis] == -1)
@@ -1404,7 +1410,7 @@ def _shapes_item(call: Call, index: int, of: Placement) -> bool:
 def _list_get(call: Call) -> Sequence[Placement] | None:
     placed = call.inputs[0]
     if placed.kind is not Kind.ITEMS or any(
-        p.kind not in (Kind.REPLICATE, Kind.ROWS, Kind.LOCAL) for p in call.inputs[1:]
+        p.kind not in (Kind.REPLICATE, Kind.COUNTS, Kind.LOCAL) for p in call.inputs[1:]
     ):
         return None
     of = placed.of or REPLICATE

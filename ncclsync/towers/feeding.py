@@ -57,20 +57,20 @@ def split_batch(
             TensorFlow copies it when it is used.
         divided: what `layout.read` has returned for this batch; None: it is read now.
     """
-    spans = [begin(meter, rank, SHARD, after) for rank in layout.own_shards]
+    spans = [begin(meter, shard, SHARD, after) for shard in layout.own_shards]
     with tf.device("/CPU:0"):
         given = hold(batch, [op for span in spans for op in span.ops])
         (value,) = (layout.read(components_of(given)) if divided is None else divided) or [None]
         weights, held = (value, None) if layout.held is None else (None, value)
         shards = shard_batch(given, layout.shards, layout.own_shards, weights, held)
     batches, shares = [], list(shards.shares)
-    for i, (rank, device) in enumerate(zip(layout.own_shards, layout.shard_devices, strict=True)):
-        batch, share = shards.batches[i], shares[rank]
+    for i, (shard, device) in enumerate(zip(layout.own_shards, layout.shard_devices, strict=True)):
+        batch, share = shards.batches[i], shares[shard]
         with tf.device("/CPU:0"):
             batch = hold(batch, spans[i].end(components_of(batch)))
         if (copies or meter is not None) and device != "CPU:0":
-            batch, fraction = _copied((batch, share.fraction), rank, device, meter)
-            shares[rank] = Share(fraction, *share[1:])
+            batch, fraction = _copied((batch, share.fraction), shard, device, meter)
+            shares[shard] = Share(fraction, *share[1:])
         batches.append(batch)
     return Shards(batches, shards.sizes, shares)
 
@@ -117,8 +117,8 @@ class Staging:
             shards = split_batch(packed(specs, components), layout, meter, copies=True, divided=divided)
             with tf.device("/CPU:0"):
                 parts = [tf.stack(shards.sizes)]
-            for shard, rank in zip(shards.batches, layout.own_shards, strict=True):
-                parts += [shards.shares[rank].fraction, *components_of(shard)]
+            for batch, shard in zip(shards.batches, layout.own_shards, strict=True):
+                parts += [shards.shares[shard].fraction, *components_of(batch)]
             return parts
 
         # tf.function would return copies, by ops that nobody places: all of them on one GPU.
@@ -150,9 +150,9 @@ class Staging:
         with tf.device("/CPU:0"):
             sizes, shares = divide_rows(tf.reduce_sum(held), held)
         batches, width = [], len(rest) // len(self._layout.own_shards)
-        for i, rank in enumerate(self._layout.own_shards):
+        for i, shard in enumerate(self._layout.own_shards):
             fraction, *components = rest[i * width : (i + 1) * width]
-            shares[rank] = Share(fraction, *shares[rank][1:])
+            shares[shard] = Share(fraction, *shares[shard][1:])
             batches.append(packed(self._specs, components))
         return Shards(batches, sizes, shares)
 

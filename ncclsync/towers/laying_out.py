@@ -83,8 +83,8 @@ class _Run:
             self._has_samples = [tf.minimum(count, 1) for count in samples]
         handles = {name: towers.replicas.of_shards(variable) for name, variable in program.variables}
         self.values: list[dict[str, tf.Tensor]] = []
-        for i, rank in enumerate(towers.layout.own_shards):
-            arguments = [*components_of(shards.batches[i]), *shards.shares[rank]]
+        for i, shard in enumerate(towers.layout.own_shards):
+            arguments = [*components_of(shards.batches[i]), *shards.shares[shard]]
             values = dict(zip(program.arguments, arguments, strict=True)) | dict(program.captures)
             self.values.append(values | {name: copies[i].handle for name, copies in handles.items()})
         self._repeats = None if audit is None else audit.begin(self.values)

@@ -30,32 +30,23 @@ except ImportError as error:
     ) from error
 
 
-def _read_table(describe: Any, *outputs: Any) -> list[tuple]:
-    rows: list[tuple] = []
-    while describe(len(rows), *outputs) == 0:
-        name, *numbers = (output[0] for output in outputs)
-        rows.append((ffi.string(name).decode(), *numbers))
-    return rows
+def _enumerated(enum: str, prefix: str) -> dict[str, int]:
+    """Return the values of a C enum by their names without a prefix."""
+    return {name.removeprefix(prefix): value for value, name in sorted(ffi.typeof(enum).elements.items())}
 
 
-_NAME, _VALUE, _SIZE = ffi.new("const char**"), ffi.new("int*"), ffi.new("size_t*")
-
-STATUS_NAMES: dict[int, str] = {value: name for name, value in _read_table(lib.ncs_result_describe, _NAME, _VALUE)}
-DTYPES: dict[str, int] = {name: value for name, value, _ in _read_table(lib.ncs_dtype_describe, _NAME, _VALUE, _SIZE)}
-DTYPE_SIZES: dict[int, int] = {
-    value: size for _, value, size in _read_table(lib.ncs_dtype_describe, _NAME, _VALUE, _SIZE)
-}
+_STATUSES = _enumerated("ncclResult_t", "")
+STATUS_NAMES: dict[int, str] = {value: name for name, value in _STATUSES.items()}
+DTYPES: dict[str, int] = {name.lower(): value for name, value in _enumerated("ncclDataType_t", "nccl").items()}
+DTYPE_SIZES: dict[int, int] = {value: lib.ncs_size_of(value) for value in DTYPES.values()}
 DTYPE_NAMES: dict[int, str] = {value: name for name, value in DTYPES.items()}
-OPS: dict[str, int] = dict(_read_table(lib.ncs_op_describe, _NAME, _VALUE))
+OPS: dict[str, int] = {name.lower(): value for name, value in _enumerated("ncclRedOp_t", "nccl").items()}
 
 # Operations of fused arithmetic, and how many inputs and operations together one expression may have.
-ARITHMETIC: dict[str, int] = {
-    name.removeprefix("NCS_"): value for value, name in ffi.typeof("ncs_arithmetic").elements.items()
-}
+ARITHMETIC: dict[str, int] = _enumerated("ncs_arithmetic", "NCS_")
 MOST_REGISTERS: int = lib.NCS_MOST_REGISTERS
 MOST_PERIOD: int = lib.NCS_MOST_PERIOD
 
-_STATUSES = {name: value for value, name in STATUS_NAMES.items()}
 UNHANDLED_CUDA_ERROR = _STATUSES["ncclUnhandledCudaError"]
 INVALID_USAGE = _STATUSES["ncclInvalidUsage"]
 INVALID_ARGUMENT = _STATUSES["ncclInvalidArgument"]

@@ -115,6 +115,7 @@ class Communicator(abc.ABC):
     timeout_s: float | None = None
     compares_batches = False
     reads_same_rows = True
+    _closed = False  # by `close`
     _batch = ""  # of the last `on_batch` that named a batch
     size: int
     ranks: Sequence[int]
@@ -136,14 +137,14 @@ class Communicator(abc.ABC):
     def _run_group(self, collectives: Sequence[AnyCollective]) -> None:
         """Run at least one collective; lengths, operations and roots of the arguments are checked."""
 
-    @abc.abstractmethod
     def close(self) -> None:
         """End the communicator. Idempotent; any later collective raises NcclSyncError."""
+        self._closed = True
 
     @property
-    @abc.abstractmethod
     def closed(self) -> bool:
         """Return whether the communicator has ended: by ``close`` or by a failed collective."""
+        return self._closed or self.failure is not None
 
     def all_reduce(self, sends: Sequence[Any], recvs: Sequence[Any], op: str = "sum", *, label: str = "") -> None:
         """Reduce over all ranks; every rank receives the result. Collective; blocks until done.

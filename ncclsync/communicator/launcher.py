@@ -34,7 +34,6 @@ class LaunchFailure:
         label: as given at its launch.
         first: the number of its first collective, from 1.
         sizes: (elements, NCCL's number of the dtype) of its collectives; of the first few, if there are many.
-        count: the number of its collectives.
         was_delivered: whether an op may have computed with the failed group's results.
         progress: [N] how far each rank had come; ABSENT if the GPU's own work before the group had not ended.
     """
@@ -48,7 +47,6 @@ class LaunchFailure:
     label: int
     first: int
     sizes: tuple[tuple[int, int], ...]
-    count: int
     was_delivered: bool
     progress: tuple[Progress, ...]
 
@@ -146,7 +144,6 @@ class Launcher:
             label=reported.label,
             first=reported.first,
             sizes=tuple((reported.counts[i], reported.dtypes[i]) for i in range(named)),
-            count=reported.n_collectives,
             was_delivered=bool(reported.was_delivered),
             progress=tuple(Progress(reported.progress[r]) for r in range(self._size)),
         )

@@ -40,7 +40,7 @@ from ncclsync.communicator.base import (
 )
 from ncclsync.communicator.buffers import HOST, Buffers, empty_aligned
 from ncclsync.communicator.messages import MOST_BYTES, MessageError, Seal
-from ncclsync.communicator.native import ffi
+from ncclsync.communicator.native import ffi, lib
 from ncclsync.communicator.peers import MOST_TEXT, SILENCE_S, Doing, Peers, end_with_process, shortened
 from ncclsync.communicator.processes import Process, claim
 from ncclsync.errors import NcclSyncError, NcclUnavailableError, ProcessError
@@ -55,7 +55,6 @@ _LEAVE_S = 8.0  # that an ended process gives the others to end as well, if a pr
 _LEFT = -1  # stands for the number of collectives of a process that ends
 _PIECE_BYTES = 1 << 30  # MPI counts bytes by an int
 _SMALL = 1 << 18  # bytes of all ranks; up to here each process adds up the whole buffer
-_LONGEST_NAP_S = 1e-3  # between two tests of a request
 _BYTES = ffi.typeof("char*")
 
 # The next act of a process: run a collective, report that something of its own has failed, or end.
@@ -113,16 +112,7 @@ class MpiPeers(Peers):
 
     def _finish(self, request: Any, timeout_s: float | None) -> None:
         """Wait for a collective request of the joining."""
-
-        def wait(slice_s: float) -> bool:
-            until = time.monotonic() + slice_s
-            while not request.Test():
-                if time.monotonic() >= until:
-                    return False
-                time.sleep(_LONGEST_NAP_S)
-            return True
-
-        _wait_to_join(wait, timeout_s)
+        _wait_to_join(lambda slice_s: timeouts.poll(request.Test, slice_s), timeout_s)
 
     def _say_hello(self, timeout_s: float | None) -> list[tuple[str, set[int]]]:
         """Return [size] the name of each process' host, and the numbers of the cores that it may use. Collective."""
@@ -230,7 +220,7 @@ class MpiPeers(Peers):
         self.wait(waited, text, timeout_s, heeds=heeds)
         found = {i: _HEADER.unpack(self._opened(*self._awaited[i][:2])) for i in others}
         while heeds and any(header[3] > self.generation for header in found.values()):
-            time.sleep(_LONGEST_NAP_S)  # news of a failure is on its way
+            time.sleep(1e-3)  # news of a failure is on its way
             self.check(text)
         for i in others:
             del self._awaited[i]
@@ -264,20 +254,15 @@ class MpiPeers(Peers):
         """
 
         def poll(slice_s: float) -> bool:
-            began = time.monotonic()
-            while not self._mpi.Request.Testall(requests):
-                waited_s = time.monotonic() - began
-                if waited_s >= slice_s:
-                    self.check_silence(what)
-                    if heeds and self.failures != self.reported:
-                        self.check(what)
-                    return False
-                if waited_s > 5e-5:  # another process may need this core
-                    time.sleep(min(waited_s / 8, _LONGEST_NAP_S))
-            return True
+            if timeouts.poll(lambda: self._mpi.Request.Testall(requests), slice_s):
+                return True
+            self.check_silence(what)
+            if heeds and self.failures != self.reported:
+                self.check(what)
+            return False
 
         try:
-            timeouts.wait(poll, poll, call="MPI", what=lambda: what, timeout_s=timeout_s, arrived=self._missing)
+            timeouts.wait(poll, call="MPI", what=lambda: what, timeout_s=timeout_s, arrived=self._missing)
         except NcclSyncError as error:
             if self.failure is None:
                 self.failure = ProcessError(str(error))
@@ -493,7 +478,6 @@ def _wait_to_join(wait: Callable[[float], bool], timeout_s: float | None) -> Non
     """Wait for a step of the joining; `wait(slice_s)` returns whether it has ended."""
     timeouts.wait(
         wait,
-        wait,
         call="MPI_Init",
         what=lambda: "the joining of processes",
         timeout_s=timeout_s,
@@ -524,10 +508,6 @@ class MpiCommunicator(Communicator):
     """Join ranks of several processes in host memory. Ranks are numbered process by process.
 
     A process runs the collectives of all its communicators one after another, in the same order in all processes.
-
-    Attributes:
-        ranks: this process', a range.
-        timeout_s: how long a collective may wait for the other processes.
     """
 
     memory = HOST
@@ -554,18 +534,12 @@ class MpiCommunicator(Communicator):
         begins = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
         self._ranges = [range(*pair) for pair in itertools.pairwise(begins)]  # of ranks, by process
         self.size, self.ranks = size, self._ranges[self.peers.rank]
-        self._closed = False
         self._stranded: list[Any] = []  # memory that MPI may still write to after a failure
 
     @property
     def world_size(self) -> int:
         """Return the number of ranks in all processes."""
         return self._ranges[-1].stop
-
-    @property
-    def closed(self) -> bool:
-        """Return whether `close` was called, or another process has failed for good."""
-        return self._closed or self.peers.failure is not None
 
     @property
     def failure(self) -> BaseException | None:  # type: ignore[override]
@@ -591,10 +565,6 @@ class MpiCommunicator(Communicator):
     def _tell(self, words: str) -> None:
         if not self.closed:
             self.peers.report_failure(words, self.timeout_s)
-
-    def close(self) -> None:
-        """End the communicator. Idempotent; any later collective raises NcclSyncError."""
-        self._closed = True
 
     def reopen(self) -> None:
         """Do nothing, or raise the failure: processes cannot be joined again.
@@ -723,7 +693,8 @@ def _add_up(sends: Sequence[np.ndarray], into: np.ndarray, dtype: int, op: int) 
     pointers = [ffi.from_buffer("char*", send) for send in sends]
     target = ffi.from_buffer("char*", into, require_writable=True)
     count = into.size // native.DTYPE_SIZES[dtype]
-    status = native.cpu_all_reduce(native.process_pool(), pointers, [target] * len(sends), count, dtype, op)
+    handle, n = native.process_pool().handle, len(sends)
+    status = lib.ncs_cpu_all_reduce(handle, pointers, [target] * n, n, count, dtype, op)
     native.check(status, "ncs_cpu_all_reduce")
 
 

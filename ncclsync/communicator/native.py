@@ -72,8 +72,13 @@ def check(status: int, call: str, last_error: str = "") -> None:
 def check_failure(status: int, failure: Any) -> None:
     """Raise NcclError unless a native call succeeded; its ``ncs_failure`` describes the call."""
     if status != 0:
-        call = ffi.string(failure.call).decode() or "malloc"
-        check(status, call, words(failure))
+        check(status, ffi.string(failure.call).decode() or "malloc", words(failure))
+
+
+def call(function: Any, inputs: Sequence[Any], *outputs: Any) -> None:
+    """Call a function of the C library that takes an ``ncs_failure`` between inputs and outputs. Raises NcclError."""
+    failure = ffi.new("ncs_failure*")
+    check_failure(function(*inputs, failure, *outputs), failure)
 
 
 def words(failure: Any) -> str:
@@ -159,32 +164,13 @@ def _forget_process_pool() -> None:
 os.register_at_fork(after_in_child=_forget_process_pool)
 
 
-def cpu_all_reduce(pool: Pool, sends: list[Any], recvs: list[Any], count: int, dtype: int, op: int) -> int:
-    """All-reduce host memory, one pointer per rank; see ``ncs_cpu_all_reduce``.
-
-    Returns:
-        The status, unchecked: only the caller can say which argument was wrong.
-    """
-    return lib.ncs_cpu_all_reduce(pool.handle, sends, recvs, len(sends), count, dtype, op)
-
-
-def cpu_broadcast(pool: Pool, buffers: list[Any], count: int, dtype: int, root: int) -> int:
-    """Broadcast host memory, one pointer per rank; see ``ncs_cpu_broadcast``.
-
-    Returns:
-        The status, unchecked: only the caller can say which argument was wrong.
-    """
-    return lib.ncs_cpu_broadcast(pool.handle, buffers, len(buffers), count, dtype, root)
-
-
 def register_tensorflow(path: str) -> None:
     """Register the ops of ``csrc/tf`` with TensorFlow, whose functions they find in its library at ``path``.
 
     Raises:
         NcclError: this TensorFlow lacks a function, or refuses.
     """
-    failure = ffi.new("ncs_failure*")
-    check_failure(lib.ncs_tf_register(path.encode(), process_pool().handle, failure), failure)
+    call(lib.ncs_tf_register, [path.encode(), process_pool().handle])
 
 
 def find_gpu_streams(path: str) -> None:
@@ -193,8 +179,7 @@ def find_gpu_streams(path: str) -> None:
     Raises:
         NcclError: it cannot be loaded.
     """
-    failure = ffi.new("ncs_failure*")
-    check_failure(lib.ncs_tf_find_streams(path.encode(), failure), failure)
+    call(lib.ncs_tf_find_streams, [path.encode()])
 
 
 _TIMESTAMP = struct.Struct("=qqii")  # an ncs_timestamp, whose fields leave no gap
@@ -364,8 +349,8 @@ class NcclLibrary:
 
     def version(self) -> tuple[int, int, int]:
         """Return NCCL's version, e.g. ``(2, 32, 3)``. Needs no GPU."""
-        failure, version = ffi.new("ncs_failure*"), ffi.new("int*")
-        check_failure(lib.ncs_nccl_get_version(self.handle, failure, version), failure)
+        version = ffi.new("int*")
+        call(lib.ncs_nccl_get_version, [self.handle], version)
         code = version[0]
         thousand = 10000 if code >= 10000 else 1000  # until 2.8 the minor version had one digit
         return code // thousand, code % thousand // 100, code % 100

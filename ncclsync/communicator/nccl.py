@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import itertools
 import logging
 import math
 import os
@@ -60,11 +61,7 @@ class NcclCommunicator(Communicator):
     turns.
 
     Attributes:
-        size, world_size: the number of ranks here, and in all processes.
-        ranks, devices: this process' ranks, and the CUDA ordinal of each.
-        timeout_s: how long a collective may take, and before it the GPUs' own work; None for no limit.
-        repeatable: whether sums must have equal bits in every call and every run.
-        peers: the other processes, if they were joined by `from_peers`.
+        devices: the CUDA ordinal of each rank of this process.
     """
 
     waits = True
@@ -563,11 +560,13 @@ class NcclCommunicator(Communicator):
 
     def _wait_for_devices(self, handle: Any, what: Callable[[], str]) -> None:
         wait = nccl_calls.wait_for_devices
-        own_work, busy = (
-            lambda: f"the GPUs' own work before {what()}",
-            lambda: self._busy_words(nccl_calls.busy(handle, self.size)),
+
+        def busy() -> str:
+            return self._busy_words(nccl_calls.busy(handle, self.size))
+
+        self._run_task(
+            handle, lambda: f"the GPUs' own work before {what()}", "ncs_nccl_wait_for_devices", wait, wait, busy
         )
-        self._run_task(handle, own_work, "ncs_nccl_wait_for_devices", wait, wait, busy)
 
     def _run_task(
         self,
@@ -579,10 +578,10 @@ class NcclCommunicator(Communicator):
         arrived: Callable[[], str] | None = None,
     ) -> None:
         """Run a task and wait for its end; an error names the task."""
+        calls = itertools.chain([begin], itertools.repeat(go_on))
         try:
             timeouts.wait(
-                functools.partial(begin, handle),
-                functools.partial(go_on, handle),
+                lambda slice_s: next(calls)(handle, slice_s),
                 call=call,
                 what=what,
                 timeout_s=self.timeout_s,
@@ -618,7 +617,6 @@ class NcclCommunicator(Communicator):
     def _wait_for_abort(self, wait: Callable[[float], bool]) -> None:
         """Wait until the abort after an earlier failure has freed the communicator."""
         timeouts.wait(
-            wait,
             wait,
             call="ncclCommAbort",
             what=lambda: f"the abort of the earlier communicator on GPUs {list(self.devices)}",

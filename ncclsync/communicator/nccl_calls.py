@@ -67,8 +67,8 @@ def _advice(words: str) -> str:
 
 def unique_id(library: native.NcclLibrary) -> bytes:
     """Return the id by which ranks in several processes find each other. Raises NcclError."""
-    failure, made = ffi.new(_FAILURE), ffi.new(f"char[{UNIQUE_ID_BYTES}]")
-    native.check_failure(lib.ncs_nccl_get_unique_id(library.handle, failure, made), failure)
+    made = ffi.new(f"char[{UNIQUE_ID_BYTES}]")
+    native.call(lib.ncs_nccl_get_unique_id, [library.handle], made)
     return bytes(ffi.buffer(made))
 
 
@@ -118,9 +118,8 @@ def _raise_without_cuda(
     library: native.NcclLibrary, devices: Sequence[int], tried: list[str], error: NcclError
 ) -> NoReturn:
     """Raise that CUDA's libraries are missing. NCCL has its own runtime, and may know a deeper reason."""
-    failure = ffi.new(_FAILURE)
     try:
-        native.check_failure(lib.ncs_nccl_probe(library.handle, devices[0], failure), failure)
+        native.call(lib.ncs_nccl_probe, [library.handle, devices[0]])
     except NcclError as deeper:
         raise_explained(deeper, devices)
     if tried:
@@ -220,36 +219,35 @@ def wait_for_devices(comm: Any, slice_s: float) -> bool:
     return _is_done(lib.ncs_nccl_wait_for_devices(comm, slice_s, failure), failure)
 
 
+def _states(get: Any, comm: Any, size: int) -> list[int]:
+    states = ffi.new("int[]", size)
+    native.check(get(comm, states), get.__name__)
+    return list(states)
+
+
 def busy(comm: Any, size: int) -> list[int]:
     """Return the ranks, of this process' `size`, for which that wait is known to wait."""
-    states = ffi.new("int[]", size)
-    native.check(lib.ncs_nccl_get_busy(comm, states), "ncs_nccl_get_busy")
-    return [index for index, state in enumerate(states) if state]
+    return [index for index, state in enumerate(_states(lib.ncs_nccl_get_busy, comm, size)) if state]
 
 
 def progress(comm: Any, size: int) -> list[Progress]:
     """Return how far each of this process' `size` ranks has come in the current call."""
-    states = ffi.new("int[]", size)
-    native.check(lib.ncs_nccl_get_progress(comm, states), "ncs_nccl_get_progress")
-    return [Progress(state) for state in states]
+    return [Progress(state) for state in _states(lib.ncs_nccl_get_progress, comm, size)]
 
 
 def finalize(comm: Any) -> None:
     """Begin to end a healthy communicator; `wait`, then `destroy`. Raises NcclError."""
-    failure = ffi.new(_FAILURE)
-    native.check_failure(lib.ncs_nccl_finalize(comm, failure), failure)
+    native.call(lib.ncs_nccl_finalize, [comm])
 
 
 def destroy(comm: Any) -> None:
     """Free a finalized communicator. Raises NcclError, after which it is gone too."""
-    failure = ffi.new(_FAILURE)
-    native.check_failure(lib.ncs_nccl_destroy(comm, failure), failure)
+    native.call(lib.ncs_nccl_destroy, [comm])
 
 
 def abort(comm: Any) -> None:
     """Free any other communicator. Raises NcclError, after which it is gone too."""
-    failure = ffi.new(_FAILURE)
-    native.check_failure(lib.ncs_nccl_abort(comm, failure), failure)
+    native.call(lib.ncs_nccl_abort, [comm])
 
 
 def scratch(comm: Any, index: int, size_bytes: int) -> Any:
@@ -257,12 +255,11 @@ def scratch(comm: Any, index: int, size_bytes: int) -> Any:
 
     Raises NcclError.
     """
-    failure, pointer = ffi.new(_FAILURE), ffi.new("void**")
-    native.check_failure(lib.ncs_nccl_scratch(comm, index, size_bytes, failure, pointer), failure)
+    pointer = ffi.new("void**")
+    native.call(lib.ncs_nccl_scratch, [comm, index, size_bytes], pointer)
     return pointer[0]
 
 
 def copy(comm: Any, index: int, to: Any, source: Any, size_bytes: int) -> None:
     """Copy to or from the index-th device's memory. Blocks. Raises NcclError."""
-    failure = ffi.new(_FAILURE)
-    native.check_failure(lib.ncs_nccl_copy(comm, index, to, source, size_bytes, failure), failure)
+    native.call(lib.ncs_nccl_copy, [comm, index, to, source, size_bytes])

@@ -248,7 +248,6 @@ class Peers(abc.ABC):
 
         timeouts.wait(
             poll,
-            poll,
             call="save",
             what=lambda: "a file that process 0 writes",
             timeout_s=timeout_s,
@@ -390,9 +389,7 @@ class ServicePeers(Peers):
 
             waiting = self._waiting(run, number, text, heeds)
             try:
-                timeouts.wait(
-                    waiting, waiting, call="exchange", what=lambda: text, timeout_s=timeout_s, arrived=missing
-                )
+                timeouts.wait(waiting, call="exchange", what=lambda: text, timeout_s=timeout_s, arrived=missing)
             except NcclSyncError as error:
                 # This process has lost count of the exchanges; only a new start of all processes mends that.
                 if self.failure is None and error is not self.raised:

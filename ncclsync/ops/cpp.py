@@ -85,21 +85,27 @@ def compiled(name: str, source: str, folder: pathlib.Path) -> pathlib.Path:
     return made
 
 
-def reason_of(error: Exception) -> str:
-    """Say in a few words why `load` has raised."""
-    if isinstance(error, subprocess.CalledProcessError):
-        words = [line for line in error.stderr.split("\n") if "error" in line]
-        return f"{pathlib.Path(error.cmd[0]).name} says {words[0] if words else f'exit code {error.returncode}'}"
-    return str(error)
+def reason_not(variable: str, default: str, other: str, attempt: Callable[[], str | None]) -> str:
+    """Make an attempt that `load`s, unless an environment variable says otherwise; return why it has not succeeded.
 
-
-def choice(variable: str, default: str, other: str) -> str:
-    """Return which of two words an environment variable holds; the default, if none.
+    Args:
+        variable: holds one of two words.
+        default: that the attempt is made.
+        other: that it is not.
+        attempt: returns why it has not succeeded, if so; or raises what `load` or TensorFlow raises.
 
     Raises:
-        NcclSyncError: it holds another one.
+        NcclSyncError: the variable holds another word.
     """
     wanted = os.environ.get(variable, default)
     if wanted not in (default, other):
         raise NcclSyncError(f"Expected {variable} to be {default} or {other}. Received: {wanted}")
-    return wanted
+    if wanted == other:
+        return f"{variable}={other}"
+    try:
+        return attempt() or ""
+    except subprocess.CalledProcessError as error:
+        words = [line for line in error.stderr.split("\n") if "error" in line]
+        return f"{pathlib.Path(error.cmd[0]).name} says {words[0] if words else f'exit code {error.returncode}'}"
+    except (*ERRORS, tf.errors.OpError) as error:
+        return str(error)

@@ -30,15 +30,12 @@ class CpuCommunicator(Communicator):
     memory = HOST
 
     def __init__(self, size: int, *, pool: native.Pool | None = None) -> None:
-        """Make N ranks.
+        """Make `size` ranks. Raises TypeError or ValueError for bad arguments.
 
         Args:
             size: number of ranks.
             pool: worker threads of the caller's own, which must outlive the communicator;
                 by default those that all communicators share, one per usable core.
-
-        Raises:
-            TypeError, ValueError: bad arguments.
         """
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"Expected size to be a number of ranks, at least 1. Received: {size!r}")

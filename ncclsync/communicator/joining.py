@@ -19,8 +19,7 @@ def peers_of(process: Process, timeout_s: float | None) -> Peers:
         process: this one.
         timeout_s: how long to wait for the others; None for no limit.
 
-    Raises:
-        NcclSyncError: they cannot be joined.
+    Raises NcclSyncError if they cannot be joined.
     """
     if process.launcher == "Open MPI":
         return mpi.peers(timeout_s)

@@ -61,10 +61,9 @@ class Launcher:
     """
 
     def __init__(self, size: int, timeout_s: float | None, on_host: bool) -> None:
-        """Make a closed launcher.
+        """Make a closed launcher for so many ranks.
 
         Args:
-            size: number of ranks.
             timeout_s: the limit for a group, and for the GPUs' own work before it; None for none.
             on_host: whether buffers are in host memory.
         """

@@ -240,17 +240,13 @@ class MpiPeers(Peers):
         return [self.comm.Irecv([piece, self._mpi.BYTE], source, kind) for piece in _pieces(message)]
 
     def wait(self, requests: list[Any], what: str, timeout_s: float | None, *, heeds: bool = False) -> None:
-        """Wait for requests of mpi4py's.
+        """Wait for requests of mpi4py's. Raises as `timeouts.wait`, and ProcessError if another process is silent.
 
         Args:
             requests: what to wait for.
             what: it is, for messages.
             timeout_s: see `timeouts.wait`.
             heeds: whether another process' report of a failure ends the wait.
-
-        Raises:
-            ProcessError: another process is silent.
-            NcclTimeoutError, NcclSyncError: as `timeouts.wait`.
         """
 
         def poll(slice_s: float) -> bool:
@@ -300,11 +296,7 @@ class MpiPeers(Peers):
         return received
 
     def _opened(self, about: str, message: bytearray) -> bytes:
-        """Return the data of a sealed message.
-
-        Raises:
-            ProcessError: it has another seal; the agreement ends for good.
-        """
+        """Return the data of a sealed message. Another seal ends the agreement for good, by a ProcessError."""
         try:
             return self._seal.opened(about, message)
         except MessageError as error:
@@ -567,11 +559,7 @@ class MpiCommunicator(Communicator):
             self.peers.report_failure(words, self.timeout_s)
 
     def reopen(self) -> None:
-        """Do nothing, or raise the failure: processes cannot be joined again.
-
-        Raises:
-            ProcessError: the agreement has ended.
-        """
+        """Do nothing, or raise the failure: processes cannot be joined again."""
         if self.peers.failure is not None:
             raise self.peers.failure
 
@@ -645,7 +633,7 @@ class MpiCommunicator(Communicator):
             ends = [width * (writes.count * (i + 1) // self.peers.size) for i in range(self.peers.size)]
             parts = [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
         own = parts[self.peers.rank]
-        yield self._cut(sends, parts)
+        yield [[send[part] for send in sends] for part in parts]
         received, requests = self._receive_all([send[own] for send in sends])
         yield requests
         _add_up(received, total[own], writes.dtype, op)
@@ -659,7 +647,7 @@ class MpiCommunicator(Communicator):
     def _reduce_scatter(self, sends: list[np.ndarray], writes: Buffers, op: int) -> Stages:
         block = writes.count * _width(writes)
         parts = [slice(ranks.start * block, ranks.stop * block) for ranks in self._ranges]
-        yield self._cut(sends, parts)
+        yield [[send[part] for send in sends] for part in parts]
         # A copy of its own part: a rank may receive its block in place.
         received, requests = self._receive_all([send[parts[self.peers.rank]].copy() for send in sends])
         yield requests
@@ -667,10 +655,6 @@ class MpiCommunicator(Communicator):
             blocks = [each[i * block : (i + 1) * block] for each in received]
             _add_up(blocks, _view(pointer, writes), writes.dtype, op)
         yield []
-
-    def _cut(self, sends: Sequence[np.ndarray], parts: Sequence[slice]) -> Messages:
-        """Return [size] what to send: each process' part of each of this process' buffers."""
-        return [[send[part] for send in sends] for part in parts]
 
     def _receive_all(self, own: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[Any]]:
         """Return [world_size] buffers, one for each rank (of this process `own`), and requests for the others."""

@@ -55,15 +55,12 @@ TIMEOUT = _STATUSES["ncclTimeout"]
 
 
 def check(status: int, call: str, last_error: str = "") -> None:
-    """Raise unless a native call succeeded.
+    """Raise NcclError unless a native call returned success.
 
     Args:
         status: what the call returned.
         call: its name, for the message.
         last_error: the library's own words.
-
-    Raises:
-        NcclError: for every status but ``ncclSuccess``.
     """
     if status != 0:
         raise NcclError(status, call, last_error, STATUS_NAMES.get(status, "unknown status"))
@@ -99,8 +96,7 @@ class Pool:
             threads: how many threads work on a job, the calling one included.
             instruction_set: ``NCS_INSTRUCTION_SET_…``; others than the best are for tests.
 
-        Raises:
-            NcclError: no such instruction set on this machine, ``threads < 1``, or no thread to be had.
+        Raises NcclError: no such instruction set on this machine, ``threads < 1``, or no thread to be had.
         """
         handle = ffi.new("ncs_pool**")
         check(lib.ncs_pool_create(threads, instruction_set, handle), "ncs_pool_create")
@@ -146,8 +142,7 @@ _share = 0  # of the cores
 def share_cores(of_each: Sequence[Collection[int]]) -> None:
     """Let this process use its share of its cores; to be called before `process_pool`.
 
-    Args:
-        of_each: the cores that each process on this host may use, this one's among them.
+    `of_each` has the cores that each process on this host may use, this one's among them.
     """
     global _share
     users = collections.Counter(itertools.chain.from_iterable(of_each))
@@ -167,18 +162,13 @@ os.register_at_fork(after_in_child=_forget_process_pool)
 def register_tensorflow(path: str) -> None:
     """Register the ops of ``csrc/tf`` with TensorFlow, whose functions they find in its library at ``path``.
 
-    Raises:
-        NcclError: this TensorFlow lacks a function, or refuses.
+    Raises NcclError if this TensorFlow lacks a function, or refuses.
     """
     call(lib.ncs_tf_register, [path.encode(), process_pool().handle])
 
 
 def find_gpu_streams(path: str) -> None:
-    """Let the ops find the stream that TensorFlow computes on by the library at ``path``; see ``csrc/ncclsync.h``.
-
-    Raises:
-        NcclError: it cannot be loaded.
-    """
+    """Let the ops find TensorFlow's streams by the library at ``path``; see ``csrc/ncclsync.h``. Raises NcclError."""
     call(lib.ncs_tf_find_streams, [path.encode()])
 
 
@@ -208,11 +198,7 @@ class Timestamps:
         return int(ffi.cast("intptr_t", self.handle))
 
     def record(self, span: int, ends: bool, value: int = 0) -> None:
-        """Record that a span begins or ends, now.
-
-        Raises:
-            NcclError: there is no memory.
-        """
+        """Record that a span begins or ends, now. Raises NcclError if there is no memory."""
         check(lib.ncs_meter_record(self.handle, span, ends, value), "ncs_meter_record")
 
     def listen(self, hear: Any) -> None:
@@ -246,11 +232,7 @@ class Beat:
     """Tell other processes that this one is alive: a thread's work, which no lock of Python's holds up."""
 
     def __init__(self, interval_s: float) -> None:
-        """Begin.
-
-        Args:
-            interval_s: seconds between two beats.
-        """
+        """Begin to beat every so many seconds."""
         handle = ffi.new("ncs_beat**")
         check(lib.ncs_beat_create(interval_s, handle), "ncs_beat_create")
         self._handle: Any = handle[0]  # never freed by itself: a forked child has no such thread
@@ -328,11 +310,8 @@ class NcclLibrary:
     def __init__(self) -> None:
         """Load the first libnccl that can be loaded.
 
-        ``NCCLSYNC_NCCL_LIBRARY`` decides if it is set; otherwise the file of the nvidia-nccl
-        wheel, then the loader's path.
-
-        Raises:
-            NcclUnavailableError: there is none, or none that is new enough; names all that were tried.
+        ``NCCLSYNC_NCCL_LIBRARY`` decides if it is set; otherwise the nvidia-nccl wheel's file, then the loader's path.
+        Raises NcclUnavailableError, which names all that were tried, if none is there, or none that is new enough.
         """
         failure, handle = ffi.new("ncs_failure*"), ffi.new("ncs_nccl**")
         tried = []
@@ -359,7 +338,6 @@ class NcclLibrary:
 def nccl_version() -> tuple[int, int, int]:
     """Return the version of the NCCL that would be used. Needs neither GPU nor driver.
 
-    Raises:
-        NcclUnavailableError: there is no libnccl.
+    Raises NcclUnavailableError if there is no libnccl.
     """
     return NcclLibrary().version()

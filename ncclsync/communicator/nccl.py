@@ -107,7 +107,7 @@ class NcclCommunicator(Communicator):
         preflight: bool = True,
         repeatable: bool = False,
     ) -> NcclCommunicator:
-        """Join GPUs of several processes. Collective; blocks until the ranks of all processes are up.
+        """Join GPUs of several processes. Collective; blocks until the ranks of all are up. Raises as the class.
 
         Args:
             unique_id: what ``NcclCommunicator.unique_id()`` has returned in one of the processes.
@@ -115,9 +115,6 @@ class NcclCommunicator(Communicator):
             ranks: this process' ranks; each in exactly one process.
             devices: CUDA ordinals, one for each of `ranks`.
             timeout_s, preflight, repeatable: as of the class; the last two equal in all processes.
-
-        Raises:
-            As the class does.
         """
         if not isinstance(unique_id, bytes) or len(unique_id) != nccl_calls.UNIQUE_ID_BYTES:
             raise ValueError(
@@ -149,16 +146,12 @@ class NcclCommunicator(Communicator):
         """Join GPUs of several processes, which look after each other. Collective; blocks until all ranks are up.
 
         Processes' ranks follow each other: 0 and 1 of the first. A process that fails, ends or is silent ends what the
-        others wait for by an error that names it. After a failure `reopen` joins all anew.
+        others wait for by a ProcessError that names it. After a failure `reopen` joins all anew. Raises as the class.
 
         Args:
             peers: the processes.
             devices: CUDA ordinals of this one's.
             timeout_s, preflight, repeatable: as of `from_unique_id`.
-
-        Raises:
-            ProcessError: another process has failed, ended or gone silent.
-            As the class does.
         """
         self = cls.__new__(cls)
         self.peers = peers
@@ -191,11 +184,8 @@ class NcclCommunicator(Communicator):
     def unique_id() -> bytes:
         """Return what ranks in several processes find each other by: made in one, given to all.
 
-        NCCL then listens on a network interface (``NCCL_SOCKET_IFNAME`` chooses it).
-
-        Raises:
-            NcclUnavailableError: no libnccl.
-            NcclError: NCCL found no interface.
+        NCCL then listens on a network interface (``NCCL_SOCKET_IFNAME`` chooses it). Raises NcclError if it finds none,
+        NcclUnavailableError if there is no libnccl.
         """
         return nccl_calls.unique_id(native.NcclLibrary())
 
@@ -374,11 +364,7 @@ class NcclCommunicator(Communicator):
         return what, self._progress_words(found.progress)
 
     def warn_of_pending(self, warned: int) -> int:
-        """Log a launched group that has been pending for long; return its number, `warned` if there is none.
-
-        Args:
-            warned: the number of the group that was logged last.
-        """
+        """Log a launched group that has been pending for long; return its number, or that of the last one, `warned`."""
         pending = None if self._launcher is None else self._launcher.pending()
         if pending is None or pending.group <= warned or pending.waited_s < timeouts.WARN_AFTER_S:
             return warned
@@ -444,8 +430,7 @@ class NcclCommunicator(Communicator):
     def _heed(self) -> None:
         """Abort the communicator if a process has failed since it was joined: its ranks are not to be waited for.
 
-        Raises:
-            ProcessError: another one has, which was not reported yet.
+        Raises ProcessError if another one has, which was not reported yet.
         """
         if self.peers is None or self._is_closed:
             return

@@ -75,7 +75,7 @@ def unique_id(library: native.NcclLibrary) -> bytes:
 def create(
     library: native.NcclLibrary, joined_by: bytes | None, world_size: int, ranks: Sequence[int], devices: Sequence[int]
 ) -> Any:
-    """Begin to join CUDA devices; see ``ncs_nccl_create``. `wait` ends it.
+    """Begin to join CUDA devices; see ``ncs_nccl_create``. `wait` ends it, `destroy` or `abort` frees the handle.
 
     Args:
         library: the NCCL to use.
@@ -83,9 +83,6 @@ def create(
         world_size: the number of ranks in all processes.
         ranks: those of this process.
         devices: CUDA ordinals, one for each of `ranks`.
-
-    Returns:
-        The communicator's handle, to be ended by `destroy` or `abort`.
 
     Raises:
         NcclUnavailableError: no driver, or no CUDA runtime.
@@ -194,12 +191,9 @@ def check_group(comm: Any, group: Group, name: Callable[[int], str]) -> None:
 
 
 def run_group(comm: Any, group: Group, slice_s: float, name: Callable[[int], str]) -> bool:
-    """Begin to run a group that `check_group` has passed, and wait as `wait` does.
+    """Begin to run a group that `check_group` has passed, and wait as `wait` does; see ``ncs_nccl_run_group``.
 
-    See ``ncs_nccl_run_group``; the arguments are those of `check_group`.
-
-    Raises:
-        NcclError: a call failed; the error names the collective, if it was one's.
+    Raises NcclError, which names the collective, if one's call failed.
     """
     status = lib.ncs_nccl_run_group(comm, group.array, group.size, slice_s, group.failure)
     try:
@@ -211,10 +205,7 @@ def run_group(comm: Any, group: Group, slice_s: float, name: Callable[[int], str
 
 
 def wait_for_devices(comm: Any, slice_s: float) -> bool:
-    """Begin, or go on, to wait for the GPUs' own work; return whether it has ended.
-
-    See ``ncs_nccl_wait_for_devices``. Raises NcclError.
-    """
+    """Begin, or go on, to wait for the GPUs' own work; return whether it has ended. Raises NcclError."""
     failure = ffi.new(_FAILURE)
     return _is_done(lib.ncs_nccl_wait_for_devices(comm, slice_s, failure), failure)
 

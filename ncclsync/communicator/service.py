@@ -210,8 +210,7 @@ class KeyService:
     def put(self, key: str, value: Any) -> bool:
         """Give all processes a value, as `messages.written` takes it; return False if the key has one already.
 
-        Raises:
-            NcclSyncError: process 0 is not reached.
+        Raises NcclSyncError if process 0 is not reached.
         """
         if self._rank == 0:
             return self._store.put(key, messages.written(value))
@@ -220,9 +219,7 @@ class KeyService:
     def get(self, key: str, wait_s: float, most_bytes: int = MOST_BYTES) -> Any:
         """Return a key's value as soon as there is one; None if there is none for so many seconds.
 
-        Raises:
-            NcclSyncError: process 0 is not reached.
-            MessageError: it has more bytes.
+        Raises NcclSyncError if process 0 is not reached, MessageError if the value has more than `most_bytes`.
         """
         if self._rank == 0:
             found: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -416,11 +413,7 @@ class KeyService:
 
 
 def _listen(host: str, port: int, on_one_host: bool) -> socket.socket:
-    """Return a socket that listens at an address.
-
-    Raises:
-        NcclSyncError: the address is not this host's, or the port is taken.
-    """
+    """Return a socket that listens at an address. Raises NcclSyncError: it is not this host's, or the port is taken."""
     chosen = os.environ.get(VARIABLE) or _bound(host, on_one_host)
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(chosen, port, type=socket.SOCK_STREAM)[0]

@@ -58,9 +58,8 @@ def load(name: str, source: str, opens: Callable[[str], _Opened]) -> _Opened:
 def compiled(name: str, source: str, folder: pathlib.Path) -> pathlib.Path:
     """Return the library, for the installed TensorFlow; compile it unless the folder has it.
 
-    Raises:
-        OSError: there is no C++ compiler, or the folder cannot be written to, or belongs to another user.
-        subprocess.SubprocessError: it does not compile.
+    Raises OSError if there is no C++ compiler, or the folder cannot be written to, or belongs to another user; and
+    subprocess.SubprocessError if it does not compile.
     """
     flags = [*_FLAGS, *tf.sysconfig.get_compile_flags()]
     built = [tf.version.VERSION, tf.version.GIT_VERSION, tf.version.COMPILER_VERSION, platform.machine()]
@@ -86,16 +85,10 @@ def compiled(name: str, source: str, folder: pathlib.Path) -> pathlib.Path:
 
 
 def reason_not(variable: str, default: str, other: str, attempt: Callable[[], str | None]) -> str:
-    """Make an attempt that `load`s, unless an environment variable says otherwise; return why it has not succeeded.
+    """Make an attempt that `load`s, unless a variable of the environment says `other`; return why it did not succeed.
 
-    Args:
-        variable: holds one of two words.
-        default: that the attempt is made.
-        other: that it is not.
-        attempt: returns why it has not succeeded, if so; or raises what `load` or TensorFlow raises.
-
-    Raises:
-        NcclSyncError: the variable holds another word.
+    `attempt` returns the reason, or raises what `load` or TensorFlow raises. Raises NcclSyncError if the variable holds
+    a word that is neither `default` nor `other`.
     """
     wanted = os.environ.get(variable, default)
     if wanted not in (default, other):

@@ -21,10 +21,8 @@ VARIABLE = "NCCLSYNC_GPU_EVENTS"
 def missing() -> str:
     """Return why exchanges do not know TensorFlow's streams in this process, or ""; decided once, and logged.
 
-    NCCLSYNC_GPU_EVENTS=context in the environment says that they need not.
-
-    Raises:
-        NcclSyncError: NCCLSYNC_GPU_EVENTS is neither "stream" nor "context".
+    NCCLSYNC_GPU_EVENTS=context in the environment says that they need not; other words than that and "stream" are a
+    NcclSyncError.
     """
     load = functools.partial(cpp.load, "gpu_stream", tf_compat.GPU_STREAM_SOURCE, native.find_gpu_streams)
     reason = cpp.reason_not(VARIABLE, "stream", "context", load)

@@ -172,10 +172,8 @@ def agree(communicator: Communicator, text: str, turns: Turns, numbers: Sequence
         communicator: see `Communicator.agree`.
         text: what has been launched, equal in all processes.
         turns: see `group_exchange`.
-        numbers: int64 vectors of this process, in the host's memory, such as sizes of tensors yet to be computed.
-
-    Returns:
-        An int64 vector in the host's memory.
+        numbers: int64 vectors of this process, in the host's memory, such as sizes of tensors yet to be computed. The
+            result is such a vector, too.
     """
     borrowed = weakref.ref(communicator)
 

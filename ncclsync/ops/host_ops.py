@@ -17,11 +17,7 @@ from ncclsync.errors import NcclError, NcclSyncError
 
 @functools.cache
 def register() -> None:
-    """Register ncclsync's ops with TensorFlow; once per process.
-
-    Raises:
-        NcclSyncError: this TensorFlow does not take them.
-    """
+    """Register ncclsync's ops with TensorFlow; once per process. Raises NcclSyncError if it does not take them."""
     library = next(flag.partition(":")[2] for flag in tf.sysconfig.get_link_flags() if flag.startswith("-l:"))
     try:
         native.register_tensorflow(os.path.join(tf.sysconfig.get_lib(), library))
@@ -85,7 +81,7 @@ def create(
     attributes: Mapping[str, Any],
     device: str = "/CPU:0",
 ) -> tf.Operation:
-    """Add an op of ncclsync's to the graph that is being built.
+    """Add an op of ncclsync's to the graph that is being built. Raises as `register`.
 
     Args:
         op: its type.
@@ -93,9 +89,6 @@ def create(
         dtypes: of its outputs.
         attributes: dtypes, ints, or lists of either.
         device: where it runs.
-
-    Raises:
-        NcclSyncError: see `register`.
     """
     register()
     node = tf.compat.v1.NodeDef()

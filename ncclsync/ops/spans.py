@@ -263,13 +263,9 @@ class Meter:
 
     @contextlib.contextmanager
     def reported_to(self, watchers: Sequence[Callable[[Measured], None]], traced: bool) -> Iterator[None]:
-        """Report the recording of the body, also if the body fails, but not if there was no batch left for it.
+        """Report the recording of the body to watchers, also if it fails, but not if there was no batch left for it.
 
-        While TensorFlow's profiler is recording, the spans are shown to it too.
-
-        Args:
-            watchers: receive the report.
-            traced: see `Measured`.
+        `traced` is `Measured`'s. While TensorFlow's profiler is recording, the spans are shown to it too.
         """
         self._profiled.clear()  # of a call that failed
         self._timestamps.listen(self._show if tf_compat.is_profiling() else None)

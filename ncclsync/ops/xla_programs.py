@@ -31,13 +31,11 @@ _WORDS = {
 def share(devices: tuple[str, ...]) -> bool:
     """Let these devices share what XLA compiles, as far as they are of a kind; return whether all do.
 
-    Decided once, and logged. NCCLSYNC_XLA_PROGRAMS=own in the environment says that each compiles for itself.
+    Decided once, and logged. NCCLSYNC_XLA_PROGRAMS=own in the environment says that each compiles for itself; other
+    words than that and "shared" are a NcclSyncError.
 
     Args:
         devices: such as "GPU:0", of this process.
-
-    Raises:
-        NcclSyncError: NCCLSYNC_XLA_PROGRAMS is neither "shared" nor "own".
     """
     devices = tuple(dict.fromkeys(devices))  # CPU towers are on one
     if len(devices) < 2:

@@ -247,7 +247,8 @@ ncclResult_t ncs_nccl_create(ncs_nccl* nccl, const char* cudart_path, const char
  * be called on the communicator. Not for two threads at once on one communicator. */
 ncclResult_t ncs_nccl_wait(ncs_nccl_comm* comm, double slice_s, /*outputs*/ ncs_failure* failure);
 
-/* How far each rank of this process is with the call under way. NCCL reports nothing of other processes' ranks. */
+/* How far each rank of this process is with the call under way. NCCL reports nothing of other processes' ranks. During
+ * ncs_nccl_wait_for_devices: NCS_ABSENT if its device's work is known not to have ended, else NCS_LAUNCHED. */
 typedef enum {
   NCS_ABSENT = 0,   /* NCCL has not launched it yet */
   NCS_LAUNCHED = 1, /* queued on its GPU, or running and waiting for the other ranks */
@@ -293,9 +294,6 @@ ncclResult_t ncs_nccl_check_group(const ncs_nccl_comm* comm, const ncs_collectiv
  * allocator may have handed them out while earlier work of its stream was pending). Work queued during the wait is not
  * waited for. csrc/README.md says how; it fails while a stream of a device is being captured into a graph. */
 ncclResult_t ncs_nccl_wait_for_devices(ncs_nccl_comm* comm, double slice_s, /*outputs*/ ncs_failure* failure);
-
-/* During that wait: for each rank, 1 if its device's work is known not to have ended, else 0. */
-ncclResult_t ncs_nccl_get_busy(const ncs_nccl_comm* comm, /*outputs*/ int* busy);
 
 /* Runs collectives, checked by ncs_nccl_check_group, as one group that is opened and closed here, also when a call
  * fails; every rank makes its calls in the order of `collectives`. Launches on the communicator's own streams, then

@@ -358,10 +358,9 @@ class NcclCommunicator(Communicator):
             for index, ((kind, label), size) in enumerate(zip(kinds, found.sizes, strict=False))
         ]
         what = _list(len(names), names.__getitem__) if names else "a group of collectives"
-        if found.stage == OWN_WORK:
-            busy = [i for i, reached in enumerate(found.progress) if reached is Progress.ABSENT]
-            return f"the GPUs' own work before {what}", self._busy_words(busy)
-        return what, self._progress_words(found.progress)
+        own_work = found.stage == OWN_WORK
+        what = f"the GPUs' own work before {what}" if own_work else what
+        return what, self._progress_words(found.progress, own_work)
 
     def warn_of_pending(self, warned: int) -> int:
         """Log a launched group that has been pending for long; return its number, or that of the last one, `warned`."""
@@ -491,7 +490,12 @@ class NcclCommunicator(Communicator):
                 nccl_calls.destroy(handle)
 
     def _join(self) -> None:
-        self._check_different()
+        shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+        if len(set(self.devices)) != len(self.devices) and not shared:
+            raise ValueError(
+                f"Expected every GPU once. Received: devices={list(self.devices)}. (NCCL 2.30 and newer let "
+                "ranks share a GPU, as an experiment, where NCCL_MULTI_RANK_GPU_ENABLE=1 is set.)"
+            )
         nvls.apply(self.repeatable)
         handle = nccl_calls.create(self._library, self._joined_by, self._world_size, self.ranks, self.devices)
         with self._aborted_on_error(handle):
@@ -507,14 +511,6 @@ class NcclCommunicator(Communicator):
         self._handle, self._failure = handle, None
         if self._launcher is not None:
             self._launcher.open(handle)
-
-    def _check_different(self) -> None:
-        shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-        if len(set(self.devices)) != len(self.devices) and not shared:
-            raise ValueError(
-                f"Expected every GPU once. Received: devices={list(self.devices)}. (NCCL 2.30 and newer let "
-                "ranks share a GPU, as an experiment, where NCCL_MULTI_RANK_GPU_ENABLE=1 is set.)"
-            )
 
     def _run_group(self, collectives: Sequence[AnyCollective]) -> None:
         buffers = [read_buffers(one, self.memory, self._world_size) for one in collectives]
@@ -545,13 +541,8 @@ class NcclCommunicator(Communicator):
 
     def _wait_for_devices(self, handle: Any, what: Callable[[], str]) -> None:
         wait = nccl_calls.wait_for_devices
-
-        def busy() -> str:
-            return self._busy_words(nccl_calls.busy(handle, self.size))
-
-        self._run_task(
-            handle, lambda: f"the GPUs' own work before {what()}", "ncs_nccl_wait_for_devices", wait, wait, busy
-        )
+        words = "the GPUs' own work before"
+        self._run_task(handle, lambda: f"{words} {what()}", "ncs_nccl_wait_for_devices", wait, own_work=True)
 
     def _run_task(
         self,
@@ -559,18 +550,18 @@ class NcclCommunicator(Communicator):
         what: Callable[[], str],
         call: str,
         begin: Callable[[Any, float], bool],
-        go_on: Callable[[Any, float], bool] = nccl_calls.wait,
-        arrived: Callable[[], str] | None = None,
+        *,
+        own_work: bool = False,
     ) -> None:
-        """Run a task and wait for its end; an error names the task."""
-        calls = itertools.chain([begin], itertools.repeat(go_on))
+        """Run a task and wait for its end, the GPUs' own work by `begin` itself; an error names the task."""
+        calls = itertools.chain([begin], itertools.repeat(begin if own_work else nccl_calls.wait))
         try:
             timeouts.wait(
                 lambda slice_s: next(calls)(handle, slice_s),
                 call=call,
                 what=what,
                 timeout_s=self.timeout_s,
-                arrived=arrived or (lambda: self._progress_words(nccl_calls.progress(handle, self.size))),
+                arrived=lambda: self._progress_words(nccl_calls.progress(handle, self.size), own_work),
                 check=None if self.peers is None else self.peers.check,
             )
         except NcclError as error:
@@ -609,12 +600,11 @@ class NcclCommunicator(Communicator):
             arrived=lambda: "the GPUs' own work has to end first",
         )
 
-    def _busy_words(self, busy: Sequence[int]) -> str:
-        """Return a phrase that names the ranks whose own work is known not to have ended."""
-        return f"{self._names(busy) or 'no rank any more'} still busy"
-
-    def _progress_words(self, states: Sequence[Progress]) -> str:
-        """Return a phrase that says which ranks have arrived, as far as it is known here."""
+    def _progress_words(self, states: Sequence[Progress], own_work: bool) -> str:
+        """Return a phrase that says which ranks have arrived, or whose own work has not ended, as far as is known."""
+        if own_work:
+            busy = [i for i, reached in enumerate(states) if reached is Progress.ABSENT]
+            return f"{self._names(busy) or 'no rank any more'} still busy"
         words = []
         for state, verb in (
             (Progress.DONE, "done"),

@@ -210,20 +210,11 @@ def wait_for_devices(comm: Any, slice_s: float) -> bool:
     return _is_done(lib.ncs_nccl_wait_for_devices(comm, slice_s, failure), failure)
 
 
-def _states(get: Any, comm: Any, size: int) -> list[int]:
-    states = ffi.new("int[]", size)
-    native.check(get(comm, states), get.__name__)
-    return list(states)
-
-
-def busy(comm: Any, size: int) -> list[int]:
-    """Return the ranks, of this process' `size`, for which that wait is known to wait."""
-    return [index for index, state in enumerate(_states(lib.ncs_nccl_get_busy, comm, size)) if state]
-
-
 def progress(comm: Any, size: int) -> list[Progress]:
-    """Return how far each of this process' `size` ranks has come in the current call."""
-    return [Progress(state) for state in _states(lib.ncs_nccl_get_progress, comm, size)]
+    """Return how far each of this process' `size` ranks has come in the current call; see ``ncs_nccl_get_progress``."""
+    states = ffi.new("int[]", size)
+    native.check(lib.ncs_nccl_get_progress(comm, states), "ncs_nccl_get_progress")
+    return [Progress(state) for state in states]
 
 
 def finalize(comm: Any) -> None:

@@ -18,8 +18,6 @@ from ncclsync.errors import NcclPreflightError, NcclTimeoutError
 
 COUNT = 4096  # elements per message: enough for each of NCCL's channels to carry some
 
-RunTask = Callable[[Callable[[], str], str, Callable[[Any, float], bool]], None]
-
 _INT32 = native.DTYPES["int32"]
 
 _CAUSES = (
@@ -29,7 +27,7 @@ _CAUSES = (
 )
 
 
-def check_paths(comm: Any, ranks: Sequence[int], world_size: int, run: RunTask) -> None:
+def check_paths(comm: Any, ranks: Sequence[int], world_size: int, run: Callable[..., None]) -> None:
     """Send known numbers between all ranks and compare what this process' ranks receive. Collective.
 
     Args:

@@ -58,13 +58,12 @@ _COLLECTIVES = "AllReduce, Broadcast, ReduceScatter or AllGather"
 def read_buffers(collective: AnyCollective, memory: Mapping[int, str], world_size: int) -> tuple[Buffers, Buffers]:
     """Return the buffers that a collective reads, and those that it writes; a broadcast's are the same.
 
+    Raises TypeError or ValueError, as `Buffers` does, and if counts and dtypes do not fit each other.
+
     Args:
         collective: its lists have one buffer per rank of this process.
         memory: the DLPack device types that the buffers may lie on.
         world_size: the number of ranks in all processes.
-
-    Raises:
-        TypeError, ValueError: as `Buffers` does, or if counts and dtypes do not fit each other.
     """
     if isinstance(collective, Broadcast):
         buffers = Buffers(collective.buffers, "buffers", memory, writable=True)
@@ -76,13 +75,6 @@ def read_buffers(collective: AnyCollective, memory: Mapping[int, str], world_siz
     else:
         writes.check_like(reads, world_size if isinstance(collective, AllGather) else 1)
     return reads, writes
-
-
-def _check_list(what: str, buffers: Any) -> None:
-    """Raise TypeError unless an argument can be a list of buffers, such as an array, whose rows are its buffers."""
-    ordered = hasattr(buffers, "__len__") and hasattr(buffers, "__getitem__")
-    if not ordered or isinstance(buffers, (str, bytes, Mapping)):
-        raise TypeError(f"Expected {what} to be a list of buffers, one per rank. Received: {type(buffers).__name__}")
 
 
 class Communicator(abc.ABC):
@@ -230,7 +222,12 @@ class Communicator(abc.ABC):
             if not isinstance(op, str) or op not in native.OPS:
                 raise ValueError(f"Expected op to be one of {', '.join(native.OPS)}. Received: {op!r}")
         for what, buffers in given.items():
-            _check_list(what, buffers)
+            ordered = hasattr(buffers, "__len__") and hasattr(
+                buffers, "__getitem__"
+            )  # as an array, whose rows they are
+            if not ordered or isinstance(buffers, (str, bytes, Mapping)):
+                kind = type(buffers).__name__
+                raise TypeError(f"Expected {what} to be a list of buffers, one per rank. Received: {kind}")
         lengths = [len(buffers) for buffers in given.values()]
         if lengths != [self.size] * len(lengths):
             received = " and ".join(map(str, lengths))

@@ -375,12 +375,13 @@ class MpiPeers(Peers):
         beat.close()
 
     def _calls(self) -> Any:
-        """Return the addresses of the MPI functions that C calls."""
+        """Return what a beat needs of MPI: the addresses of two functions, two handles and their size."""
         mpi, library = self._mpi, ctypes.CDLL(self._mpi.__file__)
-        isend, test = (ctypes.cast(call, ctypes.c_void_p).value or 0 for call in (library.MPI_Isend, library.MPI_Test))
+        calls = (ctypes.cast(call, ctypes.c_void_p).value or 0 for call in (library.MPI_Isend, library.MPI_Test))
+        pointers = [ffi.cast("void*", call) for call in calls]
         # The handle of a communicator is a number of 32 bits (MPICH) or a pointer (Open MPI).
         is_number = self._beats.handle >> 32 in (0, 0xFFFFFFFF)
-        return native.mpi_calls(isend, test, self._beats.handle, mpi.BYTE.handle, 4 if is_number else 8)
+        return ffi.new("ncs_mpi*", [*pointers, self._beats.handle, mpi.BYTE.handle, 4 if is_number else 8])
 
     def _hear_beat(self, source: int, beat: bytearray) -> None:
         try:
@@ -478,15 +479,10 @@ def _wait_to_join(wait: Callable[[float], bool], timeout_s: float | None) -> Non
 
 
 def peers(timeout_s: float | None = timeouts.DEFAULT_TIMEOUT_S) -> MpiPeers:
-    """Return this process' `MpiPeers`. The first call joins the others, and is collective.
+    """Return this process' `MpiPeers`. The first call joins the others, for so many seconds at most, and is collective.
 
-    Args:
-        timeout_s: how long to wait for the others; None for no limit.
-
-    Raises:
-        NcclUnavailableError: mpi4py cannot be used.
-        NcclTimeoutError: not all have come in time.
-        NcclSyncError: this is a child of the process that has joined.
+    Raises NcclUnavailableError if mpi4py cannot be used; NcclTimeoutError if not all have come in time; NcclSyncError
+    in a child of the process that has joined.
     """
     global _peers
     claim()
@@ -509,14 +505,12 @@ class MpiCommunicator(Communicator):
     def __init__(self, size: int, *, timeout_s: float | None = timeouts.DEFAULT_TIMEOUT_S) -> None:
         """Join the ranks of all processes. Collective.
 
+        Raises TypeError or ValueError for bad arguments; NcclUnavailableError if mpi4py cannot be used; ProcessError or
+        NcclTimeoutError if the others cannot be joined.
+
         Args:
             size: number of ranks of this process.
             timeout_s: None for no limit. A process that says nothing for 15 s is an error in any case.
-
-        Raises:
-            TypeError, ValueError: bad arguments.
-            NcclUnavailableError: mpi4py cannot be used.
-            ProcessError, NcclTimeoutError: the others cannot be joined.
         """
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"Expected size to be a number of ranks, at least 1. Received: {size!r}")

@@ -222,12 +222,6 @@ class Timestamps:
                 return found
 
 
-def mpi_calls(isend: int, test: int, comm: int, byte: int, handle_bytes: int) -> Any:
-    """Return what a beat needs of MPI: the addresses of two functions, and two handles of so many bytes."""
-    pointers = (ffi.cast("void*", address) for address in (isend, test))
-    return ffi.new("ncs_mpi*", [*pointers, comm, byte, handle_bytes])
-
-
 class Beat:
     """Tell other processes that this one is alive: a thread's work, which no lock of Python's holds up."""
 
@@ -245,7 +239,7 @@ class Beat:
         """Send a message to a rank of MPI from now on, in place of the one before.
 
         Args:
-            mpi: as of `mpi_calls`.
+            mpi: an ``ncs_mpi*``.
             rank: of its communicator.
             message: at most 1024 bytes.
             at_once: whether it is sent now, too.

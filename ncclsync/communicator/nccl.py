@@ -67,6 +67,7 @@ class NcclCommunicator(Communicator):
     waits = True
     memory = CUDA
     _handle: Any = None
+    _joined_by: bytes | None
 
     def __init__(
         self,
@@ -93,7 +94,8 @@ class NcclCommunicator(Communicator):
             NcclError: NCCL could not join these GPUs, or they do not receive what was sent.
         """
         self._set_up(_checked_numbers(devices, "devices", "CUDA ordinals"), timeout_s, preflight, repeatable)
-        self._begin(None, len(self.devices), range(len(self.devices)))
+        self._joined_by, self._world_size, self.ranks = None, self.size, tuple(range(self.size))
+        self._join()
 
     @classmethod
     def from_unique_id(
@@ -130,7 +132,8 @@ class NcclCommunicator(Communicator):
             raise ValueError(f"Expected different ranks, each with a device. Received: {ranks!r}, {devices!r}")
         self = cls.__new__(cls)
         self._set_up(ordinals, timeout_s, preflight, repeatable)
-        self._begin(unique_id, world_size, local_ranks)
+        self._joined_by, self._world_size, self.ranks = unique_id, world_size, tuple(local_ranks)
+        self._join()
         return self
 
     @classmethod
@@ -156,14 +159,14 @@ class NcclCommunicator(Communicator):
         self = cls.__new__(cls)
         self.peers = peers
         self._set_up(_checked_numbers(devices, "devices", "CUDA ordinals"), timeout_s, preflight, repeatable)
-        begin, *sizes = self._meet()
-        self._begin(self._joined_by, sum(sizes), range(begin, begin + len(self.devices)))
+        self._meet()
+        self._join()
         # Before the others are told that this process ends: it does its part of what all have launched.
         atexit.register(_let_end, weakref.ref(self))
         return self
 
-    def _meet(self) -> list[int]:
-        """Agree with the other processes on a unique id; return this one's first rank, and the number of each's."""
+    def _meet(self) -> None:
+        """Agree with the other processes on a unique id and on the ranks of each."""
         assert self.peers is not None
         peers, made = self.peers, b""
         try:
@@ -176,9 +179,9 @@ class NcclCommunicator(Communicator):
         each = peers.exchange(given, text, self.timeout_s, heeds=False)
         peers.agree_on_failures([failures for _, _, failures in each])
         self._failures_before = list(peers.failures)
-        self._joined_by = each[0][1]
         sizes = [size for size, _, _ in each]
-        return [sum(sizes[: peers.rank]), *sizes]
+        begin = sum(sizes[: peers.rank])
+        self._joined_by, self._world_size, self.ranks = each[0][1], sum(sizes), tuple(range(begin, begin + self.size))
 
     @staticmethod
     def unique_id() -> bytes:
@@ -208,10 +211,6 @@ class NcclCommunicator(Communicator):
         self._lock = threading.Lock()  # NCCL: never two threads at once on one communicator
         self._user: int | None = None  # the thread that has the lock, in a call
         self._library = native.NcclLibrary()
-
-    def _begin(self, joined_by: bytes | None, world_size: int, ranks: Sequence[int]) -> None:
-        self._joined_by, self._world_size, self.ranks = joined_by, world_size, tuple(ranks)
-        self._join()
 
     @property
     def world_size(self) -> int:
@@ -400,10 +399,8 @@ class NcclCommunicator(Communicator):
     def reopen(self) -> None:
         """Join the same GPUs again after a failed collective. Blocks. Does nothing to an open communicator.
 
-        Raises:
-            NcclSyncError: it was closed, or was joined by a unique id: its processes have to agree upon a new one.
-            ProcessError: another process has failed since, which was not reported yet.
-            NcclUnavailableError, NcclError: as when it was created.
+        Raises as the class; NcclSyncError if it was closed or joined by a unique id (its processes have to agree upon a
+        new one); ProcessError if another process has failed since, which was not reported yet.
         """
         with self._lock:
             self._refused = None

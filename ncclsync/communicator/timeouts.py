@@ -88,7 +88,8 @@ def wait(
         if waited_s >= limit_s:
             words = f"it has not within {timeout_s:g} s: {arrived()}. The communicator is aborted"
             raise NcclTimeoutError(native.TIMEOUT, call, words, "ncclTimeout", what())
-        if is_interrupted():
+        interrupts = _active
+        if interrupts is not None and interrupts.has_come():
             raise NcclSyncError(f"Expected {what()} to end. Received: an interrupt (Ctrl-C) after {waited_s:.1f} s")
         if waited_s >= WARN_AFTER_S and not has_warned:
             has_warned = True
@@ -204,12 +205,6 @@ def interruptible(on_interrupt: Callable[[], None] | None = None) -> Iterator[No
         _kept.has_come()
         if before != -1 and _kept.received:  # wake the previous owner of the descriptor, such as an event loop
             os.write(before, bytes(_kept.received))
-
-
-def is_interrupted() -> bool:
-    """Return whether somebody has pressed Ctrl-C within `interruptible`."""
-    active = _active
-    return active is not None and active.has_come()
 
 
 def _forget_pipe() -> None:

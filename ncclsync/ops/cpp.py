@@ -34,14 +34,13 @@ ERRORS = (NcclError, OSError, RuntimeError, ValueError, subprocess.SubprocessErr
 def load(name: str, source: str, opens: Callable[[str], _Opened]) -> _Opened:
     """Return what `opens` makes of the path of the compiled source, which lies in the user's cache.
 
+    Raises what is in `ERRORS` if it cannot be compiled, kept or loaded.
+
     Args:
         name: of the file.
         source: in C++.
         opens: raises NcclError or OSError if the library does not load, such as another machine's. It is then compiled
             again, once.
-
-    Raises:
-        ERRORS: it cannot be compiled, kept or loaded.
     """
     folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "ncclsync"
     kept = {*folder.glob("*.so")}

@@ -29,7 +29,7 @@ def register() -> None:
 
 
 def all_reduce(tensors: Sequence[Sequence[tf.Tensor]], weights: Sequence[tf.Tensor], op: str) -> list[tf.Tensor]:
-    """Reduce tensors of all towers, in a graph.
+    """Reduce tensors of all towers, in a graph. When it runs: InvalidArgumentError if sizes differ, or none takes part.
 
     Args:
         tensors: [N][V] tensors of one dtype, and of one shape for each index.
@@ -39,9 +39,6 @@ def all_reduce(tensors: Sequence[Sequence[tf.Tensor]], weights: Sequence[tf.Tens
 
     Returns:
         [V] tensors, for all towers.
-
-    Raises:
-        tf.errors.InvalidArgumentError: when it runs, if sizes differ, or no tower takes part.
     """
     flat = [tensor for row in tensors for tensor in row]
     dtype, count = flat[0].dtype, len(tensors[0])
@@ -55,23 +52,6 @@ def all_reduce(tensors: Sequence[Sequence[tf.Tensor]], weights: Sequence[tf.Tens
     for result, tensor in zip(results, tensors[0], strict=True):
         result.set_shape(tensor.shape)
     return results
-
-
-def record_timestamp(
-    into: native.Timestamps, span: int, ends: bool, tokens: Sequence[tf.Tensor], values: Sequence[tf.Tensor]
-) -> tf.Operation:
-    """Record, in a graph, when an op runs: after its inputs, and after the control dependencies in force.
-
-    Args:
-        into: must live as long as the graph.
-        span: its number.
-        ends: whether the span ends here; False: it begins.
-        tokens: float32 scalars; tokens on a GPU are copied to the host first.
-        values: at most one int64 scalar, recorded with the timestamp.
-    """
-    counts = {"n_tokens": len(tokens), "n_values": len(values)}
-    attributes = {"meter": into.address, "span": span, "ends": int(ends), **counts}
-    return create("NcclsyncTimestamp", [*tokens, *values], [], attributes)
 
 
 def create(

@@ -110,6 +110,7 @@ class Communicator(abc.ABC):
     _closed = False  # by `close`
     _batch = ""  # of the last `on_batch` that named a batch
     size: int
+    world_size: int
     ranks: Sequence[int]
     memory: Mapping[int, str]
     repeatable: bool = True
@@ -119,11 +120,6 @@ class Communicator(abc.ABC):
     failed_group: int = 0
     was_delivered: bool = False
     agreed: float = math.inf
-
-    @property
-    def world_size(self) -> int:
-        """Return the number of ranks in all processes."""
-        return self.size
 
     @abc.abstractmethod
     def _run_group(self, collectives: Sequence[AnyCollective]) -> None:

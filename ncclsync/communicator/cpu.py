@@ -41,7 +41,8 @@ class CpuCommunicator(Communicator):
             raise ValueError(f"Expected size to be a number of ranks, at least 1. Received: {size!r}")
         if pool is not None and not isinstance(pool, native.Pool):
             raise TypeError(f"Expected pool to be a native.Pool or None. Received: {pool!r}")
-        self.size, self.ranks = size, range(size)
+        self.size = self.world_size = size
+        self.ranks = range(size)
         self._pool = pool
 
     def _run_group(self, collectives: Sequence[AnyCollective]) -> None:

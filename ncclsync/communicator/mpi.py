@@ -519,13 +519,8 @@ class MpiCommunicator(Communicator):
         sizes = self.peers.exchange(size, "the joining of ranks", timeout_s)
         begins = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
         self._ranges = [range(*pair) for pair in itertools.pairwise(begins)]  # of ranks, by process
-        self.size, self.ranks = size, self._ranges[self.peers.rank]
+        self.size, self.world_size, self.ranks = size, sum(sizes), self._ranges[self.peers.rank]
         self._stranded: list[Any] = []  # memory that MPI may still write to after a failure
-
-    @property
-    def world_size(self) -> int:
-        """Return the number of ranks in all processes."""
-        return self._ranges[-1].stop
 
     @property
     def failure(self) -> BaseException | None:  # type: ignore[override]

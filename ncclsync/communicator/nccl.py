@@ -94,7 +94,7 @@ class NcclCommunicator(Communicator):
             NcclError: NCCL could not join these GPUs, or they do not receive what was sent.
         """
         self._set_up(_checked_numbers(devices, "devices", "CUDA ordinals"), timeout_s, preflight, repeatable)
-        self._joined_by, self._world_size, self.ranks = None, self.size, tuple(range(self.size))
+        self._joined_by, self.world_size, self.ranks = None, self.size, tuple(range(self.size))
         self._join()
 
     @classmethod
@@ -132,7 +132,7 @@ class NcclCommunicator(Communicator):
             raise ValueError(f"Expected different ranks, each with a device. Received: {ranks!r}, {devices!r}")
         self = cls.__new__(cls)
         self._set_up(ordinals, timeout_s, preflight, repeatable)
-        self._joined_by, self._world_size, self.ranks = unique_id, world_size, tuple(local_ranks)
+        self._joined_by, self.world_size, self.ranks = unique_id, world_size, tuple(local_ranks)
         self._join()
         return self
 
@@ -181,7 +181,7 @@ class NcclCommunicator(Communicator):
         self._failures_before = list(peers.failures)
         sizes = [size for size, _, _ in each]
         begin = sum(sizes[: peers.rank])
-        self._joined_by, self._world_size, self.ranks = each[0][1], sum(sizes), tuple(range(begin, begin + self.size))
+        self._joined_by, self.world_size, self.ranks = each[0][1], sum(sizes), tuple(range(begin, begin + self.size))
 
     @staticmethod
     def unique_id() -> bytes:
@@ -205,17 +205,11 @@ class NcclCommunicator(Communicator):
         self._launcher: Launcher | None = None
         self._ending = threading.Event()
         self._labels: list[tuple[tuple[type, str], ...]] = [()]  # of groups that ops launch
-        self._is_closed = False
         self._n_collectives = 0  # without those that were launched
         self._aborting: timeouts.Aside | None = None  # an abort that nobody waits for
         self._lock = threading.Lock()  # NCCL: never two threads at once on one communicator
         self._user: int | None = None  # the thread that has the lock, in a call
         self._library = native.NcclLibrary()
-
-    @property
-    def world_size(self) -> int:
-        """Return the number of ranks in all processes."""
-        return self._world_size
 
     @property
     def closed(self) -> bool:
@@ -407,7 +401,7 @@ class NcclCommunicator(Communicator):
             self._heed()
             if not self.closed:
                 return
-            if self._is_closed:
+            if self._closed:
                 self.raise_closed()
             if self._joined_by is not None and self.peers is None:
                 raise NcclSyncError(
@@ -428,7 +422,7 @@ class NcclCommunicator(Communicator):
 
         Raises ProcessError if another one has, which was not reported yet.
         """
-        if self.peers is None or self._is_closed:
+        if self.peers is None or self._closed:
             return
         try:
             self.peers.check("the next step")
@@ -469,7 +463,7 @@ class NcclCommunicator(Communicator):
         """End the communicator, on all ranks. Blocks. Idempotent; collectives then raise NcclSyncError."""
         with self._exclusive():
             handle, self._handle = self._handle, None
-            self._is_closed = True
+            self._closed = True
             self._ending.set()
             if handle is None:
                 return
@@ -494,15 +488,15 @@ class NcclCommunicator(Communicator):
                 "ranks share a GPU, as an experiment, where NCCL_MULTI_RANK_GPU_ENABLE=1 is set.)"
             )
         nvls.apply(self.repeatable)
-        handle = nccl_calls.create(self._library, self._joined_by, self._world_size, self.ranks, self.devices)
+        handle = nccl_calls.create(self._library, self._joined_by, self.world_size, self.ranks, self.devices)
         with self._aborted_on_error(handle):
             try:
-                joining = f"the joining of {self._world_size} ranks, here {self._names(range(self.size))}"
+                joining = f"the joining of {self.world_size} ranks, here {self._names(range(self.size))}"
                 self._run_task(handle, lambda: joining, "ncclCommInitRankConfig", nccl_calls.wait)
-                if self._preflight and self._world_size > 1:
+                if self._preflight and self.world_size > 1:
                     self._wait_for_devices(handle, lambda: "the preflight")  # which makes and copies memory
                     launch = functools.partial(self._launch, handle)
-                    check_paths(handle, self.ranks, self._world_size, launch)
+                    check_paths(handle, self.ranks, self.world_size, launch)
             except NcclError as error:
                 nccl_calls.raise_explained(error, self.devices)
         self._handle, self._failure = handle, None
@@ -510,7 +504,7 @@ class NcclCommunicator(Communicator):
             self._launcher.open(handle)
 
     def _run_group(self, collectives: Sequence[AnyCollective]) -> None:
-        buffers = [read_buffers(one, self.memory, self._world_size) for one in collectives]
+        buffers = [read_buffers(one, self.memory, self.world_size) for one in collectives]
         group = nccl_calls.Group([_fields(*row) for row in zip(collectives, buffers, strict=True)])
         with self._exclusive():
             handle = self._handle
@@ -611,7 +605,7 @@ class NcclCommunicator(Communicator):
             indices = [i for i, reached in enumerate(states) if reached is state]
             if indices:
                 words.append(f"{self._names(indices)} {verb}")
-        others = sorted(set(range(self._world_size)) - set(self.ranks))
+        others = sorted(set(range(self.world_size)) - set(self.ranks))
         if others:
             words.append(f"rank {', '.join(map(str, others))} of other processes: not known here")
         return "; ".join(words)

@@ -60,11 +60,6 @@ class Progress(enum.IntEnum):
     DONE = lib.NCS_DONE
 
 
-def _advice(words: str) -> str:
-    """Return advice on an error, as a sentence after a space; "" if there is none."""
-    return next((f" {remedy}." for symptom, remedy in _ADVICE if symptom in words), "")
-
-
 def unique_id(library: native.NcclLibrary) -> bytes:
     """Return the id by which ranks in several processes find each other. Raises NcclError."""
     made = ffi.new(f"char[{UNIQUE_ID_BYTES}]")
@@ -126,7 +121,8 @@ def _raise_without_cuda(
 
 def raise_explained(error: NcclError, devices: Sequence[int]) -> NoReturn:
     """Raise an error of creation with advice; as NcclUnavailableError if there is no GPU or driver."""
-    words, remedy = error.last_error, _advice(error.last_error)
+    words = error.last_error
+    remedy = next((f" {remedy}." for symptom, remedy in _ADVICE if symptom in words), "")
     if error.status == native.UNHANDLED_CUDA_ERROR and ("driver" in words or "invalid device" in words):
         raise NcclUnavailableError(
             f"Expected usable GPUs {list(devices)}. Received: {error}. NCCL needs an NVIDIA driver and these "

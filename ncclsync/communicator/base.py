@@ -162,7 +162,7 @@ class Communicator(abc.ABC):
         self.run_group([Broadcast(buffers, root, label)])
 
     def reduce_scatter(self, sends: Sequence[Any], recvs: Sequence[Any], op: str = "sum", *, label: str = "") -> None:
-        """Reduce over all ranks; every rank receives its block of the result. Collective; as ``all_reduce``.
+        """Reduce over all ranks; each receives its block of the result. Collective; blocks, raises as ``all_reduce``.
 
         Args:
             sends: one buffer per rank: ``world_size`` blocks.
@@ -218,17 +218,15 @@ class Communicator(abc.ABC):
             if not isinstance(op, str) or op not in native.OPS:
                 raise ValueError(f"Expected op to be one of {', '.join(native.OPS)}. Received: {op!r}")
         for what, buffers in given.items():
-            ordered = hasattr(buffers, "__len__") and hasattr(
-                buffers, "__getitem__"
-            )  # as an array, whose rows they are
+            # An array will do: its rows are the buffers.
+            ordered = hasattr(buffers, "__len__") and hasattr(buffers, "__getitem__")
             if not ordered or isinstance(buffers, (str, bytes, Mapping)):
                 kind = type(buffers).__name__
                 raise TypeError(f"Expected {what} to be a list of buffers, one per rank. Received: {kind}")
         lengths = [len(buffers) for buffers in given.values()]
         if lengths != [self.size] * len(lengths):
-            received = " and ".join(map(str, lengths))
             expected = f"Expected {' and '.join(given)} to hold {self.size} buffers, one per rank"
-            raise ValueError(f"{expected}. Received: {received}")
+            raise ValueError(f"{expected}. Received: {' and '.join(map(str, lengths))}")
         if isinstance(collective, Broadcast):
             root = collective.root
             if isinstance(root, bool) or not hasattr(root, "__index__"):

@@ -24,13 +24,12 @@ PYTHON_FUNCTIONS = 'extern "Python" void ncs_hear_span(void* context, int span, 
 
 
 def read_cdef(header: pathlib.Path = HEADER) -> str:
-    """Return the declarations between the header's marks, with its enum of statuses as an int."""
+    """Return the declarations between the header's marks."""
     _, _, after = header.read_text(encoding="utf-8").partition("/* cdef begin */")
     declarations, mark, _ = after.partition("/* cdef end */")
     if not mark:
         raise SetupError(f"Expected the marks 'cdef begin' and 'cdef end'. Received: {header}")
-    # The enum itself is written with a macro, which cffi does not read; "..." asks the compiler.
-    return "typedef int... ncclResult_t;\n" + declarations + PYTHON_FUNCTIONS
+    return declarations + PYTHON_FUNCTIONS
 
 
 class BuildNative(build_ext):

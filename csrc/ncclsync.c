@@ -1,4 +1,4 @@
-/* Shared by all folders: the tables of ncclsync.h, failures, and the start of threads. */
+/* Shared by all folders: sizes of dtypes, failures, and the start of threads. */
 #define _POSIX_C_SOURCE 200809L
 
 #include "ncclsync.h"
@@ -7,45 +7,9 @@
 #include <stdarg.h>
 #include <stdio.h>
 
-#define NCS_LENGTH(rows) (sizeof(rows) / sizeof((rows)[0]))
-
-typedef struct {
-  const char* name;
-  int value;
-  size_t size;
-} row;
-
-#define NCS_RESULT_ROW(nccl, value) {#nccl, value, 0},
-#define NCS_DTYPE_ROW(nccl, value, ours, size) {#ours, value, size},
-#define NCS_OP_ROW(nccl, value, ours) {#ours, value, 0},
-static const row results[] = {NCS_RESULTS(NCS_RESULT_ROW)};
-static const row dtypes[] = {NCS_DTYPES(NCS_DTYPE_ROW)};
-static const row ops[] = {NCS_OPS(NCS_OP_ROW)};
-
-static ncclResult_t describe(const row* rows, size_t n_rows, int index, const char** name, int* value, size_t* size) {
-  if (index < 0 || (size_t)index >= n_rows) return ncclInvalidArgument;
-  *name = rows[index].name;
-  *value = rows[index].value;
-  if (size != NULL) *size = rows[index].size;
-  return ncclSuccess;
-}
-
-ncclResult_t ncs_result_describe(int index, const char** name, int* value) {
-  return describe(results, NCS_LENGTH(results), index, name, value, NULL);
-}
-
-ncclResult_t ncs_dtype_describe(int index, const char** name, int* value, size_t* size) {
-  return describe(dtypes, NCS_LENGTH(dtypes), index, name, value, size);
-}
-
-ncclResult_t ncs_op_describe(int index, const char** name, int* value) {
-  return describe(ops, NCS_LENGTH(ops), index, name, value, NULL);
-}
-
 size_t ncs_size_of(int dtype) {
-  for (size_t i = 0; i < NCS_LENGTH(dtypes); ++i)
-    if (dtypes[i].value == dtype) return dtypes[i].size;
-  return 0;
+  static const size_t sizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2}; /* by ncclDataType_t */
+  return dtype >= 0 && (size_t)dtype < sizeof(sizes) / sizeof(sizes[0]) ? sizes[dtype] : 0;
 }
 
 ncclResult_t ncs_fail(ncs_failure* failure, ncclResult_t status, const char* call, int index, const char* format, ...) {

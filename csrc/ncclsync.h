@@ -13,58 +13,42 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* NCCL's enums, declared here and nowhere else (nccl.h includes CUDA headers, which a plain machine lacks).
- * tests/communicator/test_nccl_header.py compares every value with the nccl.h of the installed nvidia-nccl wheel. */
-#define NCS_RESULTS(X)         \
-  X(ncclSuccess, 0)            \
-  X(ncclUnhandledCudaError, 1) \
-  X(ncclSystemError, 2)        \
-  X(ncclInternalError, 3)      \
-  X(ncclInvalidArgument, 4)    \
-  X(ncclInvalidUsage, 5)       \
-  X(ncclRemoteError, 6)        \
-  X(ncclInProgress, 7)         \
-  X(ncclTimeout, 8)
-
-/* NCCL's name, its value, our name, bytes per element. */
-#define NCS_DTYPES(X)            \
-  X(ncclInt8, 0, int8, 1)        \
-  X(ncclUint8, 1, uint8, 1)      \
-  X(ncclInt32, 2, int32, 4)      \
-  X(ncclUint32, 3, uint32, 4)    \
-  X(ncclInt64, 4, int64, 8)      \
-  X(ncclUint64, 5, uint64, 8)    \
-  X(ncclFloat16, 6, float16, 2)  \
-  X(ncclFloat32, 7, float32, 4)  \
-  X(ncclFloat64, 8, float64, 8)  \
-  X(ncclBfloat16, 9, bfloat16, 2)
-
-/* NCCL's name, its value, our name. */
-#define NCS_OPS(X)    \
-  X(ncclSum, 0, sum)  \
-  X(ncclProd, 1, prod) \
-  X(ncclMax, 2, max)  \
-  X(ncclMin, 3, min)  \
-  X(ncclAvg, 4, avg)
-
-#define NCS_ENUM_RESULT(name, value) name = value,
-#define NCS_ENUM_DTYPE(name, value, ours, size) name = value,
-#define NCS_ENUM_OP(name, value, ours) name = value,
-typedef enum { NCS_RESULTS(NCS_ENUM_RESULT) } ncclResult_t;
-typedef enum { NCS_DTYPES(NCS_ENUM_DTYPE) } ncclDataType_t;
-typedef enum { NCS_OPS(NCS_ENUM_OP) } ncclRedOp_t;
-
 /* NCCL 2.14 has added ncclCommInitRankConfig and ncclCommFinalize, which make aborting a communicator safe. */
 #define NCS_OLDEST_NCCL 21400
 #define NCS_UNIQUE_ID_BYTES 128
 
 /* cdef begin */
 
-/* ---- The tables above, for callers that cannot read macros. ----
- * Entry `index` (0, 1, ...) of each; ncclInvalidArgument after the last one. Names are static strings. */
-ncclResult_t ncs_result_describe(int index, /*outputs*/ const char** name, int* value);
-ncclResult_t ncs_dtype_describe(int index, /*outputs*/ const char** name, int* value, size_t* size);
-ncclResult_t ncs_op_describe(int index, /*outputs*/ const char** name, int* value);
+/* NCCL's enums, declared here and nowhere else (nccl.h includes CUDA headers, which a plain machine lacks).
+ * tests/communicator/test_nccl_header.py compares every value with the nccl.h of the installed nvidia-nccl wheel. The
+ * binding makes its tables of them. */
+typedef enum {
+  ncclSuccess = 0,
+  ncclUnhandledCudaError = 1,
+  ncclSystemError = 2,
+  ncclInternalError = 3,
+  ncclInvalidArgument = 4,
+  ncclInvalidUsage = 5,
+  ncclRemoteError = 6,
+  ncclInProgress = 7,
+  ncclTimeout = 8
+} ncclResult_t;
+typedef enum {
+  ncclInt8 = 0,
+  ncclUint8 = 1,
+  ncclInt32 = 2,
+  ncclUint32 = 3,
+  ncclInt64 = 4,
+  ncclUint64 = 5,
+  ncclFloat16 = 6,
+  ncclFloat32 = 7,
+  ncclFloat64 = 8,
+  ncclBfloat16 = 9
+} ncclDataType_t;
+typedef enum { ncclSum = 0, ncclProd = 1, ncclMax = 2, ncclMin = 3, ncclAvg = 4 } ncclRedOp_t;
+
+/* Bytes of an element; 0: no such dtype. */
+size_t ncs_size_of(int dtype);
 
 /* A failure, filled in by the functions below when they return a status other than ncclSuccess: the failed call (of
  * NCCL, CUDA, TensorFlow or the loader) and its message. Owned by the caller; NULL is allowed. */
@@ -263,7 +247,8 @@ ncclResult_t ncs_nccl_create(ncs_nccl* nccl, const char* cudart_path, const char
  * be called on the communicator. Not for two threads at once on one communicator. */
 ncclResult_t ncs_nccl_wait(ncs_nccl_comm* comm, double slice_s, /*outputs*/ ncs_failure* failure);
 
-/* How far each rank of this process is with the call under way. NCCL reports nothing of other processes' ranks. */
+/* How far each rank of this process is with the call under way. NCCL reports nothing of other processes' ranks. During
+ * ncs_nccl_wait_for_devices: NCS_ABSENT if its device's work is known not to have ended, else NCS_LAUNCHED. */
 typedef enum {
   NCS_ABSENT = 0,   /* NCCL has not launched it yet */
   NCS_LAUNCHED = 1, /* queued on its GPU, or running and waiting for the other ranks */
@@ -309,9 +294,6 @@ ncclResult_t ncs_nccl_check_group(const ncs_nccl_comm* comm, const ncs_collectiv
  * allocator may have handed them out while earlier work of its stream was pending). Work queued during the wait is not
  * waited for. csrc/README.md says how; it fails while a stream of a device is being captured into a graph. */
 ncclResult_t ncs_nccl_wait_for_devices(ncs_nccl_comm* comm, double slice_s, /*outputs*/ ncs_failure* failure);
-
-/* During that wait: for each rank, 1 if its device's work is known not to have ended, else 0. */
-ncclResult_t ncs_nccl_get_busy(const ncs_nccl_comm* comm, /*outputs*/ int* busy);
 
 /* Runs collectives, checked by ncs_nccl_check_group, as one group that is opened and closed here, also when a call
  * fails; every rank makes its calls in the order of `collectives`. Launches on the communicator's own streams, then
@@ -484,8 +466,6 @@ typedef struct {
 
 /* ---- Inside csrc only (ncclsync.c): shared by all folders ---- */
 
-/* Bytes of an element; 0: no such dtype. */
-size_t ncs_size_of(int dtype);
 /* As pthread_create; signals stay with the process' own threads. */
 int ncs_start_thread(pthread_t* thread, void* (*run)(void* argument), void* argument);
 /* Fills in *failure, which may be NULL, with the failed call, a collective's index or -1, and a message as of printf;

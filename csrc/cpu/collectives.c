@@ -21,25 +21,31 @@
 /* The bytes of a cache line. */
 #define NCS_LINE_BYTES 64
 
-/* A weighted sum or mean of all ranks. */
+typedef struct ncs_kernels ncs_kernels;
+
 typedef struct {
-  const void* const* sends;
-  const double* weights; /* NULL: 1 each */
+  const ncs_reduced* tensors;
+  size_t n_tensors;
+  size_t* begins;     /* per tensor the number of chunks of those before it */
+  void* const* recvs; /* destinations of the only tensor's result; NULL: each tensor's own recv */
+  int n_recvs;
+  const double* weights; /* NULL: all 1 */
   int n_ranks, divides;
-} ncs_weighted_sum;
+  size_t size, bytes; /* of an element, and of all tensors' results */
+  const ncs_kernels* kernels;
+  void (*combine)(void* acc, const void* a, const void* b, size_t count);
+} ncs_reduction;
 
-/* Bytes [at, end), whole lines, of such a sum, written around the cache. */
-typedef void (*ncs_sum_lines)(const ncs_weighted_sum* sum, void* const* outs, int n_outs, size_t at, size_t end);
-
-typedef struct {
+struct ncs_kernels {
   void (*combine[4])(void* acc, const void* a, const void* b, size_t count); /* acc = a op b */
   void (*divide)(void* acc, size_t count, int n_ranks);
   void (*widen)(void* acc, const void* in, size_t count); /* NULL: the accumulator has the buffers' own type */
   void (*narrow)(void* out, const void* acc, size_t count);
   void (*scale)(void* acc, const void* a, double weight, size_t count); /* acc = a * weight; NULL for integers */
   void (*add_scaled)(void* acc, const void* a, const void* b, double weight, size_t count); /* acc = a + b * weight */
-  ncs_sum_lines sum_lines; /* NULL: none */
-} ncs_kernels;
+  /* The sum or mean, written around the cache: bytes [at, end), whole lines. NULL: none */
+  void (*sum_lines)(const ncs_reduction* t, const ncs_reduced* tensor, void* const* outs, size_t at, size_t end);
+};
 
 static inline uint32_t ncs_float_bits(float value) {
   uint32_t bits;
@@ -169,18 +175,6 @@ ncclResult_t ncs_cpu_broadcast(ncs_pool* pool, void* const* buffers, int n_ranks
 
 /* ---- All-reduce ---- */
 
-typedef struct {
-  const ncs_reduced* tensors;
-  void* const* recvs; /* destinations of the only tensor's result; NULL: each tensor's own recv */
-  int n_recvs;
-  const double* weights; /* NULL: all 1 */
-  int n_ranks, divides;
-  size_t size, bytes; /* of an element, and of all tensors' results */
-  const ncs_kernels* kernels;
-  void (*combine)(void* acc, const void* a, const void* b, size_t count);
-  ncs_sum_lines sum_lines; /* NULL: block by block only */
-} ncs_reduction;
-
 /* Combines bytes [at, at + n) of all ranks; returns where the result lies: acc, narrowed, or the only send. */
 static const void* reduce_block(const ncs_reduction* t, const ncs_reduced* tensor, size_t at, size_t n, void* acc,
                                 void* narrowed) {
@@ -240,19 +234,24 @@ static int are_aligned_alike(void* const* outs, int n_outs) {
   return 1;
 }
 
-static void reduce_chunk(const void* task, size_t part, size_t chunk) {
+static void reduce_chunk(const void* task, size_t chunk) {
   const ncs_reduction* t = task;
+  size_t part = 0;
+  for (size_t after = t->n_tensors; after - part > 1;) {
+    const size_t middle = (part + after) / 2;
+    if (t->begins[middle] <= chunk) part = middle;
+    else after = middle;
+  }
   const ncs_reduced* tensor = &t->tensors[part];
   void* const* outs = t->recvs != NULL ? t->recvs : &tensor->recv;
-  const size_t begin = chunk * NCS_CHUNK_BYTES, end = min_size(begin + NCS_CHUNK_BYTES, tensor->count * t->size);
-  const int streaming = is_streaming(t, tensor, outs);
+  const size_t begin = (chunk - t->begins[part]) * NCS_CHUNK_BYTES, end = min_size(begin + NCS_CHUNK_BYTES, tensor->count * t->size);
+  const int streaming = is_streaming(t, tensor, outs), sums = t->combine == t->kernels->combine[ncclSum];
   /* Line by line, memory is read and written at the same time: two thirds of the blocks' time. */
-  if (streaming && t->sum_lines != NULL && are_aligned_alike(outs, t->n_recvs)) {
+  if (streaming && sums && t->kernels->sum_lines != NULL && are_aligned_alike(outs, t->n_recvs)) {
     const size_t first = min_size(begin + (0 - (uintptr_t)outs[0] - begin) % NCS_LINE_BYTES, end);
     const size_t last = end - (end - first) % NCS_LINE_BYTES;
-    const ncs_weighted_sum sum = {tensor->sends, t->weights, t->n_ranks, t->divides};
     reduce_blocks(t, tensor, outs, 0, begin, first);
-    t->sum_lines(&sum, outs, t->n_recvs, first, last);
+    t->kernels->sum_lines(t, tensor, outs, first, last);
     reduce_blocks(t, tensor, outs, 0, last, end);
   } else {
     reduce_blocks(t, tensor, outs, streaming, begin, end);
@@ -260,28 +259,25 @@ static void reduce_chunk(const void* task, size_t part, size_t chunk) {
   if (streaming) finish_streaming();
 }
 
-/* `begins` has room for one more than there are tensors. */
-static void reduce_all(ncs_pool* pool, ncs_reduction* t, size_t n_tensors, int dtype, int op, size_t* begins) {
-  size_t result_bytes = 0;
-  begins[0] = 0;
-  for (size_t v = 0; v < n_tensors; ++v) {
+static void reduce_all(ncs_pool* pool, ncs_reduction* t, int dtype, int op) {
+  size_t result_bytes = 0, chunks = 0;
+  for (size_t v = 0; v < t->n_tensors; ++v) {
     const size_t bytes = t->tensors[v].count * t->size;
-    begins[v + 1] = begins[v] + (bytes + NCS_CHUNK_BYTES - 1) / NCS_CHUNK_BYTES;
+    t->begins[v] = chunks;
+    chunks += (bytes + NCS_CHUNK_BYTES - 1) / NCS_CHUNK_BYTES;
     result_bytes += bytes;
   }
   t->bytes = result_bytes * (size_t)t->n_recvs;
   t->kernels = find_kernels(ncs_pool_instruction_set(pool), dtype);
   t->combine = t->kernels->combine[op == ncclAvg ? ncclSum : op];
   t->divides = op == ncclAvg;
-  t->sum_lines = op == ncclSum || op == ncclAvg ? t->kernels->sum_lines : NULL;
-  ncs_pool_run_parts(pool, reduce_chunk, t, begins, n_tensors,
-                     result_bytes * (size_t)t->n_ranks + t->bytes < NCS_SMALL_JOB_BYTES);
+  ncs_pool_run(pool, reduce_chunk, t, chunks, result_bytes * (size_t)t->n_ranks + t->bytes < NCS_SMALL_JOB_BYTES);
 }
 
 ncclResult_t ncs_cpu_all_reduce(ncs_pool* pool, const void* const* sends, void* const* recvs, int n_ranks,
                                 size_t count, int dtype, int op) {
   const size_t size = ncs_size_of(dtype);
-  size_t begins[2];
+  size_t begin = 0;
   int n_recvs = 1;
   if (pool == NULL || sends == NULL || recvs == NULL || n_ranks < 1 || op < ncclSum || op > ncclAvg || size == 0 ||
       count > SIZE_MAX / size)
@@ -302,8 +298,8 @@ ncclResult_t ncs_cpu_all_reduce(ncs_pool* pool, const void* const* sends, void* 
     return ncclSuccess;
   }
   const ncs_reduced tensor = {sends, recvs[0], count};
-  ncs_reduction task = {.tensors = &tensor, .recvs = recvs, .n_recvs = n_recvs, .n_ranks = n_ranks, .size = size};
-  reduce_all(pool, &task, 1, dtype, op, begins);
+  ncs_reduction task = {&tensor, 1, &begin, recvs, n_recvs, .n_ranks = n_ranks, .size = size};
+  reduce_all(pool, &task, dtype, op);
   return ncclSuccess;
 }
 
@@ -325,10 +321,10 @@ ncclResult_t ncs_cpu_reduce(ncs_pool* pool, const ncs_reduced* tensors, size_t n
     return ncclInvalidArgument;
   may_scale = op == ncclSum && find_kernels(ncs_pool_instruction_set(pool), dtype)->scale != NULL;
   if (!are_weights_usable(weights, n_ranks, may_scale)) return ncclInvalidArgument;
-  begins = malloc((n_tensors + 1) * sizeof(*begins));
+  begins = malloc(n_tensors * sizeof(*begins) + 1);
   if (begins == NULL) return ncclSystemError;
-  ncs_reduction task = {.tensors = tensors, .n_recvs = 1, .weights = weights, .n_ranks = n_ranks, .size = size};
-  reduce_all(pool, &task, n_tensors, dtype, op, begins);
+  ncs_reduction task = {tensors, n_tensors, begins, NULL, 1, weights, .n_ranks = n_ranks, .size = size};
+  reduce_all(pool, &task, dtype, op);
   free(begins);
   return ncclSuccess;
 }

@@ -42,12 +42,12 @@
 #define NCS_AS_IS(x) (x)
 
 #define NCS_SUM_LINES(ours, T)                                                                                   \
-  NCS_TARGET static void NCS_KERNEL(ours##_sum_lines)(const ncs_weighted_sum* of, void* const* outs, int n_outs, \
-                                                      size_t at, size_t end) {                                   \
+  NCS_TARGET static void NCS_KERNEL(ours##_sum_lines)(const ncs_reduction* t, const ncs_reduced* tensor,         \
+                                                      void* const* outs, size_t at, size_t end) {                \
     typedef T line __attribute__((vector_size(NCS_LINE_BYTES)));                                                 \
-    const void* const* sends = of->sends;                                                                        \
-    const double* weights = of->weights;                                                                         \
-    const int n_ranks = of->n_ranks, divides = of->divides;                                                      \
+    const void* const* sends = tensor->sends;                                                                    \
+    const double* weights = t->weights;                                                                          \
+    const int n_ranks = t->n_ranks, n_outs = t->n_recvs, divides = t->divides;                                   \
     for (; at < end; at += NCS_LINE_BYTES) {                                                                     \
       line sum = {0}, next;                                                                                      \
       int first = 1;                                                                                             \

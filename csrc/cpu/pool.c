@@ -82,30 +82,6 @@ void ncs_pool_run(ncs_pool* pool, void (*run)(const void* task, size_t chunk), c
   pthread_mutex_unlock(&pool->mutex);
 }
 
-typedef struct {
-  void (*run)(const void* task, size_t part, size_t chunk);
-  const void* task;
-  const size_t* begins;
-  size_t n_parts;
-} ncs_parts;
-
-static void run_part(const void* parts_, size_t chunk) {
-  const ncs_parts* parts = parts_;
-  size_t low = 0, high = parts->n_parts;
-  while (high - low > 1) {
-    const size_t middle = (low + high) / 2;
-    if (parts->begins[middle] <= chunk) low = middle;
-    else high = middle;
-  }
-  parts->run(parts->task, low, chunk - parts->begins[low]);
-}
-
-void ncs_pool_run_parts(ncs_pool* pool, void (*run)(const void* task, size_t part, size_t chunk), const void* task,
-                        const size_t* begins, size_t n_parts, int alone) {
-  const ncs_parts parts = {run, task, begins, n_parts};
-  ncs_pool_run(pool, run_part, &parts, begins[n_parts], alone);
-}
-
 ncclResult_t ncs_cpu_get_instruction_set(int* instruction_set) {
   if (instruction_set == NULL) return ncclInvalidArgument;
   *instruction_set = NCS_INSTRUCTION_SET_BASELINE;

@@ -9,11 +9,6 @@
 void ncs_pool_run(ncs_pool* pool, void (*run)(const void* task, size_t chunk), const void* task, size_t chunks,
                   int alone);
 
-/* Runs run(task, part, 0..n-1) for every part of some work, as ncs_pool_run does. `begins` holds, for each part, the
- * number of chunks of the parts before it, and then the number of all chunks. */
-void ncs_pool_run_parts(ncs_pool* pool, void (*run)(const void* task, size_t part, size_t chunk), const void* task,
-                        const size_t* begins, size_t n_parts, int alone);
-
 /* Denies dependencies between a loop's iterations, so that it is vectorised. */
 #if defined(__clang__)
 #define NCS_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")

@@ -135,7 +135,7 @@ ncclResult_t ncs_check_nccl(const ncs_nccl* nccl, ncclResult_t status, const cha
 ncclResult_t ncs_check_cuda(const ncs_cuda* cuda, cudaError_t error, const char* call, ncs_failure* failure);
 /* Loads CUDA's calls from its runtime and its driver. They stay loaded, like NCCL: TensorFlow uses the same
  * libraries. */
-ncclResult_t ncs_load_cuda(const char* runtime_path, const char* driver_path, ncs_cuda* cuda, ncs_failure* failure);
+ncclResult_t ncs_load_cuda(const char* runtime_path, const char* driver_path, ncs_cuda* library, ncs_failure* failure);
 
 double ncs_now_s(void);
 /* Sleeps between two looks, the longer the longer the wait has been. */
@@ -148,6 +148,8 @@ ncclResult_t ncs_poll(ncclResult_t (*look)(void* of, ncs_failure* failure), void
 ncclResult_t ncs_enter(const ncs_cuda* cuda, CUcontext context, ncs_failure* failure, CUcontext* before);
 /* ncclInProgress where one of n events has not come; NULL stands for none. */
 ncclResult_t ncs_look_at_events(const ncs_cuda* cuda, const cudaEvent_t* events, int n, ncs_failure* failure);
+/* During the wait for the devices' own work: whether rank r's is known not to have ended. Its context is current. */
+int ncs_is_busy(const ncs_nccl_comm* comm, int r);
 /* Gives up the wait for the devices' own work. */
 void ncs_stop_waiting(ncs_nccl_comm* comm);
 /* Asks NCCL for the state of every rank: ncclInProgress, or the first error. */

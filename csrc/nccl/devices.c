@@ -173,20 +173,12 @@ ncclResult_t ncs_nccl_wait_for_devices(ncs_nccl_comm* comm, double slice_s, ncs_
   return status;
 }
 
-ncclResult_t ncs_nccl_get_busy(const ncs_nccl_comm* comm, int* busy) {
+int ncs_is_busy(const ncs_nccl_comm* comm, int r) {
   ncs_waiter* waiter = comm->waiter;
-  CUcontext current = NULL;
-  int n_idle = 0;
-  ncclResult_t status = ncs_enter(&comm->cuda, comm->contexts[0], NULL, &current);
-  if (status != ncclSuccess) return status;
-  if (waiter != NULL) {
-    pthread_mutex_lock(&waiter->mutex);
-    n_idle = waiter->n_idle;
-    pthread_mutex_unlock(&waiter->mutex);
-  }
-  for (int r = 0; r < comm->n; ++r)
-    busy[r] = comm->is_waiting &&
-              (waiter != NULL ? r == n_idle : comm->cuda.cudaEventQuery(comm->events[r]) == NCS_CUDA_NOT_READY);
-  comm->cuda.cuCtxSetCurrent(current);
-  return ncclSuccess;
+  int n_idle;
+  if (waiter == NULL) return comm->cuda.cudaEventQuery(comm->events[r]) == NCS_CUDA_NOT_READY;
+  pthread_mutex_lock(&waiter->mutex);
+  n_idle = waiter->n_idle;
+  pthread_mutex_unlock(&waiter->mutex);
+  return r == n_idle;
 }

@@ -50,6 +50,10 @@ ncclResult_t ncs_nccl_get_progress(ncs_nccl_comm* comm, int* progress) {
   if (status != ncclSuccess) return status;
   for (int r = 0; r < comm->n; ++r) {
     ncclResult_t state = ncclSuccess;
+    if (comm->is_waiting) {
+      progress[r] = ncs_is_busy(comm, r) ? NCS_ABSENT : NCS_LAUNCHED;
+      continue;
+    }
     comm->nccl->ncclCommGetAsyncError(comm->comms[r], &state);
     if (comm->is_launching) progress[r] = state == ncclSuccess ? NCS_LAUNCHED : NCS_ABSENT;
     else progress[r] = comm->cuda.cudaStreamQuery(comm->streams[r]) == 0 ? NCS_DONE : NCS_LAUNCHED;

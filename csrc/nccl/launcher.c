@@ -184,10 +184,8 @@ static ncclResult_t look_at_nccl(const ncs_launcher* launcher, ncs_failure* fail
 /* Looks once at the groups under way, under the lock; moves ended groups to *ended. ncclInProgress if any has not
  * ended. */
 static ncclResult_t look(ncs_launcher* launcher, ncs_launched** ended) {
-  ncs_failure failure;
+  ncs_failure failure = {"", "", -1};
   ncclResult_t status = ncclSuccess;
-  memset(&failure, 0, sizeof(failure));
-  failure.index = -1;
   while (launcher->first != NULL && launcher->comm != NULL) {
     ncs_launched* group = launcher->first;
     const double now = ncs_now_s();
@@ -229,11 +227,9 @@ static ncclResult_t look_once(void* launcher_, ncs_failure* unused) {
   ncs_launcher* launcher = launcher_;
   ncs_launched* ended = NULL;
   CUcontext current = NULL;
-  ncs_failure failure;
+  ncs_failure failure = {"", "", -1};
   ncclResult_t status = ncclSuccess;
   (void)unused;
-  memset(&failure, 0, sizeof(failure));
-  failure.index = -1;
   pthread_mutex_lock(&launcher->mutex);
   if (launcher->first != NULL && launcher->comm != NULL) {
     status = ncclInProgress;
@@ -486,17 +482,19 @@ static ncclResult_t launch(ncs_launcher* launcher, ncs_launched* made, const ncs
   return status;
 }
 
-/* Fills in the ranks' buffers, and refuses those that do not fit. */
+/* Fills in the ranks' buffers, in arrays that follow the collectives, and refuses those that do not fit. */
 static ncclResult_t collect(const ncs_launcher* launcher, ncs_arrival* const* arrivals, ncs_collective* collectives,
-                            int n_collectives, const void** sends, void** recvs, ncs_failure* failure) {
+                            int n_collectives, ncs_failure* failure) {
+  const void** sends = (const void**)(collectives + n_collectives);
+  void** recvs = (void**)(sends + launcher->n * n_collectives);
   for (int r = 0; r < launcher->n; ++r)
     if (arrivals[r]->launcher != launcher || arrivals[r]->rank != r || arrivals[r]->n_buffers != n_collectives)
       return ncs_fail(failure, ncclInvalidArgument, "ncs_launch", -1,
                       "Expected an arrival of each rank, in their order, with as many buffers. Received: others");
   for (int i = 0; i < n_collectives; ++i) {
     const ncs_buffer* first = &arrivals[0]->buffers[i];
-    collectives[i].sends = sends + (size_t)i * (size_t)launcher->n;
-    collectives[i].recvs = recvs + (size_t)i * (size_t)launcher->n;
+    collectives[i].sends = sends + i * launcher->n;
+    collectives[i].recvs = recvs + i * launcher->n;
     collectives[i].count = first->count;
     collectives[i].dtype = first->dtype;
     for (int r = 0; r < launcher->n; ++r) {
@@ -539,9 +537,7 @@ ncclResult_t ncs_launch(ncs_launcher* launcher, int64_t label, ncs_arrival* cons
                         const ncs_collective* collectives, int n_collectives, ncs_failure* failure,
                         ncs_launched** out) {
   const size_t n_buffers = (size_t)launcher->n * (size_t)n_collectives;
-  ncs_collective* filled;
-  const void** sends;
-  void** recvs;
+  ncs_collective* filled; /* in one piece with the arrays that they point to */
   ncclResult_t status;
   *out = NULL;
   if (n_collectives == 0) {
@@ -549,18 +545,12 @@ ncclResult_t ncs_launch(ncs_launcher* launcher, int64_t label, ncs_arrival* cons
     if (*out != NULL) (*out)->has_ended = 1;
     return *out != NULL ? ncclSuccess : ncclSystemError;
   }
-  filled = malloc((size_t)n_collectives * sizeof(*filled));
-  sends = malloc(n_buffers * sizeof(*sends));
-  recvs = malloc(n_buffers * sizeof(*recvs));
-  status = filled == NULL || sends == NULL || recvs == NULL ? ncclSystemError : ncclSuccess;
-  if (status == ncclSuccess) {
-    memcpy(filled, collectives, (size_t)n_collectives * sizeof(*filled));
-    status = collect(launcher, arrivals, filled, n_collectives, sends, recvs, failure);
-  }
+  filled = malloc((size_t)n_collectives * sizeof(*filled) + 2 * n_buffers * sizeof(void*));
+  if (filled == NULL) return ncclSystemError;
+  memcpy(filled, collectives, (size_t)n_collectives * sizeof(*filled));
+  status = collect(launcher, arrivals, filled, n_collectives, failure);
   if (status == ncclSuccess)
     status = launch_collected(launcher, label, arrivals, filled, n_collectives, failure, out);
-  free(recvs);
-  free(sends);
   free(filled);
   return status;
 }

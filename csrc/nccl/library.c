@@ -41,44 +41,18 @@ static ncclResult_t fail_loading(const char* call, ncs_failure* failure) {
   symbol = dlsym(handle, #name);                \
   memcpy(&library->name, &symbol, sizeof(symbol));
 
-static ncclResult_t load_version(ncs_nccl* library, ncs_failure* failure) {
-  void *handle = library->handle, *symbol;
-  NCS_LOAD(ncclResult_t, ncclGetVersion, (int* version))
-  return ncclSuccess;
-}
-
-static ncclResult_t load_nccl_symbols(ncs_nccl* library, ncs_failure* failure) {
-  void *handle = library->handle, *symbol;
-  NCS_NCCL_SYMBOLS(NCS_LOAD)
-  return ncclSuccess;
-}
-
-static ncclResult_t load_cudart_symbols(void* handle, ncs_cuda* library, ncs_failure* failure) {
-  void* symbol;
+ncclResult_t ncs_load_cuda(const char* runtime_path, const char* driver_path, ncs_cuda* library, ncs_failure* failure) {
+  void *symbol, *handle = dlopen(runtime_path, RTLD_NOW | RTLD_LOCAL);
+  if (handle == NULL) return fail_loading("dlopen", failure);
   NCS_CUDART_SYMBOLS(NCS_LOAD)
-  return ncclSuccess;
-}
-
-static ncclResult_t load_driver_symbols(void* handle, ncs_cuda* library, ncs_failure* failure) {
-  void* symbol;
+  handle = dlopen(driver_path, RTLD_NOW | RTLD_LOCAL);
+  if (handle == NULL) return fail_loading("dlopen of the driver", failure);
   NCS_DRIVER_SYMBOLS(NCS_LOAD)
   NCS_NEW_DRIVER_SYMBOLS(NCS_LOAD_IF_ANY)
   return ncclSuccess;
 }
 
-ncclResult_t ncs_load_cuda(const char* runtime_path, const char* driver_path, ncs_cuda* cuda, ncs_failure* failure) {
-  ncclResult_t status;
-  void* handle = dlopen(runtime_path, RTLD_NOW | RTLD_LOCAL);
-  if (handle == NULL) return fail_loading("dlopen", failure);
-  status = load_cudart_symbols(handle, cuda, failure);
-  if (status != ncclSuccess) return status;
-  handle = dlopen(driver_path, RTLD_NOW | RTLD_LOCAL);
-  if (handle == NULL) return fail_loading("dlopen of the driver", failure);
-  return load_driver_symbols(handle, cuda, failure);
-}
-
-/* Before the other symbols are looked up: the error for an old NCCL is its version, not a missing symbol. */
-static ncclResult_t check_version(ncs_nccl* nccl, ncs_failure* failure) {
+static ncclResult_t check_version(const ncs_nccl* nccl, ncs_failure* failure) {
   int version = 0;
   ncclResult_t status = nccl->ncclGetVersion(&version);
   if (status != ncclSuccess) return ncs_fail(failure, status, "ncclGetVersion", -1, "%s", "");
@@ -90,6 +64,17 @@ static ncclResult_t check_version(ncs_nccl* nccl, ncs_failure* failure) {
                   version % (version < 10000 ? 1000 : 10000) / 100, version % 100);
 }
 
+/* The version first: the error for an old NCCL is its version, not a missing symbol. */
+static ncclResult_t load_nccl(ncs_nccl* library, ncs_failure* failure) {
+  void *handle = library->handle, *symbol;
+  ncclResult_t status;
+  NCS_LOAD(ncclResult_t, ncclGetVersion, (int* version))
+  status = check_version(library, failure);
+  if (status != ncclSuccess) return status;
+  NCS_NCCL_SYMBOLS(NCS_LOAD)
+  return ncclSuccess;
+}
+
 ncclResult_t ncs_nccl_open(const char* path, ncs_failure* failure, ncs_nccl** out) {
   ncclResult_t status;
   ncs_nccl* nccl;
@@ -97,18 +82,11 @@ ncclResult_t ncs_nccl_open(const char* path, ncs_failure* failure, ncs_nccl** ou
   nccl = calloc(1, sizeof(*nccl));
   if (nccl == NULL) return ncclSystemError;
   nccl->handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-  if (nccl->handle == NULL) {
-    status = fail_loading("dlopen", failure);
-    goto fail;
+  status = nccl->handle == NULL ? fail_loading("dlopen", failure) : load_nccl(nccl, failure);
+  if (status == ncclSuccess) {
+    *out = nccl;
+    return ncclSuccess;
   }
-  status = load_version(nccl, failure);
-  if (status == ncclSuccess) status = check_version(nccl, failure);
-  if (status == ncclSuccess) status = load_nccl_symbols(nccl, failure);
-  if (status != ncclSuccess) goto fail;
-  *out = nccl;
-  return ncclSuccess;
-
-fail:
   if (nccl->handle != NULL) dlclose(nccl->handle);
   free(nccl);
   return status;

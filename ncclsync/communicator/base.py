@@ -58,13 +58,12 @@ _COLLECTIVES = "AllReduce, Broadcast, ReduceScatter or AllGather"
 def read_buffers(collective: AnyCollective, memory: Mapping[int, str], world_size: int) -> tuple[Buffers, Buffers]:
     """Return the buffers that a collective reads, and those that it writes; a broadcast's are the same.
 
+    Raises TypeError or ValueError, as `Buffers` does, and if counts and dtypes do not fit each other.
+
     Args:
         collective: its lists have one buffer per rank of this process.
         memory: the DLPack device types that the buffers may lie on.
         world_size: the number of ranks in all processes.
-
-    Raises:
-        TypeError, ValueError: as `Buffers` does, or if counts and dtypes do not fit each other.
     """
     if isinstance(collective, Broadcast):
         buffers = Buffers(collective.buffers, "buffers", memory, writable=True)
@@ -76,13 +75,6 @@ def read_buffers(collective: AnyCollective, memory: Mapping[int, str], world_siz
     else:
         writes.check_like(reads, world_size if isinstance(collective, AllGather) else 1)
     return reads, writes
-
-
-def _check_list(what: str, buffers: Any) -> None:
-    """Raise TypeError unless an argument can be a list of buffers, such as an array, whose rows are its buffers."""
-    ordered = hasattr(buffers, "__len__") and hasattr(buffers, "__getitem__")
-    if not ordered or isinstance(buffers, (str, bytes, Mapping)):
-        raise TypeError(f"Expected {what} to be a list of buffers, one per rank. Received: {type(buffers).__name__}")
 
 
 class Communicator(abc.ABC):
@@ -115,8 +107,10 @@ class Communicator(abc.ABC):
     timeout_s: float | None = None
     compares_batches = False
     reads_same_rows = True
+    _closed = False  # by `close`
     _batch = ""  # of the last `on_batch` that named a batch
     size: int
+    world_size: int
     ranks: Sequence[int]
     memory: Mapping[int, str]
     repeatable: bool = True
@@ -127,23 +121,18 @@ class Communicator(abc.ABC):
     was_delivered: bool = False
     agreed: float = math.inf
 
-    @property
-    def world_size(self) -> int:
-        """Return the number of ranks in all processes."""
-        return self.size
-
     @abc.abstractmethod
     def _run_group(self, collectives: Sequence[AnyCollective]) -> None:
         """Run at least one collective; lengths, operations and roots of the arguments are checked."""
 
-    @abc.abstractmethod
     def close(self) -> None:
         """End the communicator. Idempotent; any later collective raises NcclSyncError."""
+        self._closed = True
 
     @property
-    @abc.abstractmethod
     def closed(self) -> bool:
         """Return whether the communicator has ended: by ``close`` or by a failed collective."""
+        return self._closed or self.failure is not None
 
     def all_reduce(self, sends: Sequence[Any], recvs: Sequence[Any], op: str = "sum", *, label: str = "") -> None:
         """Reduce over all ranks; every rank receives the result. Collective; blocks until done.
@@ -163,43 +152,34 @@ class Communicator(abc.ABC):
         self.run_group([AllReduce(sends, recvs, op, label)])
 
     def broadcast(self, buffers: Sequence[Any], root: int = 0, *, label: str = "") -> None:
-        """Copy the root's buffer into every other rank's. Collective; blocks until done.
+        """Copy the root's buffer into every other rank's. Collective; blocks until done. Raises as ``all_reduce``.
 
         Args:
             buffers: one writable buffer per rank.
             root: the rank to copy from, of this process or of another.
             label: as for ``all_reduce``.
-
-        Raises:
-            As ``all_reduce``.
         """
         self.run_group([Broadcast(buffers, root, label)])
 
     def reduce_scatter(self, sends: Sequence[Any], recvs: Sequence[Any], op: str = "sum", *, label: str = "") -> None:
-        """Reduce over all ranks; every rank receives its block of the result. Collective; blocks until done.
+        """Reduce over all ranks; each receives its block of the result. Collective; blocks, raises as ``all_reduce``.
 
         Args:
             sends: one buffer per rank: ``world_size`` blocks.
             recvs: one writable buffer per rank: one block, ``1 / world_size`` of the elements of a send. It
                 may be the rank's own block of what the rank sends (in place).
             op, label: as for ``all_reduce``. On the host a rank receives its block of that result, to the bit.
-
-        Raises:
-            As ``all_reduce``.
         """
         self.run_group([ReduceScatter(sends, recvs, op, label)])
 
     def all_gather(self, sends: Sequence[Any], recvs: Sequence[Any], *, label: str = "") -> None:
-        """Give every rank the buffers of all ranks, in their order. Collective; blocks until done.
+        """Give every rank the buffers of all ranks, in their order. Collective; blocks and raises as ``all_reduce``.
 
         Args:
             sends: one buffer per rank: one block.
             recvs: one writable buffer per rank: ``world_size`` blocks, ``world_size`` times the elements of
                 a send. The rank's own block of it may be what the rank sends (in place).
             label: as for ``all_reduce``.
-
-        Raises:
-            As ``all_reduce``.
         """
         self.run_group([AllGather(sends, recvs, label)])
 
@@ -207,14 +187,11 @@ class Communicator(abc.ABC):
         """Run collectives of any dtypes, sizes and operations as one; blocks until all are done.
 
         They happen at once or in any order: what one of them writes no other may read or write. NCCL
-        runs them as one group, which costs one launch and one wait.
+        runs them as one group, which costs one launch and one wait. Raises as ``all_reduce``; an error ends all.
 
         Args:
             collectives: ``AllReduce``, ``Broadcast``, ``ReduceScatter`` and ``AllGather`` in any mix; of
                 several processes, all give the same ones in the same order.
-
-        Raises:
-            As ``all_reduce``; a NcclError or NcclTimeoutError ends all of them.
         """
         if self.closed:
             self.raise_closed()
@@ -234,23 +211,28 @@ class Communicator(abc.ABC):
         if not isinstance(collective.label, str):
             raise TypeError(f"Expected label to be a str. Received: {collective.label!r}")
         if isinstance(collective, Broadcast):
-            _check_list("buffers", collective.buffers)
-            if len(collective.buffers) != self.size:
-                self._raise_length("buffers", str(len(collective.buffers)))
+            given = {"buffers": collective.buffers}
+        else:
+            given = {"sends": collective.sends, "recvs": collective.recvs}
+            op = getattr(collective, "op", "sum")
+            if not isinstance(op, str) or op not in native.OPS:
+                raise ValueError(f"Expected op to be one of {', '.join(native.OPS)}. Received: {op!r}")
+        for what, buffers in given.items():
+            # An array will do: its rows are the buffers.
+            ordered = hasattr(buffers, "__len__") and hasattr(buffers, "__getitem__")
+            if not ordered or isinstance(buffers, (str, bytes, Mapping)):
+                kind = type(buffers).__name__
+                raise TypeError(f"Expected {what} to be a list of buffers, one per rank. Received: {kind}")
+        lengths = [len(buffers) for buffers in given.values()]
+        if lengths != [self.size] * len(lengths):
+            expected = f"Expected {' and '.join(given)} to hold {self.size} buffers, one per rank"
+            raise ValueError(f"{expected}. Received: {' and '.join(map(str, lengths))}")
+        if isinstance(collective, Broadcast):
             root = collective.root
             if isinstance(root, bool) or not hasattr(root, "__index__"):
                 raise TypeError(f"Expected root to be the number of a rank. Received: {root!r}")
             if not 0 <= root < self.world_size:
                 raise ValueError(f"Expected root to be a rank, 0 to {self.world_size - 1}. Received: {root}")
-            return
-        if not isinstance(collective, AllGather):
-            op = collective.op
-            if not isinstance(op, str) or op not in native.OPS:
-                raise ValueError(f"Expected op to be one of {', '.join(native.OPS)}. Received: {op!r}")
-        _check_list("sends", collective.sends)
-        _check_list("recvs", collective.recvs)
-        if len(collective.sends) != self.size or len(collective.recvs) != self.size:
-            self._raise_length("sends and recvs", f"{len(collective.sends)} and {len(collective.recvs)}")
 
     def groups(self) -> tuple[int, int]:
         """Return how many groups were launched, and how many of them are known to have ended well."""
@@ -291,11 +273,9 @@ class Communicator(abc.ABC):
             self.peers.remark = f"; {words}"
 
     def at(self, place: str, number: int = 0) -> tuple[str, int]:
-        """Tell messages in other processes where this one is; return the arguments of the previous call.
+        """Tell messages in other processes that this one is at batch `number` of a place, such as "`fit`, at epoch 3".
 
-        Args:
-            place: such as "`fit`, at epoch 3".
-            number: of its current batch there.
+        Return the arguments of the previous call.
         """
         if self.peers is None:
             return "", 0
@@ -307,8 +287,7 @@ class Communicator(abc.ABC):
     def on_batch(self, batch: str | None) -> Iterator[None]:
         """Run collectives for a batch, which must be the same in all processes.
 
-        Args:
-            batch: its number of rows and a digest of some of them. None: the previous call's batch.
+        `batch` is its number of rows and a digest of some of them; None: the previous call's.
         """
         if self.peers is None:
             yield
@@ -327,11 +306,7 @@ class Communicator(abc.ABC):
             self.peers.report_file()
 
     def wait_for_file(self) -> None:
-        """Wait for a file that this process leaves to process 0.
-
-        Raises:
-            ProcessError, NcclTimeoutError: process 0 fails, or does not write it.
-        """
+        """Wait for a file that this process leaves to process 0. Raises as `exchange`, also if process 0 fails."""
         if self.peers is not None:
             self.peers.wait_for_file(self.timeout_s)
 
@@ -366,11 +341,7 @@ class Communicator(abc.ABC):
         return
 
     def wait(self) -> None:
-        """Wait until all launched groups have ended.
-
-        Raises:
-            NcclError, NcclSyncError: one has failed, or had before: its failure.
-        """
+        """Wait until all launched groups have ended. Raises the failure of one that has failed, now or before."""
         return
 
     def reopen(self) -> None:
@@ -383,9 +354,6 @@ class Communicator(abc.ABC):
             f"Expected an open {type(self).__name__}. Received: one that is closed, or that a "
             "failed collective has aborted"
         )
-
-    def _raise_length(self, what: str, received: str) -> None:
-        raise ValueError(f"Expected {what} to hold {self.size} buffers, one per rank. Received: {received}")
 
     def __enter__(self):
         return self

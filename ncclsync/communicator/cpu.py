@@ -15,6 +15,7 @@ from ncclsync.communicator.base import (
     read_buffers,
 )
 from ncclsync.communicator.buffers import HOST, Buffers
+from ncclsync.communicator.native import lib
 
 
 class CpuCommunicator(Communicator):
@@ -29,32 +30,20 @@ class CpuCommunicator(Communicator):
     memory = HOST
 
     def __init__(self, size: int, *, pool: native.Pool | None = None) -> None:
-        """Make N ranks.
+        """Make `size` ranks. Raises TypeError or ValueError for bad arguments.
 
         Args:
             size: number of ranks.
             pool: worker threads of the caller's own, which must outlive the communicator;
                 by default those that all communicators share, one per usable core.
-
-        Raises:
-            TypeError, ValueError: bad arguments.
         """
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"Expected size to be a number of ranks, at least 1. Received: {size!r}")
         if pool is not None and not isinstance(pool, native.Pool):
             raise TypeError(f"Expected pool to be a native.Pool or None. Received: {pool!r}")
-        self.size, self.ranks = size, range(size)
+        self.size = self.world_size = size
+        self.ranks = range(size)
         self._pool = pool
-        self._closed = False
-
-    @property
-    def closed(self) -> bool:
-        """Return whether ``close`` was called."""
-        return self._closed
-
-    def close(self) -> None:
-        """End the communicator. Idempotent; any later collective raises NcclSyncError."""
-        self._closed = True
 
     def _run_group(self, collectives: Sequence[AnyCollective]) -> None:
         """Run the collectives one after another: there is no launch to be saved."""
@@ -73,19 +62,19 @@ class CpuCommunicator(Communicator):
 
 def _run(pool: native.Pool, collective: AnyCollective, reads: Buffers, writes: Buffers) -> int:
     """Return the worst status of the calls that make up a collective."""
-    pointers, dtype = writes.pointers, reads.dtype
+    pointers, n, dtype = writes.pointers, len(writes.pointers), reads.dtype
     if isinstance(collective, Broadcast):
-        return native.cpu_broadcast(pool, pointers, writes.count, dtype, collective.root)
+        return lib.ncs_cpu_broadcast(pool.handle, pointers, n, writes.count, dtype, collective.root)
     if isinstance(collective, AllGather):
-        count, blocks = reads.count, range(len(pointers))
+        count = reads.count
         # A set: what stands for several ranks is written once.
-        copies = ([reads.pointers[r], *set(writes.block(r, count))] for r in blocks)
-        return max(native.cpu_broadcast(pool, buffers, count, dtype, 0) for buffers in copies)
+        copies = ([reads.pointers[r], *set(writes.block(r, count))] for r in range(n))
+        return max(lib.ncs_cpu_broadcast(pool.handle, copy, len(copy), count, dtype, 0) for copy in copies)
     count, op = writes.count, native.OPS[collective.op]
     if isinstance(collective, AllReduce):
-        return native.cpu_all_reduce(pool, reads.pointers, pointers, count, dtype, op)
-    parts = ((reads.block(r, count), [recv] * len(pointers)) for r, recv in enumerate(pointers))
-    return max(native.cpu_all_reduce(pool, *part, count, dtype, op) for part in parts)
+        return lib.ncs_cpu_all_reduce(pool.handle, reads.pointers, pointers, n, count, dtype, op)
+    parts = ((reads.block(r, count), [recv] * n) for r, recv in enumerate(pointers))
+    return max(lib.ncs_cpu_all_reduce(pool.handle, *part, n, count, dtype, op) for part in parts)
 
 
 def _check(collective: AnyCollective, reads: Buffers, writes: Buffers) -> None:

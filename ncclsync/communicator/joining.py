@@ -19,8 +19,7 @@ def peers_of(process: Process, timeout_s: float | None) -> Peers:
         process: this one.
         timeout_s: how long to wait for the others; None for no limit.
 
-    Raises:
-        NcclSyncError: they cannot be joined.
+    Raises NcclSyncError if they cannot be joined.
     """
     if process.launcher == "Open MPI":
         return mpi.peers(timeout_s)
@@ -31,8 +30,10 @@ def peers_of(process: Process, timeout_s: float | None) -> Peers:
         )
     claim()
     if process not in _peers:
+        rank, size, alone = process.rank, process.size, process.local_size == process.size
         try:
-            found = ServicePeers(_service(process, timeout_s), process.rank, process.size, timeout_s)
+            service = KeyService(process.address, rank, size, join_s=timeout_s or _FOR_EVER_S, on_one_host=alone)
+            found = ServicePeers(service, rank, size, timeout_s)
         except MessageError:
             raise
         except NcclSyncError as error:
@@ -40,11 +41,3 @@ def peers_of(process: Process, timeout_s: float | None) -> Peers:
         end_with_process(found.end)
         _peers[process] = found
     return _peers[process]
-
-
-def _service(process: Process, timeout_s: float | None) -> KeyService:
-    """Join the processes by the service that process 0 runs."""
-    assert process.address is not None
-    alone = process.local_size == process.size
-    join_s = timeout_s or _FOR_EVER_S
-    return KeyService(process.address, process.rank, process.size, join_s=join_s, on_one_host=alone)

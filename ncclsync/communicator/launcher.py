@@ -7,7 +7,6 @@ TensorFlow ops use a launcher by its address; this module knows neither the ops 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,37 +19,29 @@ _FAILURE, _LAUNCHER = ffi.typeof("ncs_launch_failure*"), ffi.typeof("ncs_launche
 OWN_WORK, LAUNCHING, RUNNING = lib.NCS_OWN_WORK, lib.NCS_LAUNCHING, lib.NCS_RUNNING
 
 
-@dataclasses.dataclass(frozen=True)
 class LaunchFailure:
-    """Describe a failed group; see ``ncs_launch_failure``.
+    """Describe a group that has failed, or that is pending; see ``ncs_launch_failure``, whose numbers it has.
 
     Attributes:
         status: NCCL's; `native.TIMEOUT` if the group did not end in time, `native.IN_PROGRESS` if it was cancelled.
-        call: the call that failed; "" if none did.
-        words: the call's own.
-        stage: what the group was waiting for: OWN_WORK, LAUNCHING or RUNNING.
-        waited_s: for how many seconds.
-        group: the number of the first group that has failed, from 1.
+        stage: what the group was waiting for: OWN_WORK, LAUNCHING or RUNNING; `waited_s` for how many seconds.
+        group, first: the numbers of the first group that has failed, and of its first collective, from 1.
         label: as given at its launch.
-        first: the number of its first collective, from 1.
-        sizes: (elements, NCCL's number of the dtype) of its collectives; of the first few, if there are many.
-        count: the number of its collectives.
         was_delivered: whether an op may have computed with the failed group's results.
+        call, words: the call that failed and its own words; "" if none did.
+        sizes: (elements, NCCL's number of the dtype) of its collectives; of the first few, if there are many.
         progress: [N] how far each rank had come; ABSENT if the GPU's own work before the group had not ended.
     """
 
-    status: int
-    call: str
-    words: str
-    stage: int
-    waited_s: float
-    group: int
-    label: int
-    first: int
-    sizes: tuple[tuple[int, int], ...]
-    count: int
-    was_delivered: bool
-    progress: tuple[Progress, ...]
+    def __init__(self, reported: Any, size: int) -> None:
+        """Read it, as of a launcher of `size` ranks."""
+        self.status, self.stage, self.waited_s = reported.status, reported.stage, reported.waited_s
+        self.group, self.label, self.first = reported.group, reported.label, reported.first
+        self.was_delivered = bool(reported.was_delivered)
+        self.call, self.words = ffi.string(reported.failure.call).decode(), native.words(reported.failure)
+        named = range(min(reported.n_collectives, lib.NCS_MOST_NAMED))
+        self.sizes = [(reported.counts[i], reported.dtypes[i]) for i in named]
+        self.progress = [Progress(reported.progress[r]) for r in range(size)]
 
 
 class Launcher:
@@ -63,10 +54,9 @@ class Launcher:
     """
 
     def __init__(self, size: int, timeout_s: float | None, on_host: bool) -> None:
-        """Make a closed launcher.
+        """Make a closed launcher for so many ranks.
 
         Args:
-            size: number of ranks.
             timeout_s: the limit for a group, and for the GPUs' own work before it; None for none.
             on_host: whether buffers are in host memory.
         """
@@ -133,23 +123,7 @@ class Launcher:
     def _read(self, get: Any, name: str) -> LaunchFailure | None:
         reported = ffi.new(_FAILURE)
         native.check(get(self._handle, reported), name)
-        if reported.status == 0:
-            return None
-        named = min(reported.n_collectives, lib.NCS_MOST_NAMED)
-        return LaunchFailure(
-            status=reported.status,
-            call=ffi.string(reported.failure.call).decode(),
-            words=native.words(reported.failure),
-            stage=reported.stage,
-            waited_s=reported.waited_s,
-            group=reported.group,
-            label=reported.label,
-            first=reported.first,
-            sizes=tuple((reported.counts[i], reported.dtypes[i]) for i in range(named)),
-            count=reported.n_collectives,
-            was_delivered=bool(reported.was_delivered),
-            progress=tuple(Progress(reported.progress[r]) for r in range(self._size)),
-        )
+        return LaunchFailure(reported, self._size) if reported.status else None
 
 
 def alive() -> dict[str, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import io
 import json
 import math
 import os
@@ -34,13 +35,10 @@ class MessageError(ProcessError):
 
 
 def written(value: Any) -> bytes:
-    """Encode a value as bytes.
+    """Encode a value as bytes. Raises TypeError for others than the following.
 
     Args:
         value: None, bool, int, float, str, bytes, a NumPy array or scalar; lists, tuples, and dicts by str, of these.
-
-    Raises:
-        TypeError: the value is something else.
     """
     raw: list[bytes] = []
     text = json.dumps(_plain(value, raw)).encode()
@@ -48,14 +46,9 @@ def written(value: Any) -> bytes:
 
 
 def read(data: bytes, most_bytes: int = MOST_BYTES) -> Any:
-    """Decode a value that `written` has encoded.
+    """Decode a value that `written` has encoded, of at most so many bytes.
 
-    Args:
-        data: from another process.
-        most_bytes: the limit of `data`.
-
-    Raises:
-        MessageError: there are more bytes, or `written` has not made them.
+    Raises MessageError if there are more bytes, or `written` has not made them.
     """
     if len(data) > most_bytes:
         raise MessageError(f"Expected at most {most_bytes} bytes. Received: {len(data)}")
@@ -64,9 +57,11 @@ def read(data: bytes, most_bytes: int = MOST_BYTES) -> Any:
         end = _LENGTH.size + length
         if end > len(data):
             raise ValueError("its end is missing")
-        raw = _Raw(memoryview(data)[end:])
+        raw = io.BytesIO(data)
+        raw.seek(end)
         value = _value(json.loads(bytes(data[_LENGTH.size : end])), raw)
-        raw.check_end()
+        if raw.read(1):
+            raise ValueError("more bytes than it names")
     except (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError, struct.error) as error:
         raise MessageError(f"Expected a message of ncclsync's. Received: {len(data)} others ({error})") from None
     return value
@@ -91,25 +86,15 @@ def _plain(value: Any, raw: list[bytes]) -> Any:
     raise TypeError(f"Expected numbers, texts, bytes, or lists of such. Received: {type(value).__name__}")
 
 
-class _Raw:
-    """Hand out the bytes that follow the JSON."""
-
-    def __init__(self, data: memoryview) -> None:
-        self._data, self._begin = data, 0
-
-    def take(self, count: int) -> memoryview:
-        end = self._begin + count
-        if count < 0 or end > len(self._data):
-            raise ValueError("bytes are missing")
-        self._begin, begin = end, self._begin
-        return self._data[begin:end]
-
-    def check_end(self) -> None:
-        if self._begin != len(self._data):
-            raise ValueError("more bytes than it names")
+def _taken(raw: io.BytesIO, count: int) -> bytes:
+    """Return the next bytes of those that follow the JSON."""
+    taken = raw.read(count) if count >= 0 else b""
+    if len(taken) != count:
+        raise ValueError("bytes are missing")
+    return taken
 
 
-def _value(plain: Any, raw: _Raw) -> Any:
+def _value(plain: Any, raw: io.BytesIO) -> Any:
     if not isinstance(plain, list):
         if isinstance(plain, dict):
             raise ValueError("an object of JSON")
@@ -122,14 +107,14 @@ def _value(plain: Any, raw: _Raw) -> Any:
         return {_checked(key, str): _value(one, raw) for key, one in rest}
     if kind == "bytes":
         (count,) = rest
-        return bytes(raw.take(_checked(count, int)))
+        return _taken(raw, _checked(count, int))
     if kind == "array":
         name, shape = rest
         if name not in _DTYPES:
             raise ValueError("an unknown dtype")
         dtype = np.dtype(name)
         count = math.prod(_shape(shape))
-        return np.frombuffer(raw.take(count * dtype.itemsize), dtype).reshape(shape).copy()[()]
+        return np.frombuffer(_taken(raw, count * dtype.itemsize), dtype).reshape(shape).copy()[()]
     if kind == "objects":
         shape, *given = rest
         if math.prod(_shape(shape)) != len(given):
@@ -155,11 +140,7 @@ def _checked(value: Any, kind: type) -> Any:
 
 
 def given_secret() -> bytes | None:
-    """Return the job's secret from the environment; None if it is not set.
-
-    Raises:
-        NcclSyncError: it is too short.
-    """
+    """Return the job's secret from the environment; None if not set. Raises NcclSyncError if it is too short."""
     given = os.environ.get(VARIABLE, "")
     if given and len(given) < _LEAST_SECRET:
         raise NcclSyncError(
@@ -181,13 +162,9 @@ class Seal:
     """Put a digest before each message; making it takes the job's secret."""
 
     def __init__(self, offer: bytes) -> None:
-        """Derive the key from process 0's offer, and from the secret if the environment has one.
+        """Derive the key from process 0's `new_offer`, and from the secret if the environment has one.
 
-        Args:
-            offer: of `new_offer`, the same in all processes of a job.
-
-        Raises:
-            NcclSyncError: only some of the processes have a secret in their environment.
+        Raises NcclSyncError if only some of the processes have a secret.
         """
         given = given_secret()
         if len(offer) != OFFER_BYTES or bool(offer[0]) != (given is not None):
@@ -199,20 +176,11 @@ class Seal:
         self._key = hashlib.blake2b(offer, key=hashlib.sha512(given or b"").digest(), digest_size=32).digest()
 
     def sealed(self, about: str, data: bytes) -> bytes:
-        """Return a message.
-
-        Args:
-            about: names the sender and the message; unique among all messages.
-            data: its bytes.
-        """
+        """Return a message; `about` names its sender and the message, unlike all others."""
         return self._digest(about, data) + data
 
     def opened(self, about: str, message: bytes | bytearray) -> bytes:
-        """Return the data of a message; see `sealed`.
-
-        Raises:
-            MessageError: its digest is another one.
-        """
+        """Return the data of a message; see `sealed`. Raises MessageError if its digest is another one."""
         data = bytes(message[SEAL_BYTES:])
         if not hmac.compare_digest(self._digest(about, data), bytes(message[:SEAL_BYTES])):
             raise MessageError(

@@ -40,7 +40,7 @@ from ncclsync.communicator.base import (
 )
 from ncclsync.communicator.buffers import HOST, Buffers, empty_aligned
 from ncclsync.communicator.messages import MOST_BYTES, MessageError, Seal
-from ncclsync.communicator.native import ffi
+from ncclsync.communicator.native import ffi, lib
 from ncclsync.communicator.peers import MOST_TEXT, SILENCE_S, Doing, Peers, end_with_process, shortened
 from ncclsync.communicator.processes import Process, claim
 from ncclsync.errors import NcclSyncError, NcclUnavailableError, ProcessError
@@ -55,7 +55,6 @@ _LEAVE_S = 8.0  # that an ended process gives the others to end as well, if a pr
 _LEFT = -1  # stands for the number of collectives of a process that ends
 _PIECE_BYTES = 1 << 30  # MPI counts bytes by an int
 _SMALL = 1 << 18  # bytes of all ranks; up to here each process adds up the whole buffer
-_LONGEST_NAP_S = 1e-3  # between two tests of a request
 _BYTES = ffi.typeof("char*")
 
 # The next act of a process: run a collective, report that something of its own has failed, or end.
@@ -113,16 +112,7 @@ class MpiPeers(Peers):
 
     def _finish(self, request: Any, timeout_s: float | None) -> None:
         """Wait for a collective request of the joining."""
-
-        def wait(slice_s: float) -> bool:
-            until = time.monotonic() + slice_s
-            while not request.Test():
-                if time.monotonic() >= until:
-                    return False
-                time.sleep(_LONGEST_NAP_S)
-            return True
-
-        _wait_to_join(wait, timeout_s)
+        _wait_to_join(lambda slice_s: timeouts.poll(request.Test, slice_s), timeout_s)
 
     def _say_hello(self, timeout_s: float | None) -> list[tuple[str, set[int]]]:
         """Return [size] the name of each process' host, and the numbers of the cores that it may use. Collective."""
@@ -230,7 +220,7 @@ class MpiPeers(Peers):
         self.wait(waited, text, timeout_s, heeds=heeds)
         found = {i: _HEADER.unpack(self._opened(*self._awaited[i][:2])) for i in others}
         while heeds and any(header[3] > self.generation for header in found.values()):
-            time.sleep(_LONGEST_NAP_S)  # news of a failure is on its way
+            time.sleep(1e-3)  # news of a failure is on its way
             self.check(text)
         for i in others:
             del self._awaited[i]
@@ -250,34 +240,25 @@ class MpiPeers(Peers):
         return [self.comm.Irecv([piece, self._mpi.BYTE], source, kind) for piece in _pieces(message)]
 
     def wait(self, requests: list[Any], what: str, timeout_s: float | None, *, heeds: bool = False) -> None:
-        """Wait for requests of mpi4py's.
+        """Wait for requests of mpi4py's. Raises as `timeouts.wait`, and ProcessError if another process is silent.
 
         Args:
             requests: what to wait for.
             what: it is, for messages.
             timeout_s: see `timeouts.wait`.
             heeds: whether another process' report of a failure ends the wait.
-
-        Raises:
-            ProcessError: another process is silent.
-            NcclTimeoutError, NcclSyncError: as `timeouts.wait`.
         """
 
         def poll(slice_s: float) -> bool:
-            began = time.monotonic()
-            while not self._mpi.Request.Testall(requests):
-                waited_s = time.monotonic() - began
-                if waited_s >= slice_s:
-                    self.check_silence(what)
-                    if heeds and self.failures != self.reported:
-                        self.check(what)
-                    return False
-                if waited_s > 5e-5:  # another process may need this core
-                    time.sleep(min(waited_s / 8, _LONGEST_NAP_S))
-            return True
+            if timeouts.poll(lambda: self._mpi.Request.Testall(requests), slice_s):
+                return True
+            self.check_silence(what)
+            if heeds and self.failures != self.reported:
+                self.check(what)
+            return False
 
         try:
-            timeouts.wait(poll, poll, call="MPI", what=lambda: what, timeout_s=timeout_s, arrived=self._missing)
+            timeouts.wait(poll, call="MPI", what=lambda: what, timeout_s=timeout_s, arrived=self._missing)
         except NcclSyncError as error:
             if self.failure is None:
                 self.failure = ProcessError(str(error))
@@ -315,11 +296,7 @@ class MpiPeers(Peers):
         return received
 
     def _opened(self, about: str, message: bytearray) -> bytes:
-        """Return the data of a sealed message.
-
-        Raises:
-            ProcessError: it has another seal; the agreement ends for good.
-        """
+        """Return the data of a sealed message. Another seal ends the agreement for good, by a ProcessError."""
         try:
             return self._seal.opened(about, message)
         except MessageError as error:
@@ -398,12 +375,13 @@ class MpiPeers(Peers):
         beat.close()
 
     def _calls(self) -> Any:
-        """Return the addresses of the MPI functions that C calls."""
+        """Return what a beat needs of MPI: the addresses of two functions, two handles and their size."""
         mpi, library = self._mpi, ctypes.CDLL(self._mpi.__file__)
-        isend, test = (ctypes.cast(call, ctypes.c_void_p).value or 0 for call in (library.MPI_Isend, library.MPI_Test))
+        calls = (ctypes.cast(call, ctypes.c_void_p).value or 0 for call in (library.MPI_Isend, library.MPI_Test))
+        pointers = [ffi.cast("void*", call) for call in calls]
         # The handle of a communicator is a number of 32 bits (MPICH) or a pointer (Open MPI).
         is_number = self._beats.handle >> 32 in (0, 0xFFFFFFFF)
-        return native.mpi_calls(isend, test, self._beats.handle, mpi.BYTE.handle, 4 if is_number else 8)
+        return ffi.new("ncs_mpi*", [*pointers, self._beats.handle, mpi.BYTE.handle, 4 if is_number else 8])
 
     def _hear_beat(self, source: int, beat: bytearray) -> None:
         try:
@@ -493,7 +471,6 @@ def _wait_to_join(wait: Callable[[float], bool], timeout_s: float | None) -> Non
     """Wait for a step of the joining; `wait(slice_s)` returns whether it has ended."""
     timeouts.wait(
         wait,
-        wait,
         call="MPI_Init",
         what=lambda: "the joining of processes",
         timeout_s=timeout_s,
@@ -502,15 +479,10 @@ def _wait_to_join(wait: Callable[[float], bool], timeout_s: float | None) -> Non
 
 
 def peers(timeout_s: float | None = timeouts.DEFAULT_TIMEOUT_S) -> MpiPeers:
-    """Return this process' `MpiPeers`. The first call joins the others, and is collective.
+    """Return this process' `MpiPeers`. The first call joins the others, for so many seconds at most, and is collective.
 
-    Args:
-        timeout_s: how long to wait for the others; None for no limit.
-
-    Raises:
-        NcclUnavailableError: mpi4py cannot be used.
-        NcclTimeoutError: not all have come in time.
-        NcclSyncError: this is a child of the process that has joined.
+    Raises NcclUnavailableError if mpi4py cannot be used; NcclTimeoutError if not all have come in time; NcclSyncError
+    in a child of the process that has joined.
     """
     global _peers
     claim()
@@ -524,10 +496,6 @@ class MpiCommunicator(Communicator):
     """Join ranks of several processes in host memory. Ranks are numbered process by process.
 
     A process runs the collectives of all its communicators one after another, in the same order in all processes.
-
-    Attributes:
-        ranks: this process', a range.
-        timeout_s: how long a collective may wait for the other processes.
     """
 
     memory = HOST
@@ -537,14 +505,12 @@ class MpiCommunicator(Communicator):
     def __init__(self, size: int, *, timeout_s: float | None = timeouts.DEFAULT_TIMEOUT_S) -> None:
         """Join the ranks of all processes. Collective.
 
+        Raises TypeError or ValueError for bad arguments; NcclUnavailableError if mpi4py cannot be used; ProcessError or
+        NcclTimeoutError if the others cannot be joined.
+
         Args:
             size: number of ranks of this process.
             timeout_s: None for no limit. A process that says nothing for 15 s is an error in any case.
-
-        Raises:
-            TypeError, ValueError: bad arguments.
-            NcclUnavailableError: mpi4py cannot be used.
-            ProcessError, NcclTimeoutError: the others cannot be joined.
         """
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"Expected size to be a number of ranks, at least 1. Received: {size!r}")
@@ -553,19 +519,8 @@ class MpiCommunicator(Communicator):
         sizes = self.peers.exchange(size, "the joining of ranks", timeout_s)
         begins = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
         self._ranges = [range(*pair) for pair in itertools.pairwise(begins)]  # of ranks, by process
-        self.size, self.ranks = size, self._ranges[self.peers.rank]
-        self._closed = False
+        self.size, self.world_size, self.ranks = size, sum(sizes), self._ranges[self.peers.rank]
         self._stranded: list[Any] = []  # memory that MPI may still write to after a failure
-
-    @property
-    def world_size(self) -> int:
-        """Return the number of ranks in all processes."""
-        return self._ranges[-1].stop
-
-    @property
-    def closed(self) -> bool:
-        """Return whether `close` was called, or another process has failed for good."""
-        return self._closed or self.peers.failure is not None
 
     @property
     def failure(self) -> BaseException | None:  # type: ignore[override]
@@ -592,16 +547,8 @@ class MpiCommunicator(Communicator):
         if not self.closed:
             self.peers.report_failure(words, self.timeout_s)
 
-    def close(self) -> None:
-        """End the communicator. Idempotent; any later collective raises NcclSyncError."""
-        self._closed = True
-
     def reopen(self) -> None:
-        """Do nothing, or raise the failure: processes cannot be joined again.
-
-        Raises:
-            ProcessError: the agreement has ended.
-        """
+        """Do nothing, or raise the failure: processes cannot be joined again."""
         if self.peers.failure is not None:
             raise self.peers.failure
 
@@ -675,7 +622,7 @@ class MpiCommunicator(Communicator):
             ends = [width * (writes.count * (i + 1) // self.peers.size) for i in range(self.peers.size)]
             parts = [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
         own = parts[self.peers.rank]
-        yield self._cut(sends, parts)
+        yield [[send[part] for send in sends] for part in parts]
         received, requests = self._receive_all([send[own] for send in sends])
         yield requests
         _add_up(received, total[own], writes.dtype, op)
@@ -689,7 +636,7 @@ class MpiCommunicator(Communicator):
     def _reduce_scatter(self, sends: list[np.ndarray], writes: Buffers, op: int) -> Stages:
         block = writes.count * _width(writes)
         parts = [slice(ranks.start * block, ranks.stop * block) for ranks in self._ranges]
-        yield self._cut(sends, parts)
+        yield [[send[part] for send in sends] for part in parts]
         # A copy of its own part: a rank may receive its block in place.
         received, requests = self._receive_all([send[parts[self.peers.rank]].copy() for send in sends])
         yield requests
@@ -697,10 +644,6 @@ class MpiCommunicator(Communicator):
             blocks = [each[i * block : (i + 1) * block] for each in received]
             _add_up(blocks, _view(pointer, writes), writes.dtype, op)
         yield []
-
-    def _cut(self, sends: Sequence[np.ndarray], parts: Sequence[slice]) -> Messages:
-        """Return [size] what to send: each process' part of each of this process' buffers."""
-        return [[send[part] for send in sends] for part in parts]
 
     def _receive_all(self, own: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[Any]]:
         """Return [world_size] buffers, one for each rank (of this process `own`), and requests for the others."""
@@ -723,7 +666,8 @@ def _add_up(sends: Sequence[np.ndarray], into: np.ndarray, dtype: int, op: int) 
     pointers = [ffi.from_buffer("char*", send) for send in sends]
     target = ffi.from_buffer("char*", into, require_writable=True)
     count = into.size // native.DTYPE_SIZES[dtype]
-    status = native.cpu_all_reduce(native.process_pool(), pointers, [target] * len(sends), count, dtype, op)
+    handle, n = native.process_pool().handle, len(sends)
+    status = lib.ncs_cpu_all_reduce(handle, pointers, [target] * n, n, count, dtype, op)
     native.check(status, "ncs_cpu_all_reduce")
 
 

@@ -30,32 +30,23 @@ except ImportError as error:
     ) from error
 
 
-def _read_table(describe: Any, *outputs: Any) -> list[tuple]:
-    rows: list[tuple] = []
-    while describe(len(rows), *outputs) == 0:
-        name, *numbers = (output[0] for output in outputs)
-        rows.append((ffi.string(name).decode(), *numbers))
-    return rows
+def _enumerated(enum: str, prefix: str) -> dict[str, int]:
+    """Return the values of a C enum by their names without a prefix."""
+    return {name.removeprefix(prefix): value for value, name in sorted(ffi.typeof(enum).elements.items())}
 
 
-_NAME, _VALUE, _SIZE = ffi.new("const char**"), ffi.new("int*"), ffi.new("size_t*")
-
-STATUS_NAMES: dict[int, str] = {value: name for name, value in _read_table(lib.ncs_result_describe, _NAME, _VALUE)}
-DTYPES: dict[str, int] = {name: value for name, value, _ in _read_table(lib.ncs_dtype_describe, _NAME, _VALUE, _SIZE)}
-DTYPE_SIZES: dict[int, int] = {
-    value: size for _, value, size in _read_table(lib.ncs_dtype_describe, _NAME, _VALUE, _SIZE)
-}
+_STATUSES = _enumerated("ncclResult_t", "")
+STATUS_NAMES: dict[int, str] = {value: name for name, value in _STATUSES.items()}
+DTYPES: dict[str, int] = {name.lower(): value for name, value in _enumerated("ncclDataType_t", "nccl").items()}
+DTYPE_SIZES: dict[int, int] = {value: lib.ncs_size_of(value) for value in DTYPES.values()}
 DTYPE_NAMES: dict[int, str] = {value: name for name, value in DTYPES.items()}
-OPS: dict[str, int] = dict(_read_table(lib.ncs_op_describe, _NAME, _VALUE))
+OPS: dict[str, int] = {name.lower(): value for name, value in _enumerated("ncclRedOp_t", "nccl").items()}
 
 # Operations of fused arithmetic, and how many inputs and operations together one expression may have.
-ARITHMETIC: dict[str, int] = {
-    name.removeprefix("NCS_"): value for value, name in ffi.typeof("ncs_arithmetic").elements.items()
-}
+ARITHMETIC: dict[str, int] = _enumerated("ncs_arithmetic", "NCS_")
 MOST_REGISTERS: int = lib.NCS_MOST_REGISTERS
 MOST_PERIOD: int = lib.NCS_MOST_PERIOD
 
-_STATUSES = {name: value for value, name in STATUS_NAMES.items()}
 UNHANDLED_CUDA_ERROR = _STATUSES["ncclUnhandledCudaError"]
 INVALID_USAGE = _STATUSES["ncclInvalidUsage"]
 INVALID_ARGUMENT = _STATUSES["ncclInvalidArgument"]
@@ -64,15 +55,12 @@ TIMEOUT = _STATUSES["ncclTimeout"]
 
 
 def check(status: int, call: str, last_error: str = "") -> None:
-    """Raise unless a native call succeeded.
+    """Raise NcclError unless a native call returned success.
 
     Args:
         status: what the call returned.
         call: its name, for the message.
         last_error: the library's own words.
-
-    Raises:
-        NcclError: for every status but ``ncclSuccess``.
     """
     if status != 0:
         raise NcclError(status, call, last_error, STATUS_NAMES.get(status, "unknown status"))
@@ -81,8 +69,13 @@ def check(status: int, call: str, last_error: str = "") -> None:
 def check_failure(status: int, failure: Any) -> None:
     """Raise NcclError unless a native call succeeded; its ``ncs_failure`` describes the call."""
     if status != 0:
-        call = ffi.string(failure.call).decode() or "malloc"
-        check(status, call, words(failure))
+        check(status, ffi.string(failure.call).decode() or "malloc", words(failure))
+
+
+def call(function: Any, inputs: Sequence[Any], *outputs: Any) -> None:
+    """Call a function of the C library that takes an ``ncs_failure`` between inputs and outputs. Raises NcclError."""
+    failure = ffi.new("ncs_failure*")
+    check_failure(function(*inputs, failure, *outputs), failure)
 
 
 def words(failure: Any) -> str:
@@ -103,8 +96,7 @@ class Pool:
             threads: how many threads work on a job, the calling one included.
             instruction_set: ``NCS_INSTRUCTION_SET_…``; others than the best are for tests.
 
-        Raises:
-            NcclError: no such instruction set on this machine, ``threads < 1``, or no thread to be had.
+        Raises NcclError: no such instruction set on this machine, ``threads < 1``, or no thread to be had.
         """
         handle = ffi.new("ncs_pool**")
         check(lib.ncs_pool_create(threads, instruction_set, handle), "ncs_pool_create")
@@ -150,8 +142,7 @@ _share = 0  # of the cores
 def share_cores(of_each: Sequence[Collection[int]]) -> None:
     """Let this process use its share of its cores; to be called before `process_pool`.
 
-    Args:
-        of_each: the cores that each process on this host may use, this one's among them.
+    `of_each` has the cores that each process on this host may use, this one's among them.
     """
     global _share
     users = collections.Counter(itertools.chain.from_iterable(of_each))
@@ -168,42 +159,17 @@ def _forget_process_pool() -> None:
 os.register_at_fork(after_in_child=_forget_process_pool)
 
 
-def cpu_all_reduce(pool: Pool, sends: list[Any], recvs: list[Any], count: int, dtype: int, op: int) -> int:
-    """All-reduce host memory, one pointer per rank; see ``ncs_cpu_all_reduce``.
-
-    Returns:
-        The status, unchecked: only the caller can say which argument was wrong.
-    """
-    return lib.ncs_cpu_all_reduce(pool.handle, sends, recvs, len(sends), count, dtype, op)
-
-
-def cpu_broadcast(pool: Pool, buffers: list[Any], count: int, dtype: int, root: int) -> int:
-    """Broadcast host memory, one pointer per rank; see ``ncs_cpu_broadcast``.
-
-    Returns:
-        The status, unchecked: only the caller can say which argument was wrong.
-    """
-    return lib.ncs_cpu_broadcast(pool.handle, buffers, len(buffers), count, dtype, root)
-
-
 def register_tensorflow(path: str) -> None:
     """Register the ops of ``csrc/tf`` with TensorFlow, whose functions they find in its library at ``path``.
 
-    Raises:
-        NcclError: this TensorFlow lacks a function, or refuses.
+    Raises NcclError if this TensorFlow lacks a function, or refuses.
     """
-    failure = ffi.new("ncs_failure*")
-    check_failure(lib.ncs_tf_register(path.encode(), process_pool().handle, failure), failure)
+    call(lib.ncs_tf_register, [path.encode(), process_pool().handle])
 
 
 def find_gpu_streams(path: str) -> None:
-    """Let the ops find the stream that TensorFlow computes on by the library at ``path``; see ``csrc/ncclsync.h``.
-
-    Raises:
-        NcclError: it cannot be loaded.
-    """
-    failure = ffi.new("ncs_failure*")
-    check_failure(lib.ncs_tf_find_streams(path.encode(), failure), failure)
+    """Let the ops find TensorFlow's streams by the library at ``path``; see ``csrc/ncclsync.h``. Raises NcclError."""
+    call(lib.ncs_tf_find_streams, [path.encode()])
 
 
 _TIMESTAMP = struct.Struct("=qqii")  # an ncs_timestamp, whose fields leave no gap
@@ -232,11 +198,7 @@ class Timestamps:
         return int(ffi.cast("intptr_t", self.handle))
 
     def record(self, span: int, ends: bool, value: int = 0) -> None:
-        """Record that a span begins or ends, now.
-
-        Raises:
-            NcclError: there is no memory.
-        """
+        """Record that a span begins or ends, now. Raises NcclError if there is no memory."""
         check(lib.ncs_meter_record(self.handle, span, ends, value), "ncs_meter_record")
 
     def listen(self, hear: Any) -> None:
@@ -260,21 +222,11 @@ class Timestamps:
                 return found
 
 
-def mpi_calls(isend: int, test: int, comm: int, byte: int, handle_bytes: int) -> Any:
-    """Return what a beat needs of MPI: the addresses of two functions, and two handles of so many bytes."""
-    pointers = (ffi.cast("void*", address) for address in (isend, test))
-    return ffi.new("ncs_mpi*", [*pointers, comm, byte, handle_bytes])
-
-
 class Beat:
     """Tell other processes that this one is alive: a thread's work, which no lock of Python's holds up."""
 
     def __init__(self, interval_s: float) -> None:
-        """Begin.
-
-        Args:
-            interval_s: seconds between two beats.
-        """
+        """Begin to beat every so many seconds."""
         handle = ffi.new("ncs_beat**")
         check(lib.ncs_beat_create(interval_s, handle), "ncs_beat_create")
         self._handle: Any = handle[0]  # never freed by itself: a forked child has no such thread
@@ -287,7 +239,7 @@ class Beat:
         """Send a message to a rank of MPI from now on, in place of the one before.
 
         Args:
-            mpi: as of `mpi_calls`.
+            mpi: an ``ncs_mpi*``.
             rank: of its communicator.
             message: at most 1024 bytes.
             at_once: whether it is sent now, too.
@@ -352,11 +304,8 @@ class NcclLibrary:
     def __init__(self) -> None:
         """Load the first libnccl that can be loaded.
 
-        ``NCCLSYNC_NCCL_LIBRARY`` decides if it is set; otherwise the file of the nvidia-nccl
-        wheel, then the loader's path.
-
-        Raises:
-            NcclUnavailableError: there is none, or none that is new enough; names all that were tried.
+        ``NCCLSYNC_NCCL_LIBRARY`` decides if it is set; otherwise the nvidia-nccl wheel's file, then the loader's path.
+        Raises NcclUnavailableError, which names all that were tried, if none is there, or none that is new enough.
         """
         failure, handle = ffi.new("ncs_failure*"), ffi.new("ncs_nccl**")
         tried = []
@@ -373,8 +322,8 @@ class NcclLibrary:
 
     def version(self) -> tuple[int, int, int]:
         """Return NCCL's version, e.g. ``(2, 32, 3)``. Needs no GPU."""
-        failure, version = ffi.new("ncs_failure*"), ffi.new("int*")
-        check_failure(lib.ncs_nccl_get_version(self.handle, failure, version), failure)
+        version = ffi.new("int*")
+        call(lib.ncs_nccl_get_version, [self.handle], version)
         code = version[0]
         thousand = 10000 if code >= 10000 else 1000  # until 2.8 the minor version had one digit
         return code // thousand, code % thousand // 100, code % 100
@@ -383,7 +332,6 @@ class NcclLibrary:
 def nccl_version() -> tuple[int, int, int]:
     """Return the version of the NCCL that would be used. Needs neither GPU nor driver.
 
-    Raises:
-        NcclUnavailableError: there is no libnccl.
+    Raises NcclUnavailableError if there is no libnccl.
     """
     return NcclLibrary().version()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import itertools
 import logging
 import math
 import os
@@ -60,16 +61,13 @@ class NcclCommunicator(Communicator):
     turns.
 
     Attributes:
-        size, world_size: the number of ranks here, and in all processes.
-        ranks, devices: this process' ranks, and the CUDA ordinal of each.
-        timeout_s: how long a collective may take, and before it the GPUs' own work; None for no limit.
-        repeatable: whether sums must have equal bits in every call and every run.
-        peers: the other processes, if they were joined by `from_peers`.
+        devices: the CUDA ordinal of each rank of this process.
     """
 
     waits = True
     memory = CUDA
     _handle: Any = None
+    _joined_by: bytes | None
 
     def __init__(
         self,
@@ -96,7 +94,8 @@ class NcclCommunicator(Communicator):
             NcclError: NCCL could not join these GPUs, or they do not receive what was sent.
         """
         self._set_up(_checked_numbers(devices, "devices", "CUDA ordinals"), timeout_s, preflight, repeatable)
-        self._begin(None, len(self.devices), range(len(self.devices)))
+        self._joined_by, self.world_size, self.ranks = None, self.size, tuple(range(self.size))
+        self._join()
 
     @classmethod
     def from_unique_id(
@@ -110,7 +109,7 @@ class NcclCommunicator(Communicator):
         preflight: bool = True,
         repeatable: bool = False,
     ) -> NcclCommunicator:
-        """Join GPUs of several processes. Collective; blocks until the ranks of all processes are up.
+        """Join GPUs of several processes. Collective; blocks until the ranks of all are up. Raises as the class.
 
         Args:
             unique_id: what ``NcclCommunicator.unique_id()`` has returned in one of the processes.
@@ -118,9 +117,6 @@ class NcclCommunicator(Communicator):
             ranks: this process' ranks; each in exactly one process.
             devices: CUDA ordinals, one for each of `ranks`.
             timeout_s, preflight, repeatable: as of the class; the last two equal in all processes.
-
-        Raises:
-            As the class does.
         """
         if not isinstance(unique_id, bytes) or len(unique_id) != nccl_calls.UNIQUE_ID_BYTES:
             raise ValueError(
@@ -136,7 +132,8 @@ class NcclCommunicator(Communicator):
             raise ValueError(f"Expected different ranks, each with a device. Received: {ranks!r}, {devices!r}")
         self = cls.__new__(cls)
         self._set_up(ordinals, timeout_s, preflight, repeatable)
-        self._begin(unique_id, world_size, local_ranks)
+        self._joined_by, self.world_size, self.ranks = unique_id, world_size, tuple(local_ranks)
+        self._join()
         return self
 
     @classmethod
@@ -152,28 +149,24 @@ class NcclCommunicator(Communicator):
         """Join GPUs of several processes, which look after each other. Collective; blocks until all ranks are up.
 
         Processes' ranks follow each other: 0 and 1 of the first. A process that fails, ends or is silent ends what the
-        others wait for by an error that names it. After a failure `reopen` joins all anew.
+        others wait for by a ProcessError that names it. After a failure `reopen` joins all anew. Raises as the class.
 
         Args:
             peers: the processes.
             devices: CUDA ordinals of this one's.
             timeout_s, preflight, repeatable: as of `from_unique_id`.
-
-        Raises:
-            ProcessError: another process has failed, ended or gone silent.
-            As the class does.
         """
         self = cls.__new__(cls)
         self.peers = peers
         self._set_up(_checked_numbers(devices, "devices", "CUDA ordinals"), timeout_s, preflight, repeatable)
-        begin, *sizes = self._meet()
-        self._begin(self._joined_by, sum(sizes), range(begin, begin + len(self.devices)))
+        self._meet()
+        self._join()
         # Before the others are told that this process ends: it does its part of what all have launched.
         atexit.register(_let_end, weakref.ref(self))
         return self
 
-    def _meet(self) -> list[int]:
-        """Agree with the other processes on a unique id; return this one's first rank, and the number of each's."""
+    def _meet(self) -> None:
+        """Agree with the other processes on a unique id and on the ranks of each."""
         assert self.peers is not None
         peers, made = self.peers, b""
         try:
@@ -186,19 +179,16 @@ class NcclCommunicator(Communicator):
         each = peers.exchange(given, text, self.timeout_s, heeds=False)
         peers.agree_on_failures([failures for _, _, failures in each])
         self._failures_before = list(peers.failures)
-        self._joined_by = each[0][1]
         sizes = [size for size, _, _ in each]
-        return [sum(sizes[: peers.rank]), *sizes]
+        begin = sum(sizes[: peers.rank])
+        self._joined_by, self.world_size, self.ranks = each[0][1], sum(sizes), tuple(range(begin, begin + self.size))
 
     @staticmethod
     def unique_id() -> bytes:
         """Return what ranks in several processes find each other by: made in one, given to all.
 
-        NCCL then listens on a network interface (``NCCL_SOCKET_IFNAME`` chooses it).
-
-        Raises:
-            NcclUnavailableError: no libnccl.
-            NcclError: NCCL found no interface.
+        NCCL then listens on a network interface (``NCCL_SOCKET_IFNAME`` chooses it). Raises NcclError if it finds none,
+        NcclUnavailableError if there is no libnccl.
         """
         return nccl_calls.unique_id(native.NcclLibrary())
 
@@ -215,21 +205,11 @@ class NcclCommunicator(Communicator):
         self._launcher: Launcher | None = None
         self._ending = threading.Event()
         self._labels: list[tuple[tuple[type, str], ...]] = [()]  # of groups that ops launch
-        self._is_closed = False
         self._n_collectives = 0  # without those that were launched
         self._aborting: timeouts.Aside | None = None  # an abort that nobody waits for
         self._lock = threading.Lock()  # NCCL: never two threads at once on one communicator
         self._user: int | None = None  # the thread that has the lock, in a call
         self._library = native.NcclLibrary()
-
-    def _begin(self, joined_by: bytes | None, world_size: int, ranks: Sequence[int]) -> None:
-        self._joined_by, self._world_size, self.ranks = joined_by, world_size, tuple(ranks)
-        self._join()
-
-    @property
-    def world_size(self) -> int:
-        """Return the number of ranks in all processes."""
-        return self._world_size
 
     @property
     def closed(self) -> bool:
@@ -371,17 +351,12 @@ class NcclCommunicator(Communicator):
             for index, ((kind, label), size) in enumerate(zip(kinds, found.sizes, strict=False))
         ]
         what = _list(len(names), names.__getitem__) if names else "a group of collectives"
-        if found.stage == OWN_WORK:
-            busy = [i for i, reached in enumerate(found.progress) if reached is Progress.ABSENT]
-            return f"the GPUs' own work before {what}", self._busy_words(busy)
-        return what, self._progress_words(found.progress)
+        own_work = found.stage == OWN_WORK
+        what = f"the GPUs' own work before {what}" if own_work else what
+        return what, self._progress_words(found.progress, own_work)
 
     def warn_of_pending(self, warned: int) -> int:
-        """Log a launched group that has been pending for long; return its number, `warned` if there is none.
-
-        Args:
-            warned: the number of the group that was logged last.
-        """
+        """Log a launched group that has been pending for long; return its number, or that of the last one, `warned`."""
         pending = None if self._launcher is None else self._launcher.pending()
         if pending is None or pending.group <= warned or pending.waited_s < timeouts.WARN_AFTER_S:
             return warned
@@ -418,17 +393,15 @@ class NcclCommunicator(Communicator):
     def reopen(self) -> None:
         """Join the same GPUs again after a failed collective. Blocks. Does nothing to an open communicator.
 
-        Raises:
-            NcclSyncError: it was closed, or was joined by a unique id: its processes have to agree upon a new one.
-            ProcessError: another process has failed since, which was not reported yet.
-            NcclUnavailableError, NcclError: as when it was created.
+        Raises as the class; NcclSyncError if it was closed or joined by a unique id (its processes have to agree upon a
+        new one); ProcessError if another process has failed since, which was not reported yet.
         """
         with self._lock:
             self._refused = None
             self._heed()
             if not self.closed:
                 return
-            if self._is_closed:
+            if self._closed:
                 self.raise_closed()
             if self._joined_by is not None and self.peers is None:
                 raise NcclSyncError(
@@ -447,10 +420,9 @@ class NcclCommunicator(Communicator):
     def _heed(self) -> None:
         """Abort the communicator if a process has failed since it was joined: its ranks are not to be waited for.
 
-        Raises:
-            ProcessError: another one has, which was not reported yet.
+        Raises ProcessError if another one has, which was not reported yet.
         """
-        if self.peers is None or self._is_closed:
+        if self.peers is None or self._closed:
             return
         try:
             self.peers.check("the next step")
@@ -491,7 +463,7 @@ class NcclCommunicator(Communicator):
         """End the communicator, on all ranks. Blocks. Idempotent; collectives then raise NcclSyncError."""
         with self._exclusive():
             handle, self._handle = self._handle, None
-            self._is_closed = True
+            self._closed = True
             self._ending.set()
             if handle is None:
                 return
@@ -509,33 +481,30 @@ class NcclCommunicator(Communicator):
                 nccl_calls.destroy(handle)
 
     def _join(self) -> None:
-        self._check_different()
-        nvls.apply(self.repeatable)
-        handle = nccl_calls.create(self._library, self._joined_by, self._world_size, self.ranks, self.devices)
-        with self._aborted_on_error(handle):
-            try:
-                joining = f"the joining of {self._world_size} ranks, here {self._names(range(self.size))}"
-                self._run_task(handle, lambda: joining, "ncclCommInitRankConfig", nccl_calls.wait)
-                if self._preflight and self._world_size > 1:
-                    self._wait_for_devices(handle, lambda: "the preflight")  # which makes and copies memory
-                    launch = functools.partial(self._launch, handle)
-                    check_paths(handle, self.ranks, self._world_size, launch)
-            except NcclError as error:
-                nccl_calls.raise_explained(error, self.devices)
-        self._handle, self._failure = handle, None
-        if self._launcher is not None:
-            self._launcher.open(handle)
-
-    def _check_different(self) -> None:
         shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
         if len(set(self.devices)) != len(self.devices) and not shared:
             raise ValueError(
                 f"Expected every GPU once. Received: devices={list(self.devices)}. (NCCL 2.30 and newer let "
                 "ranks share a GPU, as an experiment, where NCCL_MULTI_RANK_GPU_ENABLE=1 is set.)"
             )
+        nvls.apply(self.repeatable)
+        handle = nccl_calls.create(self._library, self._joined_by, self.world_size, self.ranks, self.devices)
+        with self._aborted_on_error(handle):
+            try:
+                joining = f"the joining of {self.world_size} ranks, here {self._names(range(self.size))}"
+                self._run_task(handle, lambda: joining, "ncclCommInitRankConfig", nccl_calls.wait)
+                if self._preflight and self.world_size > 1:
+                    self._wait_for_devices(handle, lambda: "the preflight")  # which makes and copies memory
+                    launch = functools.partial(self._launch, handle)
+                    check_paths(handle, self.ranks, self.world_size, launch)
+            except NcclError as error:
+                nccl_calls.raise_explained(error, self.devices)
+        self._handle, self._failure = handle, None
+        if self._launcher is not None:
+            self._launcher.open(handle)
 
     def _run_group(self, collectives: Sequence[AnyCollective]) -> None:
-        buffers = [read_buffers(one, self.memory, self._world_size) for one in collectives]
+        buffers = [read_buffers(one, self.memory, self.world_size) for one in collectives]
         group = nccl_calls.Group([_fields(*row) for row in zip(collectives, buffers, strict=True)])
         with self._exclusive():
             handle = self._handle
@@ -563,11 +532,8 @@ class NcclCommunicator(Communicator):
 
     def _wait_for_devices(self, handle: Any, what: Callable[[], str]) -> None:
         wait = nccl_calls.wait_for_devices
-        own_work, busy = (
-            lambda: f"the GPUs' own work before {what()}",
-            lambda: self._busy_words(nccl_calls.busy(handle, self.size)),
-        )
-        self._run_task(handle, own_work, "ncs_nccl_wait_for_devices", wait, wait, busy)
+        words = "the GPUs' own work before"
+        self._run_task(handle, lambda: f"{words} {what()}", "ncs_nccl_wait_for_devices", wait, own_work=True)
 
     def _run_task(
         self,
@@ -575,18 +541,18 @@ class NcclCommunicator(Communicator):
         what: Callable[[], str],
         call: str,
         begin: Callable[[Any, float], bool],
-        go_on: Callable[[Any, float], bool] = nccl_calls.wait,
-        arrived: Callable[[], str] | None = None,
+        *,
+        own_work: bool = False,
     ) -> None:
-        """Run a task and wait for its end; an error names the task."""
+        """Run a task and wait for its end, the GPUs' own work by `begin` itself; an error names the task."""
+        calls = itertools.chain([begin], itertools.repeat(begin if own_work else nccl_calls.wait))
         try:
             timeouts.wait(
-                functools.partial(begin, handle),
-                functools.partial(go_on, handle),
+                lambda slice_s: next(calls)(handle, slice_s),
                 call=call,
                 what=what,
                 timeout_s=self.timeout_s,
-                arrived=arrived or (lambda: self._progress_words(nccl_calls.progress(handle, self.size))),
+                arrived=lambda: self._progress_words(nccl_calls.progress(handle, self.size), own_work),
                 check=None if self.peers is None else self.peers.check,
             )
         except NcclError as error:
@@ -619,19 +585,17 @@ class NcclCommunicator(Communicator):
         """Wait until the abort after an earlier failure has freed the communicator."""
         timeouts.wait(
             wait,
-            wait,
             call="ncclCommAbort",
             what=lambda: f"the abort of the earlier communicator on GPUs {list(self.devices)}",
             timeout_s=self.timeout_s,
             arrived=lambda: "the GPUs' own work has to end first",
         )
 
-    def _busy_words(self, busy: Sequence[int]) -> str:
-        """Return a phrase that names the ranks whose own work is known not to have ended."""
-        return f"{self._names(busy) or 'no rank any more'} still busy"
-
-    def _progress_words(self, states: Sequence[Progress]) -> str:
-        """Return a phrase that says which ranks have arrived, as far as it is known here."""
+    def _progress_words(self, states: Sequence[Progress], own_work: bool) -> str:
+        """Return a phrase that says which ranks have arrived, or whose own work has not ended, as far as is known."""
+        if own_work:
+            busy = [i for i, reached in enumerate(states) if reached is Progress.ABSENT]
+            return f"{self._names(busy) or 'no rank any more'} still busy"
         words = []
         for state, verb in (
             (Progress.DONE, "done"),
@@ -641,7 +605,7 @@ class NcclCommunicator(Communicator):
             indices = [i for i, reached in enumerate(states) if reached is state]
             if indices:
                 words.append(f"{self._names(indices)} {verb}")
-        others = sorted(set(range(self._world_size)) - set(self.ranks))
+        others = sorted(set(range(self.world_size)) - set(self.ranks))
         if others:
             words.append(f"rank {', '.join(map(str, others))} of other processes: not known here")
         return "; ".join(words)

@@ -60,22 +60,17 @@ class Progress(enum.IntEnum):
     DONE = lib.NCS_DONE
 
 
-def _advice(words: str) -> str:
-    """Return advice on an error, as a sentence after a space; "" if there is none."""
-    return next((f" {remedy}." for symptom, remedy in _ADVICE if symptom in words), "")
-
-
 def unique_id(library: native.NcclLibrary) -> bytes:
     """Return the id by which ranks in several processes find each other. Raises NcclError."""
-    failure, made = ffi.new(_FAILURE), ffi.new(f"char[{UNIQUE_ID_BYTES}]")
-    native.check_failure(lib.ncs_nccl_get_unique_id(library.handle, failure, made), failure)
+    made = ffi.new(f"char[{UNIQUE_ID_BYTES}]")
+    native.call(lib.ncs_nccl_get_unique_id, [library.handle], made)
     return bytes(ffi.buffer(made))
 
 
 def create(
     library: native.NcclLibrary, joined_by: bytes | None, world_size: int, ranks: Sequence[int], devices: Sequence[int]
 ) -> Any:
-    """Begin to join CUDA devices; see ``ncs_nccl_create``. `wait` ends it.
+    """Begin to join CUDA devices; see ``ncs_nccl_create``. `wait` ends it, `destroy` or `abort` frees the handle.
 
     Args:
         library: the NCCL to use.
@@ -83,9 +78,6 @@ def create(
         world_size: the number of ranks in all processes.
         ranks: those of this process.
         devices: CUDA ordinals, one for each of `ranks`.
-
-    Returns:
-        The communicator's handle, to be ended by `destroy` or `abort`.
 
     Raises:
         NcclUnavailableError: no driver, or no CUDA runtime.
@@ -118,9 +110,8 @@ def _raise_without_cuda(
     library: native.NcclLibrary, devices: Sequence[int], tried: list[str], error: NcclError
 ) -> NoReturn:
     """Raise that CUDA's libraries are missing. NCCL has its own runtime, and may know a deeper reason."""
-    failure = ffi.new(_FAILURE)
     try:
-        native.check_failure(lib.ncs_nccl_probe(library.handle, devices[0], failure), failure)
+        native.call(lib.ncs_nccl_probe, [library.handle, devices[0]])
     except NcclError as deeper:
         raise_explained(deeper, devices)
     if tried:
@@ -130,7 +121,8 @@ def _raise_without_cuda(
 
 def raise_explained(error: NcclError, devices: Sequence[int]) -> NoReturn:
     """Raise an error of creation with advice; as NcclUnavailableError if there is no GPU or driver."""
-    words, remedy = error.last_error, _advice(error.last_error)
+    words = error.last_error
+    remedy = next((f" {remedy}." for symptom, remedy in _ADVICE if symptom in words), "")
     if error.status == native.UNHANDLED_CUDA_ERROR and ("driver" in words or "invalid device" in words):
         raise NcclUnavailableError(
             f"Expected usable GPUs {list(devices)}. Received: {error}. NCCL needs an NVIDIA driver and these "
@@ -195,12 +187,9 @@ def check_group(comm: Any, group: Group, name: Callable[[int], str]) -> None:
 
 
 def run_group(comm: Any, group: Group, slice_s: float, name: Callable[[int], str]) -> bool:
-    """Begin to run a group that `check_group` has passed, and wait as `wait` does.
+    """Begin to run a group that `check_group` has passed, and wait as `wait` does; see ``ncs_nccl_run_group``.
 
-    See ``ncs_nccl_run_group``; the arguments are those of `check_group`.
-
-    Raises:
-        NcclError: a call failed; the error names the collective, if it was one's.
+    Raises NcclError, which names the collective, if one's call failed.
     """
     status = lib.ncs_nccl_run_group(comm, group.array, group.size, slice_s, group.failure)
     try:
@@ -212,23 +201,13 @@ def run_group(comm: Any, group: Group, slice_s: float, name: Callable[[int], str
 
 
 def wait_for_devices(comm: Any, slice_s: float) -> bool:
-    """Begin, or go on, to wait for the GPUs' own work; return whether it has ended.
-
-    See ``ncs_nccl_wait_for_devices``. Raises NcclError.
-    """
+    """Begin, or go on, to wait for the GPUs' own work; return whether it has ended. Raises NcclError."""
     failure = ffi.new(_FAILURE)
     return _is_done(lib.ncs_nccl_wait_for_devices(comm, slice_s, failure), failure)
 
 
-def busy(comm: Any, size: int) -> list[int]:
-    """Return the ranks, of this process' `size`, for which that wait is known to wait."""
-    states = ffi.new("int[]", size)
-    native.check(lib.ncs_nccl_get_busy(comm, states), "ncs_nccl_get_busy")
-    return [index for index, state in enumerate(states) if state]
-
-
 def progress(comm: Any, size: int) -> list[Progress]:
-    """Return how far each of this process' `size` ranks has come in the current call."""
+    """Return how far each of this process' `size` ranks has come in the current call; see ``ncs_nccl_get_progress``."""
     states = ffi.new("int[]", size)
     native.check(lib.ncs_nccl_get_progress(comm, states), "ncs_nccl_get_progress")
     return [Progress(state) for state in states]
@@ -236,20 +215,17 @@ def progress(comm: Any, size: int) -> list[Progress]:
 
 def finalize(comm: Any) -> None:
     """Begin to end a healthy communicator; `wait`, then `destroy`. Raises NcclError."""
-    failure = ffi.new(_FAILURE)
-    native.check_failure(lib.ncs_nccl_finalize(comm, failure), failure)
+    native.call(lib.ncs_nccl_finalize, [comm])
 
 
 def destroy(comm: Any) -> None:
     """Free a finalized communicator. Raises NcclError, after which it is gone too."""
-    failure = ffi.new(_FAILURE)
-    native.check_failure(lib.ncs_nccl_destroy(comm, failure), failure)
+    native.call(lib.ncs_nccl_destroy, [comm])
 
 
 def abort(comm: Any) -> None:
     """Free any other communicator. Raises NcclError, after which it is gone too."""
-    failure = ffi.new(_FAILURE)
-    native.check_failure(lib.ncs_nccl_abort(comm, failure), failure)
+    native.call(lib.ncs_nccl_abort, [comm])
 
 
 def scratch(comm: Any, index: int, size_bytes: int) -> Any:
@@ -257,12 +233,11 @@ def scratch(comm: Any, index: int, size_bytes: int) -> Any:
 
     Raises NcclError.
     """
-    failure, pointer = ffi.new(_FAILURE), ffi.new("void**")
-    native.check_failure(lib.ncs_nccl_scratch(comm, index, size_bytes, failure, pointer), failure)
+    pointer = ffi.new("void**")
+    native.call(lib.ncs_nccl_scratch, [comm, index, size_bytes], pointer)
     return pointer[0]
 
 
 def copy(comm: Any, index: int, to: Any, source: Any, size_bytes: int) -> None:
     """Copy to or from the index-th device's memory. Blocks. Raises NcclError."""
-    failure = ffi.new(_FAILURE)
-    native.check_failure(lib.ncs_nccl_copy(comm, index, to, source, size_bytes, failure), failure)
+    native.call(lib.ncs_nccl_copy, [comm, index, to, source, size_bytes])

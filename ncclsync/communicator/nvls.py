@@ -37,11 +37,9 @@ class Nvls:
 
 
 def in_force(variable: Callable[[str], str | None], repeatable: bool) -> Nvls:
-    """Return whether NCCL may use NVLS.
+    """Return whether NCCL may use NVLS, where sums must be repeatable or need not.
 
-    Args:
-        variable: returns the value of an environment variable, None if it is not set.
-        repeatable: whether sums must be.
+    `variable` returns the value of an environment variable, None if it is not set.
     """
     enabled, algorithms = variable(VARIABLE), variable("NCCL_ALGO")
     if enabled and not _number(enabled):

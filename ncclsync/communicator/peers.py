@@ -222,8 +222,7 @@ class Peers(abc.ABC):
     def wait_for_file(self, timeout_s: float | None) -> None:
         """Wait until process 0 has written the file that this process leaves to it, or has gone on without it.
 
-        Raises:
-            ProcessError, NcclTimeoutError, NcclSyncError: as `exchange`.
+        Raises as `exchange`.
         """
         wanted = self._count_file()
         if self.failure is not None:  # process 0 writes no more files
@@ -248,7 +247,6 @@ class Peers(abc.ABC):
 
         timeouts.wait(
             poll,
-            poll,
             call="save",
             what=lambda: "a file that process 0 writes",
             timeout_s=timeout_s,
@@ -262,14 +260,13 @@ class Peers(abc.ABC):
         return self.files[self.rank]
 
     def check(self, what: str, given: Container[int] = ()) -> None:
-        """Raise ProcessError if waiting for the others has become futile; for each failure once.
+        """Raise ProcessError if waiting for the others has become futile: one has failed, ended or gone silent.
+
+        Each failure is raised once.
 
         Args:
             what: is waited for, for messages.
             given: processes that have done their part already, and may have ended since.
-
-        Raises:
-            ProcessError: another process has failed, ended or gone silent.
         """
         if self.failure is not None:
             raise self.failure
@@ -337,14 +334,7 @@ class ServicePeers(Peers):
     silence_s = HEARTBEAT_S
 
     def __init__(self, service: KeyService, rank: int, size: int, timeout_s: float | None) -> None:
-        """Learn the others' names. Collective.
-
-        Args:
-            service: that has joined them.
-            rank: this process' number.
-            size: how many there are.
-            timeout_s: how long that may take.
-        """
+        """Learn the others' names, by the service that has joined them. Collective; `timeout_s` limits it."""
         super().__init__(rank, size)
         self._service = service
         self._lock = threading.Lock()
@@ -390,9 +380,7 @@ class ServicePeers(Peers):
 
             waiting = self._waiting(run, number, text, heeds)
             try:
-                timeouts.wait(
-                    waiting, waiting, call="exchange", what=lambda: text, timeout_s=timeout_s, arrived=missing
-                )
+                timeouts.wait(waiting, call="exchange", what=lambda: text, timeout_s=timeout_s, arrived=missing)
             except NcclSyncError as error:
                 # This process has lost count of the exchanges; only a new start of all processes mends that.
                 if self.failure is None and error is not self.raised:

@@ -18,8 +18,6 @@ from ncclsync.errors import NcclPreflightError, NcclTimeoutError
 
 COUNT = 4096  # elements per message: enough for each of NCCL's channels to carry some
 
-RunTask = Callable[[Callable[[], str], str, Callable[[Any, float], bool]], None]
-
 _INT32 = native.DTYPES["int32"]
 
 _CAUSES = (
@@ -29,18 +27,17 @@ _CAUSES = (
 )
 
 
-def check_paths(comm: Any, ranks: Sequence[int], world_size: int, run: RunTask) -> None:
+def check_paths(comm: Any, ranks: Sequence[int], world_size: int, run: Callable[..., None]) -> None:
     """Send known numbers between all ranks and compare what this process' ranks receive. Collective.
+
+    Raises NcclPreflightError, which names the pair, if a rank received something else; NcclTimeoutError if nothing
+    came; and whatever `run` raises.
 
     Args:
         comm: a communicator's handle; it holds the device memory that is used, also after a failure.
         ranks: this process' ranks.
         world_size: the number of ranks in all processes.
         run: `run(what, call, begin)` begins a task after the GPUs' own work, and waits for its end.
-
-    Raises:
-        NcclPreflightError: a rank received something else. Names the pair.
-        NcclTimeoutError: nothing came; and whatever `run` raises.
     """
     size_bytes = world_size * COUNT * 4
     memory = [nccl_calls.scratch(comm, i, 2 * size_bytes) for i in range(len(ranks))]

@@ -85,13 +85,9 @@ class Process:
 
 
 def find_process(environment: Mapping[str, str] | None = None) -> Process | None:
-    """Return what a launcher gives this process; None if it is the only one.
+    """Return what a launcher gives this process, by `environment` or its own; None if it is the only one.
 
-    Args:
-        environment: the variables; None: those of this process.
-
-    Raises:
-        NcclSyncError: variables are half set, or contradict each other.
+    Raises NcclSyncError if variables are half set, or contradict each other.
     """
     given = os.environ if environment is None else environment
     several: list[Process] = []
@@ -117,8 +113,7 @@ def find_process(environment: Mapping[str, str] | None = None) -> Process | None
 def claim() -> None:
     """Join as the process that the launcher has started, and let no child of it do so: it has the variables, too.
 
-    Raises:
-        NcclSyncError: this is such a child.
+    Raises NcclSyncError in such a child.
     """
     job = " ".join(f"{name}={os.environ[name]}" for name in _OF_A_JOB if name in os.environ)
     if not job:

@@ -8,6 +8,7 @@ launcher names. `messages` encodes and seals everything that is sent.
 from __future__ import annotations
 
 import contextlib
+import functools
 import ipaddress
 import logging
 import os
@@ -172,15 +173,14 @@ class KeyService:
     def __init__(self, address: str, rank: int, size: int, *, join_s: float, on_one_host: bool = False) -> None:
         """Listen, or reach process 0.
 
+        Raises NcclSyncError if process 0 is not reached or refuses this one; in process 0, if it cannot listen there.
+
         Args:
             address: "host:port", where process 0 listens.
             rank: this process' number.
             size: how many there are.
             join_s: how long to wait for process 0.
             on_one_host: whether all processes are on one host.
-
-        Raises:
-            NcclSyncError: process 0 is not reached or refuses this one; in process 0, it cannot listen there.
         """
         self._size, self._rank, self.address = size, rank, address
         self._pulse = _Pulse(size)
@@ -210,39 +210,23 @@ class KeyService:
     def put(self, key: str, value: Any) -> bool:
         """Give all processes a value, as `messages.written` takes it; return False if the key has one already.
 
-        Raises:
-            NcclSyncError: process 0 is not reached.
+        Raises NcclSyncError if process 0 is not reached.
         """
-        if self._rank == 0:
-            return self._store.put(key, messages.written(value))
         return bool(self._ask(("put", key, messages.written(value)), 3600, MOST_BYTES))
 
     def get(self, key: str, wait_s: float, most_bytes: int = MOST_BYTES) -> Any:
         """Return a key's value as soon as there is one; None if there is none for so many seconds.
 
-        Raises:
-            NcclSyncError: process 0 is not reached.
-            MessageError: it has more bytes.
+        Raises NcclSyncError if process 0 is not reached, MessageError if the value has more than `most_bytes`.
         """
-        if self._rank == 0:
-            found: queue.SimpleQueue[Any] = queue.SimpleQueue()
-            self._store.get(key, found.put)
-            try:
-                data = found.get(timeout=wait_s)
-            except queue.Empty:
-                return None
-        else:
-            data = self._ask(("get", key, most_bytes), wait_s, most_bytes)
-            if isinstance(data, int):
-                raise MessageError(f"Expected {key} of at most {most_bytes} bytes. Received: {data}")
+        data = self._ask(("get", key, most_bytes), wait_s, most_bytes)
+        if isinstance(data, int):
+            raise MessageError(f"Expected {key} of at most {most_bytes} bytes. Received: {data}")
         return None if data is None else messages.read(data, most_bytes)
 
     def delete(self, key: str) -> None:
         """Forget a key."""
-        if self._rank == 0:
-            self._store.delete(key)
-        else:
-            self._ask(("delete", key, None), 3600, MOST_BYTES)
+        self._ask(("delete", key, None), 3600, MOST_BYTES)
 
     def silence(self) -> list[float]:
         """Return [size] for how many seconds each process was silent: process 0 knows of all, the others of it."""
@@ -311,26 +295,29 @@ class KeyService:
                 while (one := answers.get()) is not None:
                     connection.send(one)
 
+        def reply(number: int, found: Any) -> None:
+            answers.put((number, found))
+
         threading.Thread(target=answer, name="ncclsync service", daemon=True).start()
         try:
             while True:
                 number, (what, key, given) = connection.receive(lambda: _MOST_PUT)
-                if what == "put":
-                    answers.put((number, self._store.put(key, given)))
-                elif what == "get":
-
-                    def give(found: bytes, number: int = number, most_bytes: int = given) -> None:
-                        answers.put((number, found if len(found) <= most_bytes else len(found)))
-
-                    self._store.get(key, give)
-                else:
-                    self._store.delete(key)
-                    answers.put((number, True))
+                self._answer(what, key, given, functools.partial(reply, number))
         except (OSError, NcclSyncError, TypeError, ValueError) as error:
             if not isinstance(error, OSError):
                 _logger.warning("A process is served no longer: %s", error)
             answers.put(None)
             connection.raw.close()
+
+    def _answer(self, what: str, key: str, given: Any, give: Callable[[Any], None]) -> None:
+        """Do what a process asks of the store, and give it the answer, perhaps later."""
+        if what == "put":
+            give(self._store.put(key, given))
+        elif what == "get":
+            self._store.get(key, lambda found: give(found if len(found) <= given else len(found)))
+        else:
+            self._store.delete(key)
+            give(True)
 
     # ---- The others ----
 
@@ -374,15 +361,18 @@ class KeyService:
 
     def _ask(self, request: tuple[str, str, Any], wait_s: float, most_bytes: int) -> Any:
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        with self._lock:
-            self._check_reached()
-            self._number += 1
-            self._answers[self._number] = most_bytes, answer
-            try:
-                self._requests.send((self._number, request))
-            except OSError as error:
-                self._lost = str(error)
+        if self._rank == 0:
+            self._answer(*request, answer.put)
+        else:
+            with self._lock:
                 self._check_reached()
+                self._number += 1
+                self._answers[self._number] = most_bytes, answer
+                try:
+                    self._requests.send((self._number, request))
+                except OSError as error:
+                    self._lost = str(error)
+                    self._check_reached()
         try:
             found = answer.get(timeout=wait_s)
         except queue.Empty:
@@ -416,11 +406,7 @@ class KeyService:
 
 
 def _listen(host: str, port: int, on_one_host: bool) -> socket.socket:
-    """Return a socket that listens at an address.
-
-    Raises:
-        NcclSyncError: the address is not this host's, or the port is taken.
-    """
+    """Return a socket that listens at an address. Raises NcclSyncError: it is not this host's, or the port is taken."""
     chosen = os.environ.get(VARIABLE) or _bound(host, on_one_host)
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(chosen, port, type=socket.SOCK_STREAM)[0]

@@ -17,6 +17,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from ncclsync.communicator import native
 from ncclsync.errors import NcclSyncError, NcclTimeoutError
@@ -38,8 +39,19 @@ def check_timeout(timeout_s: float | None) -> None:
         raise ValueError(f"Expected timeout_s to be positive, or None for no limit. Received: {timeout_s!r}")
 
 
+def poll(is_done: Callable[[], Any], slice_s: float) -> bool:
+    """Ask whether something has ended, with naps of up to a millisecond, for so many seconds; return whether it has."""
+    began = time.monotonic()
+    while not is_done():
+        waited_s = time.monotonic() - began
+        if waited_s >= slice_s:
+            return False
+        if waited_s > 5e-5:  # another process may need this core
+            time.sleep(min(waited_s / 8, 1e-3))
+    return True
+
+
 def wait(
-    begin: Callable[[float], bool],
     go_on: Callable[[float], bool],
     *,
     call: str,
@@ -48,11 +60,10 @@ def wait(
     arrived: Callable[[], str],
     check: Callable[[str], None] | None = None,
 ) -> None:
-    """Begin something and wait until it has ended.
+    """Wait until something has ended.
 
     Args:
-        begin: begins it and waits for so many seconds; returns whether it ended.
-        go_on: waits again.
+        go_on: waits for so many seconds; returns whether it has ended. The first call may begin it.
         call: NCCL's, for messages.
         what: says what it is, for messages.
         timeout_s: the limit; None for none.
@@ -63,12 +74,12 @@ def wait(
         NcclTimeoutError: it has not ended within the limit.
         NcclSyncError: somebody pressed Ctrl-C, see `interruptible`.
         KeyboardInterrupt: the same, in the main thread.
-        Exception: whatever `begin`, `go_on` and `check` raise.
+        Exception: whatever `go_on` and `check` raise.
     """
     limit_s = math.inf if timeout_s is None else timeout_s
     slice_s = min(SLICE_S, limit_s)
     began = time.monotonic()
-    is_done = begin(slice_s)
+    is_done = go_on(slice_s)
     has_warned = False
     while not is_done:
         if check is not None:
@@ -77,7 +88,8 @@ def wait(
         if waited_s >= limit_s:
             words = f"it has not within {timeout_s:g} s: {arrived()}. The communicator is aborted"
             raise NcclTimeoutError(native.TIMEOUT, call, words, "ncclTimeout", what())
-        if is_interrupted():
+        interrupts = _active
+        if interrupts is not None and interrupts.has_come():
             raise NcclSyncError(f"Expected {what()} to end. Received: an interrupt (Ctrl-C) after {waited_s:.1f} s")
         if waited_s >= WARN_AFTER_S and not has_warned:
             has_warned = True
@@ -193,12 +205,6 @@ def interruptible(on_interrupt: Callable[[], None] | None = None) -> Iterator[No
         _kept.has_come()
         if before != -1 and _kept.received:  # wake the previous owner of the descriptor, such as an event loop
             os.write(before, bytes(_kept.received))
-
-
-def is_interrupted() -> bool:
-    """Return whether somebody has pressed Ctrl-C within `interruptible`."""
-    active = _active
-    return active is not None and active.has_come()
 
 
 def _forget_pipe() -> None:

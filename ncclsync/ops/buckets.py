@@ -25,14 +25,11 @@ def fill_buckets(
     Args:
         sizes_bytes: [N] size of each tensor, in bytes.
         kinds: [N] tensors share a bucket only if their kinds are equal (dtype and operation, say).
-        bucket_bytes: the most that a bucket holds; a larger tensor gets a bucket of its own.
+        bucket_bytes: the most that a bucket holds, positive; a larger tensor gets a bucket of its own.
         first_bytes: the most that the first bucket of each kind holds; None: `bucket_bytes`.
 
     Returns:
         [B] buckets, each a tuple of tensor indices; every index occurs exactly once.
-
-    Raises:
-        ValueError: if the lengths differ or `bucket_bytes` is not positive.
     """
     if len(sizes_bytes) != len(kinds):
         raise ValueError(f"Expected as many kinds as sizes. Received: {len(kinds)} kinds, {len(sizes_bytes)} sizes.")

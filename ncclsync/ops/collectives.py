@@ -345,17 +345,14 @@ def _map_collective(structure: Any, collective: Collective) -> Any:
     places = [i for i, leaf in enumerate(leaves) if leaf is not None]
     tensors = [tf.convert_to_tensor(leaves[i]) for i in places]
     for tensor in tensors:
-        _check_dtype(tensor.dtype, collective)
+        is_mean = collective.op == "mean" and collective.kind == CollectiveKind.ALL_REDUCE
+        if is_mean and not tensor.dtype.is_floating:
+            raise TypeError(f"Expected a floating dtype for op='mean'. Received: {tensor.dtype.name}")
+        if tensor.dtype.name not in native.DTYPES and not collective.concatenates:
+            raise TypeError(f"Expected one of the dtypes {sorted(native.DTYPES)}. Received: {tensor.dtype.name}")
     context = current_context()
     if context is not None and tensors:
         tensors = context.exchange(tensors, collective)
     for i, tensor in zip(places, tensors, strict=True):
         leaves[i] = tensor
     return tf.nest.pack_sequence_as(structure, leaves)
-
-
-def _check_dtype(dtype: tf.DType, collective: Collective) -> None:
-    if collective.op == "mean" and collective.kind == CollectiveKind.ALL_REDUCE and not dtype.is_floating:
-        raise TypeError(f"Expected a floating dtype for op='mean'. Received: {dtype.name}")
-    if dtype.name not in native.DTYPES and not collective.concatenates:
-        raise TypeError(f"Expected one of the dtypes {sorted(native.DTYPES)}. Received: {dtype.name}")

@@ -34,14 +34,13 @@ ERRORS = (NcclError, OSError, RuntimeError, ValueError, subprocess.SubprocessErr
 def load(name: str, source: str, opens: Callable[[str], _Opened]) -> _Opened:
     """Return what `opens` makes of the path of the compiled source, which lies in the user's cache.
 
+    Raises what is in `ERRORS` if it cannot be compiled, kept or loaded.
+
     Args:
         name: of the file.
         source: in C++.
         opens: raises NcclError or OSError if the library does not load, such as another machine's. It is then compiled
             again, once.
-
-    Raises:
-        ERRORS: it cannot be compiled, kept or loaded.
     """
     folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "ncclsync"
     kept = {*folder.glob("*.so")}
@@ -58,9 +57,8 @@ def load(name: str, source: str, opens: Callable[[str], _Opened]) -> _Opened:
 def compiled(name: str, source: str, folder: pathlib.Path) -> pathlib.Path:
     """Return the library, for the installed TensorFlow; compile it unless the folder has it.
 
-    Raises:
-        OSError: there is no C++ compiler, or the folder cannot be written to, or belongs to another user.
-        subprocess.SubprocessError: it does not compile.
+    Raises OSError if there is no C++ compiler, or the folder cannot be written to, or belongs to another user; and
+    subprocess.SubprocessError if it does not compile.
     """
     flags = [*_FLAGS, *tf.sysconfig.get_compile_flags()]
     built = [tf.version.VERSION, tf.version.GIT_VERSION, tf.version.COMPILER_VERSION, platform.machine()]
@@ -85,21 +83,21 @@ def compiled(name: str, source: str, folder: pathlib.Path) -> pathlib.Path:
     return made
 
 
-def reason_of(error: Exception) -> str:
-    """Say in a few words why `load` has raised."""
-    if isinstance(error, subprocess.CalledProcessError):
-        words = [line for line in error.stderr.split("\n") if "error" in line]
-        return f"{pathlib.Path(error.cmd[0]).name} says {words[0] if words else f'exit code {error.returncode}'}"
-    return str(error)
+def reason_not(variable: str, default: str, other: str, attempt: Callable[[], str | None]) -> str:
+    """Make an attempt that `load`s, unless a variable of the environment says `other`; return why it did not succeed.
 
-
-def choice(variable: str, default: str, other: str) -> str:
-    """Return which of two words an environment variable holds; the default, if none.
-
-    Raises:
-        NcclSyncError: it holds another one.
+    `attempt` returns the reason, or raises what `load` or TensorFlow raises. Raises NcclSyncError if the variable holds
+    a word that is neither `default` nor `other`.
     """
     wanted = os.environ.get(variable, default)
     if wanted not in (default, other):
         raise NcclSyncError(f"Expected {variable} to be {default} or {other}. Received: {wanted}")
-    return wanted
+    if wanted == other:
+        return f"{variable}={other}"
+    try:
+        return attempt() or ""
+    except subprocess.CalledProcessError as error:
+        words = [line for line in error.stderr.split("\n") if "error" in line]
+        return f"{pathlib.Path(error.cmd[0]).name} says {words[0] if words else f'exit code {error.returncode}'}"
+    except (*ERRORS, tf.errors.OpError) as error:
+        return str(error)

@@ -106,7 +106,7 @@ def launch(
     on_host = any("CPU" in device for device in devices)
     launcher = communicator.launcher(on_host=on_host)
     if not on_host:
-        gpu_streams.find()
+        gpu_streams.missing()  # looks for them, once
     attributes = {
         "launcher": launcher.address,
         "kinds": [KINDS[type(one)][0] for one in collectives],

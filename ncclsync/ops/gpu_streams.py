@@ -17,27 +17,17 @@ logger = logging.getLogger("ncclsync")
 VARIABLE = "NCCLSYNC_GPU_EVENTS"
 
 
-def find() -> bool:
-    """Return whether exchanges know TensorFlow's streams in this process; see `missing`."""
-    return not missing()
-
-
 @functools.cache
 def missing() -> str:
     """Return why exchanges do not know TensorFlow's streams in this process, or ""; decided once, and logged.
 
-    NCCLSYNC_GPU_EVENTS=context in the environment says that they need not.
-
-    Raises:
-        NcclSyncError: NCCLSYNC_GPU_EVENTS is neither "stream" nor "context".
+    NCCLSYNC_GPU_EVENTS=context in the environment says that they need not; other words than that and "stream" are a
+    NcclSyncError.
     """
-    reason = f"{VARIABLE}=context"
-    if cpp.choice(VARIABLE, "stream", "context") == "stream":
-        try:
-            cpp.load("gpu_stream", tf_compat.GPU_STREAM_SOURCE, native.find_gpu_streams)
-            logger.info("Exchanges wait for the stream that TensorFlow computes on, on each GPU")
-            return ""
-        except cpp.ERRORS as error:
-            reason = cpp.reason_of(error)
-    logger.info("Exchanges wait for all streams of their GPUs, including those of copies: %s", reason)
+    load = functools.partial(cpp.load, "gpu_stream", tf_compat.GPU_STREAM_SOURCE, native.find_gpu_streams)
+    reason = cpp.reason_not(VARIABLE, "stream", "context", load)
+    if reason:
+        logger.info("Exchanges wait for all streams of their GPUs, including those of copies: %s", reason)
+    else:
+        logger.info("Exchanges wait for the stream that TensorFlow computes on, on each GPU")
     return reason

@@ -117,7 +117,8 @@ def group_all_reduce(
 def gather_rows(tensors: Sequence[tf.Tensor], communicator: Communicator, label: str, turns: Turns) -> list[tf.Tensor]:
     """Concatenate tensors of the towers of several processes along their first axis, in a graph.
 
-    The numbers of rows are gathered, of GPUs between hosts alone, then the rows, padded to the largest number.
+    The numbers of rows are gathered, of GPUs between hosts alone, then the rows, padded to the largest number. Raises
+    NcclSyncError if the tensors hold no numbers; only numbers travel between processes.
 
     Args:
         tensors: [n] of this process' towers, of one dtype; only their numbers of rows may differ.
@@ -127,9 +128,6 @@ def gather_rows(tensors: Sequence[tf.Tensor], communicator: Communicator, label:
 
     Returns:
         [n] tensors, on the same devices.
-
-    Raises:
-        NcclSyncError: the tensors hold no numbers; only numbers travel between processes.
     """
     dtype = tensors[0].dtype
     if dtype == tf.bool:
@@ -172,10 +170,8 @@ def agree(communicator: Communicator, text: str, turns: Turns, numbers: Sequence
         communicator: see `Communicator.agree`.
         text: what has been launched, equal in all processes.
         turns: see `group_exchange`.
-        numbers: int64 vectors of this process, in the host's memory, such as sizes of tensors yet to be computed.
-
-    Returns:
-        An int64 vector in the host's memory.
+        numbers: int64 vectors of this process, in the host's memory, such as sizes of tensors yet to be computed. The
+            result is such a vector, too.
     """
     borrowed = weakref.ref(communicator)
 

@@ -17,11 +17,7 @@ from ncclsync.errors import NcclError, NcclSyncError
 
 @functools.cache
 def register() -> None:
-    """Register ncclsync's ops with TensorFlow; once per process.
-
-    Raises:
-        NcclSyncError: this TensorFlow does not take them.
-    """
+    """Register ncclsync's ops with TensorFlow; once per process. Raises NcclSyncError if it does not take them."""
     library = next(flag.partition(":")[2] for flag in tf.sysconfig.get_link_flags() if flag.startswith("-l:"))
     try:
         native.register_tensorflow(os.path.join(tf.sysconfig.get_lib(), library))
@@ -33,7 +29,7 @@ def register() -> None:
 
 
 def all_reduce(tensors: Sequence[Sequence[tf.Tensor]], weights: Sequence[tf.Tensor], op: str) -> list[tf.Tensor]:
-    """Reduce tensors of all towers, in a graph.
+    """Reduce tensors of all towers, in a graph. When it runs: InvalidArgumentError if sizes differ, or none takes part.
 
     Args:
         tensors: [N][V] tensors of one dtype, and of one shape for each index.
@@ -43,9 +39,6 @@ def all_reduce(tensors: Sequence[Sequence[tf.Tensor]], weights: Sequence[tf.Tens
 
     Returns:
         [V] tensors, for all towers.
-
-    Raises:
-        tf.errors.InvalidArgumentError: when it runs, if sizes differ, or no tower takes part.
     """
     flat = [tensor for row in tensors for tensor in row]
     dtype, count = flat[0].dtype, len(tensors[0])
@@ -61,23 +54,6 @@ def all_reduce(tensors: Sequence[Sequence[tf.Tensor]], weights: Sequence[tf.Tens
     return results
 
 
-def record_timestamp(
-    into: native.Timestamps, span: int, ends: bool, tokens: Sequence[tf.Tensor], values: Sequence[tf.Tensor]
-) -> tf.Operation:
-    """Record, in a graph, when an op runs: after its inputs, and after the control dependencies in force.
-
-    Args:
-        into: must live as long as the graph.
-        span: its number.
-        ends: whether the span ends here; False: it begins.
-        tokens: float32 scalars; tokens on a GPU are copied to the host first.
-        values: at most one int64 scalar, recorded with the timestamp.
-    """
-    counts = {"n_tokens": len(tokens), "n_values": len(values)}
-    attributes = {"meter": into.address, "span": span, "ends": int(ends), **counts}
-    return create("NcclsyncTimestamp", [*tokens, *values], [], attributes)
-
-
 def create(
     op: str,
     inputs: Sequence[tf.Tensor],
@@ -85,7 +61,7 @@ def create(
     attributes: Mapping[str, Any],
     device: str = "/CPU:0",
 ) -> tf.Operation:
-    """Add an op of ncclsync's to the graph that is being built.
+    """Add an op of ncclsync's to the graph that is being built. Raises as `register`.
 
     Args:
         op: its type.
@@ -93,9 +69,6 @@ def create(
         dtypes: of its outputs.
         attributes: dtypes, ints, or lists of either.
         device: where it runs.
-
-    Raises:
-        NcclSyncError: see `register`.
     """
     register()
     node = tf.compat.v1.NodeDef()

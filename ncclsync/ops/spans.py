@@ -191,8 +191,10 @@ class Meter:
         graph = tf.compat.v1.get_default_graph()
         # Within a branch an identity stands for a tensor from outside; for an op from outside the whole branch waits.
         here = [tf.identity(one) if tf.is_tensor(one) and one.graph is not graph else one for one in after]
+        about = {"meter": self._timestamps.address, "span": span, "ends": int(ends)}
+        about |= {"n_tokens": len(tokens), "n_values": len(values)}
         with tf.control_dependencies(here):
-            op = host_ops.record_timestamp(self._timestamps, span, ends, tokens, values)
+            op = host_ops.create("NcclsyncTimestamp", [*tokens, *values], [], about)
         tf_compat.run_independently(op)
         return op
 
@@ -263,13 +265,9 @@ class Meter:
 
     @contextlib.contextmanager
     def reported_to(self, watchers: Sequence[Callable[[Measured], None]], traced: bool) -> Iterator[None]:
-        """Report the recording of the body, also if the body fails, but not if there was no batch left for it.
+        """Report the recording of the body to watchers, also if it fails, but not if there was no batch left for it.
 
-        While TensorFlow's profiler is recording, the spans are shown to it too.
-
-        Args:
-            watchers: receive the report.
-            traced: see `Measured`.
+        `traced` is `Measured`'s. While TensorFlow's profiler is recording, the spans are shown to it too.
         """
         self._profiled.clear()  # of a call that failed
         self._timestamps.listen(self._show if tf_compat.is_profiling() else None)

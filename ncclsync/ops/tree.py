@@ -43,8 +43,7 @@ def reduce_nodes(
         begin: the first leaf.
         values: of the leaves from there on.
 
-    Returns:
-        The values of `nodes_within`.
+    Returns the values of `nodes_within`.
     """
     given = {Node(0, begin + i): value for i, value in enumerate(values)}
     return {node: _value(combine, leaves, node, given) for node in nodes_within(leaves, begin, begin + len(values))}

@@ -31,30 +31,28 @@ _WORDS = {
 def share(devices: tuple[str, ...]) -> bool:
     """Let these devices share what XLA compiles, as far as they are of a kind; return whether all do.
 
-    Decided once, and logged. NCCLSYNC_XLA_PROGRAMS=own in the environment says that each compiles for itself.
+    Decided once, and logged. NCCLSYNC_XLA_PROGRAMS=own in the environment says that each compiles for itself; other
+    words than that and "shared" are a NcclSyncError.
 
     Args:
         devices: such as "GPU:0", of this process.
-
-    Raises:
-        NcclSyncError: NCCLSYNC_XLA_PROGRAMS is neither "shared" nor "own".
     """
     devices = tuple(dict.fromkeys(devices))  # CPU towers are on one
     if len(devices) < 2:
         return True
-    reasons = [f"{VARIABLE}=own"]
-    if cpp.choice(VARIABLE, "shared", "own") == "shared":
-        try:
-            call = cpp.load("xla_programs", tf_compat.XLA_PROGRAMS_SOURCE, _open)
-            with tf.init_scope():
-                reasons = [reason for i, device in enumerate(devices) if (reason := _join(call, devices[:i], device))]
-        except (*cpp.ERRORS, tf.errors.OpError) as error:
-            reasons = [cpp.reason_of(error)]
-    if reasons:
-        logger.info("XLA compiles for each device by itself: %s", "; ".join(reasons))
+
+    def join() -> str:
+        call = cpp.load("xla_programs", tf_compat.XLA_PROGRAMS_SOURCE, _open)
+        with tf.init_scope():
+            reasons = [_join(call, devices[:i], device) for i, device in enumerate(devices)]
+        return "; ".join(filter(None, reasons))
+
+    reason = cpp.reason_not(VARIABLE, "shared", "own", join)
+    if reason:
+        logger.info("XLA compiles for each device by itself: %s", reason)
     else:
         logger.info("XLA compiles once for %s", ", ".join(devices))
-    return not reasons
+    return not reason
 
 
 def _open(path: str) -> "ctypes._NamedFuncPointer":

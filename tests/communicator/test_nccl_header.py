@@ -40,9 +40,9 @@ def nccl_header(header_path) -> str:
 
 
 def our_values() -> dict[str, int]:
-    """Every enumerator of the three X-macro tables."""
+    """Every enumerator of the three enums."""
     text = read_without_comments(CSRC / "ncclsync.h")
-    return {name: int(value) for name, value in re.findall(r"\bX\((nccl\w+), (\d+)[,)]", text)}
+    return {name: int(value) for name, value in re.findall(r"\b(nccl\w+) = (\d+)", text)}
 
 
 def our_prototypes() -> dict[str, str]:

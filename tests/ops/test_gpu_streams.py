@@ -26,11 +26,11 @@ def forgotten(monkeypatch, tmp_path):
 def test_compiles_once_for_the_installed_tensorflow(tmp_path, caplog, monkeypatch):
     """It loads; the next process finds it compiled, without a compiler."""
     with caplog.at_level(logging.INFO, "ncclsync"):
-        assert gpu_streams.find()
+        assert not gpu_streams.missing()
         assert [path.suffix for path in (tmp_path / "ncclsync").iterdir()] == [".so"]
         gpu_streams.missing.cache_clear()
         monkeypatch.setenv("PATH", "")
-        assert gpu_streams.find()
+        assert not gpu_streams.missing()
     assert caplog.text.count("the stream that TensorFlow computes on") == 2
 
 
@@ -56,8 +56,8 @@ def test_what_cannot_be_compiled_is_said_once(monkeypatch, caplog, error, words)
     else:
         monkeypatch.setattr(subprocess, "run", run)
     with caplog.at_level(logging.INFO, "ncclsync"):
-        assert not gpu_streams.find()
-        assert not gpu_streams.find()
+        assert gpu_streams.missing()
+        assert gpu_streams.missing()
     assert caplog.text.count("wait for all streams of their GPUs") == 1 and words in caplog.text
 
 
@@ -71,11 +71,11 @@ def test_what_does_not_load_is_compiled_once_more(monkeypatch, caplog, tmp_path)
 
     monkeypatch.setattr(subprocess, "run", run)
     with caplog.at_level(logging.INFO, "ncclsync"):
-        assert not gpu_streams.find()
+        assert gpu_streams.missing()
         assert len(made) == 1 and "gpu_stream-" in caplog.text
         cpp.compiled("gpu_stream", tf_compat.GPU_STREAM_SOURCE, tmp_path / "ncclsync")  # as another machine has left it
         gpu_streams.missing.cache_clear()
-        assert not gpu_streams.find()
+        assert gpu_streams.missing()
     assert len(made) == 3
 
 
@@ -88,13 +88,13 @@ def test_no_home_and_another_users_folder(monkeypatch, caplog, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(pathlib.Path, "home", home)
     with caplog.at_level(logging.INFO, "ncclsync"):
-        assert not gpu_streams.find()
+        assert gpu_streams.missing()
         gpu_streams.missing.cache_clear()
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         monkeypatch.setattr(os, "getuid", lambda: 12345)
         (tmp_path / "ncclsync").mkdir()
         os.chown(tmp_path / "ncclsync", 54321, -1) if os.geteuid() == 0 else None
-        assert not gpu_streams.find()
+        assert gpu_streams.missing()
     assert "Could not determine home" in caplog.text and "is another user's" in caplog.text
 
 
@@ -103,9 +103,9 @@ def test_choice_by_environment(monkeypatch, caplog):
     monkeypatch.setenv(gpu_streams.VARIABLE, "context")
     monkeypatch.setattr(cpp, "compiled", None)
     with caplog.at_level(logging.INFO, "ncclsync"):
-        assert not gpu_streams.find()
+        assert gpu_streams.missing()
     assert "NCCLSYNC_GPU_EVENTS=context" in caplog.text
     gpu_streams.missing.cache_clear()
     monkeypatch.setenv(gpu_streams.VARIABLE, "events")
     with pytest.raises(NcclSyncError, match=r"NCCLSYNC_GPU_EVENTS to be stream or context\. Received: events"):
-        gpu_streams.find()
+        gpu_streams.missing()

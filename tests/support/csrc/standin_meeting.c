@@ -19,15 +19,6 @@ __attribute__((constructor)) static void begin(void) {
   if (link != NULL) sscanf(link, "%lf,%lf", &link_gb_per_s, &link_us);
 }
 
-size_t standin_size_of(int dtype) {
-  const char* name;
-  int value;
-  size_t size = 0;
-  for (int i = 0; ncs_dtype_describe(i, &name, &value, &size) == 0; ++i)
-    if (value == dtype) return size;
-  return 0;
-}
-
 /* How many elements a rank contributes and receives. */
 static size_t n_sent(const request* asked, int n) {
   return asked->count * (asked->kind == REDUCE_SCATTER ? (size_t)n : 1);
@@ -42,7 +33,7 @@ int standin_fit(const request* one, const request* other) {
 /* What a rank sends and receives is apart, or in place as NCCL defines it: at the same address, or, of blocks, with
  * the rank's own block at the address of the other buffer. Else ranks would read what they have already written. */
 int standin_is_in_order(const request* asked) {
-  const size_t block = asked->count * standin_size_of(asked->dtype), n = (size_t)asked->comm->clique->n;
+  const size_t block = asked->count * ncs_size_of(asked->dtype), n = (size_t)asked->comm->clique->n;
   const size_t own = (size_t)asked->comm->rank * block;
   const uintptr_t send = (uintptr_t)asked->send, recv = (uintptr_t)asked->recv;
   const uintptr_t send_end = send + (asked->kind == REDUCE_SCATTER ? n : 1) * block;
@@ -106,13 +97,13 @@ static int for_messages(const meeting* at, void (*act)(const message* sent, cons
 }
 
 static void move(const message* sent, const message* taken) {
-  memmove(taken->buffer, sent->buffer, sent->count * standin_size_of(sent->dtype));
+  memmove(taken->buffer, sent->buffer, sent->count * ncs_size_of(sent->dtype));
 }
 
 /* What a rank receives into: NULL if nothing, or if it is another process'. */
 static void* find_recv(const meeting* at, int r, size_t* size) {
   const request* first = &at->requests[0];
-  *size = first->count * standin_size_of(first->dtype) * (first->kind == ALL_GATHER ? (size_t)at->clique->n : 1);
+  *size = first->count * ncs_size_of(first->dtype) * (first->kind == ALL_GATHER ? (size_t)at->clique->n : 1);
   return first->kind == MESSAGES || (first->kind == REDUCE && r != first->root) ? NULL : at->requests[r].recv;
 }
 
@@ -120,7 +111,7 @@ static void run(void* met) {
   meeting* at = met;
   const int n = at->clique->n;
   const request* first = &at->requests[0];
-  const size_t size = standin_size_of(first->dtype), bytes = first->count * size;
+  const size_t size = ncs_size_of(first->dtype), bytes = first->count * size;
   char* whole = malloc(n_sent(first, n) * size * (size_t)n + 1);
   if (first->kind == MESSAGES) for_messages(at, move);
   if (first->kind == ALL_REDUCE || first->kind == REDUCE || first->kind == REDUCE_SCATTER)
@@ -154,14 +145,14 @@ static size_t payload(const meeting* at) {
   const request* first = &at->requests[0];
   size_t most = 0;
   if (first->kind != MESSAGES)
-    return first->count * standin_size_of(first->dtype) *
+    return first->count * ncs_size_of(first->dtype) *
            (first->kind == REDUCE_SCATTER || first->kind == ALL_GATHER ? (size_t)at->clique->n : 1);
   for (int r = 0; r < at->clique->n; ++r) {
     const request* asked = &at->requests[r];
     size_t sent = 0;
     for (int i = 0; i < asked->n_messages; ++i)
       if (asked->messages[i].is_send && asked->messages[i].peer != r)
-        sent += asked->messages[i].count * standin_size_of(asked->messages[i].dtype);
+        sent += asked->messages[i].count * ncs_size_of(asked->messages[i].dtype);
     if (sent > most) most = sent;
   }
   return most;
@@ -180,7 +171,7 @@ static void poison(const meeting* at) {
     size_t size;
     char* recv = find_recv(at, r, &size);
     const request* asked = &at->requests[r];
-    const char *send = asked->send, *end = send + n_sent(asked, at->clique->n) * standin_size_of(asked->dtype);
+    const char *send = asked->send, *end = send + n_sent(asked, at->clique->n) * ncs_size_of(asked->dtype);
     if (recv != NULL && (recv >= end || recv + size <= send)) memset(recv, 0xff, size);
   }
 }

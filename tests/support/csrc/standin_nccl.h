@@ -83,8 +83,6 @@ void standin_send_request(const meeting* at, int rank);
 int standin_receive_request(meeting* at, int rank); /* whether it has come */
 void standin_forget_requests(meeting* at);
 
-size_t standin_size_of(int dtype);
-
 /* Not ncclGetVersion, which may be TensorFlow's where both are loaded. */
 int standin_version(void);
 

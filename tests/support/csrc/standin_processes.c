@@ -47,11 +47,11 @@ int standin_announced(const clique* of, const char* what, int n_here) {
 /* How many bytes follow a request, or one of its messages. */
 static size_t payload(const request* asked, int n) {
   if (asked->kind == MESSAGES) return 0;
-  return asked->count * standin_size_of(asked->dtype) * (asked->kind == REDUCE_SCATTER ? (size_t)n : 1);
+  return asked->count * ncs_size_of(asked->dtype) * (asked->kind == REDUCE_SCATTER ? (size_t)n : 1);
 }
 
 static size_t message_payload(const message* one) {
-  return one->is_send ? one->count * standin_size_of(one->dtype) : 0;
+  return one->is_send ? one->count * ncs_size_of(one->dtype) : 0;
 }
 
 void standin_send_request(const meeting* at, int rank) {

@@ -285,6 +285,8 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
     """What cannot be divided is told before anything has changed, and by name."""
+    if name == "Muon" and keras.__version__.startswith("3.10."):
+        pytest.skip("Keras 3.10's Muon trains no model on TensorFlow, on one device neither: it asks for variable.path")
     build, message = REFUSED[name]
     model = on_towers(lambda: mlp(build()), 2, shard_optimizer=True)
     before = model.get_weights()

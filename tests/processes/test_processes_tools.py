@@ -77,17 +77,6 @@ def test_bench_between_processes(mpirun, tmp_path):
         assert rows["ncclsync"]["case"]["towers"] == 2
 
 
-@pytest.mark.slow
-def test_bench_beside_tensorflow(mpirun, tmp_path):
-    """TensorFlow's own collectives run in the same turns, over gRPC, and are right."""
-    arguments = ["--sizes", "4KiB", "--rounds", "2", "--json", tmp_path / "out.json"]
-    done = mpirun(3, "tools.py", "{}", "bench", "all-reduce", *arguments)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = {row["side"]: row for row in json.loads((tmp_path / "out.json").read_text())["rows"]}
-    assert list(rows) == ["ncclsync", "memcpy", "mpi", "tf grpc"], done.stdout
-    assert {row["more"]["wrong"] for row in rows.values()} == {0}
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

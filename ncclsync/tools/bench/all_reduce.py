@@ -4,20 +4,16 @@ Columns are those of nccl-tests: algbw = size / time, busbw = algbw · 2(n−1)/
 number of ranks n where the bus is the limit.
 Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 
-Each `Reducer` runs the libraries of one process. Input and result are known in closed form and exact in every dtype, so
-that results are checked by element. TensorFlow is imported by the classes that use it.
+Each reducer runs the libraries of one process. Input and result are known in closed form and exact in every dtype, so
+that results are checked by element. TensorFlow is imported by the class that uses it.
 """
 
-import abc
 import argparse
 import concurrent.futures
 import contextlib
 import functools
 import glob
-import itertools
-import json
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -42,15 +38,10 @@ from ncclsync.tools.bench.turns import (
 )
 from ncclsync.tools.processes import join, mpi_versions
 
-PEERS = ("mpi", "tensorflow")
+PEERS = ("mpi",)
 NUMBERS_OF_TOWERS = (2, 4, 8)
-# Variables by which a child would take itself for a process of mpirun's.
-_LAUNCHERS = ("OMPI_", "PMIX_", "PRTE_", "SLURM_")
-_GRPC = "tf grpc"
 _TURN_S = 0.05  # of one side: small collectives run by the hundred
 _MOST_ITERATIONS = 2000
-_CHAINED = 100  # all-reduces in one call of a graph, so that the call's overhead is small
-_WORTH_A_CHAIN = 20  # all-reduces in a turn, from which on they are chained
 _FEW_BYTES = 4 * 1024 * 1024  # below, handing a copy to threads costs more than it saves
 
 
@@ -89,17 +80,14 @@ def _between_processes(given: argparse.Namespace, show: Callable[[str], None], p
             f"Expected neither --towers nor --backend nccl by {process.launcher}: each of the {process.size} processes "
             f"has one tower, in host memory. Received: --towers {given.towers}, --backend {given.backend}"
         )
-    with ProcessSide(process, grpc="tensorflow" in given.against) as side:
+    with ProcessSide(process) as side:
         if process.rank > 0:
             side.follow()
             return None
         rows: list[Row] = []
         for size in given.sizes:
             rows += _time_case(given, process.size, size, [side], show)
-    notes = [f"{side.description}: one tower of each."]
-    if side.left_out:
-        notes.append(f"Left out: {side.left_out}")
-    return Result("all-reduce", "s", tuple(rows), tuple(notes))
+    return Result("all-reduce", "s", tuple(rows), (f"{side.description}: one tower of each.",))
 
 
 class ProcessSide:
@@ -108,13 +96,12 @@ class ProcessSide:
     Attributes:
         name: for messages.
         description: of the processes, in words.
-        left_out: why TensorFlow's collectives are not among the libraries; "" if they are.
     """
 
     name = "ncclsync"
 
-    def __init__(self, process: Process, grpc: bool) -> None:
-        """Join the other processes, and start TensorFlow's own collectives if `grpc`. Collective.
+    def __init__(self, process: Process) -> None:
+        """Join the other processes. Collective.
 
         Raises:
             BenchError: they cannot be joined.
@@ -126,55 +113,23 @@ class ProcessSide:
             raise BenchError(str(error)) from error
         hosts = len(set(self._peers.hosts))
         self.description = f"{process.size} processes on {hosts} host{'s' * (hosts != 1)}, {mpi_versions()['MPI']}"
-        self._stack = contextlib.ExitStack()
-        self._child: Side | None = None
-        self.left_out = self._start_grpc() if grpc else ""
-
-    def _start_grpc(self) -> str:
-        """Start the children; return why they cannot run, the same in all processes."""
-        name = "127.0.0.1" if len(set(self._peers.hosts)) == 1 else socket.gethostname()
-        with socket.create_server(("", 0)) as free:
-            address = f"{name}:{free.getsockname()[1]}"
-        addresses = self._peers.exchange(address, "addresses for gRPC")
-        arguments = {"towers": self._peers.size, "rank": self._peers.rank, "addresses": addresses}
-        child = self._stack.enter_context(Side(_GRPC, "all_reduce.GrpcReducer", arguments, drop=_LAUNCHERS))
-        error = ""
-        try:
-            child.ask("prepare", count=1, dtype="float32")
-        except BenchError as raised:
-            error = str(raised)
-        errors = self._peers.exchange(error, "the start of gRPC")
-        if not any(errors):
-            self._child = child
-        return next(filter(None, errors), "")
 
     def ask(self, do: str, **details: Any) -> dict[str, Any]:
         """Let all processes work, in process 0; see `Side.ask` and `Ranks.join`."""
-        return self._ranks.join(self._serve(self._ranks.share({"do": do, **details})))
+        return self._ranks.join(self._reducer.serve(self._ranks.share({"do": do, **details})))
 
     def follow(self) -> None:
         """Serve process 0's requests until it ends."""
         while (request := self._ranks.share(None))["do"] != "end":
-            self._ranks.join(self._serve(request))
-
-    def _serve(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Work in this process; return its answer."""
-        if request.get("library") == _GRPC:
-            assert self._child is not None
-            return self._child.ask(**request)
-        answer = self._reducer.serve(request)
-        if request["do"] == "prepare" and self._child is not None:
-            answer["libraries"] += self._child.ask(**request)["libraries"]
-        return answer
+            self._ranks.join(self._reducer.serve(request))
 
     def __enter__(self) -> "ProcessSide":
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Let the others end, and end the children."""
+        """Let the others end."""
         if self._peers.rank == 0:
             self._ranks.share({"do": "end"})
-        self._stack.close()
 
 
 def missing(given: argparse.Namespace) -> Iterator[str]:
@@ -193,8 +148,6 @@ def _starts(given: argparse.Namespace, towers: int) -> Iterator[Callable[[], Sid
         yield functools.partial(Side, "ncclsync", "all_reduce.NcclReducer", arguments)
         return
     yield functools.partial(Side, "ncclsync", "all_reduce.HostReducer", arguments)
-    if "tensorflow" in given.against:
-        yield functools.partial(Side, "tensorflow", "all_reduce.TensorFlowReducer", arguments)
     if "mpi" in given.against and not missing_mpi():
         yield functools.partial(Side, "mpi", "all_reduce.MpiReducer", arguments, *launched(towers))
 
@@ -255,46 +208,12 @@ def count_wrong(results: Sequence[np.ndarray], ranks: int) -> int:
     return sum(int(np.count_nonzero(result.reshape(-1) != expected)) for result in results)
 
 
-class Reducer(abc.ABC):
-    """Run some libraries' all-reduces over the same input of `towers` ranks; `prepare` comes first.
+class HostReducer:
+    """Reduce `towers` ranks' inputs in host memory, a buffer for each rank of this process, and copy the same bytes.
 
     Attributes:
-        libraries: by name, a function that reduces once.
+        libraries: by name, a function that reduces once, or copies; `prepare` comes first.
     """
-
-    libraries: dict[str, Callable[[], Any]]
-
-    def __init__(self, towers: int) -> None:
-        """Prepare for so many ranks."""
-        self.towers = towers
-
-    @abc.abstractmethod
-    def prepare(self, count: int, dtype: str) -> None:
-        """Make the input, `count` elements per rank; free earlier buffers."""
-
-    def run(self, library: str, iterations: int) -> float:
-        """All-reduce so many times; return the seconds that took."""
-        began = time.perf_counter()
-        for _ in range(iterations):
-            self.libraries[library]()
-        return time.perf_counter() - began
-
-    def wrong(self, library: str) -> int:
-        """All-reduce the pattern once; return how many elements of this process' results are wrong."""
-        return count_wrong([tensor.numpy() for tensor in self.libraries[library]()], self.towers)
-
-    def serve(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Serve a request of the driver; return the answer."""
-        if request["do"] == "prepare":
-            self.prepare(request["count"], request["dtype"])
-            return {"libraries": [*self.libraries]}
-        if request["do"] == "run":
-            return {"seconds": self.run(request["library"], request["iterations"])}
-        return {"wrong": self.wrong(request["library"])}
-
-
-class HostReducer(Reducer):
-    """Reduce from buffers to buffers, one of each for every rank here, in host memory, and copy the same bytes."""
 
     def __init__(
         self,
@@ -307,9 +226,12 @@ class HostReducer(Reducer):
 
         By default there is one process, which has all ranks and all cores, and a new `CpuCommunicator`.
         """
-        super().__init__(towers)
+        self.towers = towers
         reduce = (communicator or CpuCommunicator(towers)).all_reduce
-        self.libraries = {"ncclsync": lambda: reduce(self.sends, self.recvs), "memcpy": self._copy}
+        self.libraries: dict[str, Callable[[], Any]] = {
+            "ncclsync": lambda: reduce(self.sends, self.recvs),
+            "memcpy": self._copy,
+        }
         self._ranks, self._cores = ranks or range(towers), cores or len(os.sched_getaffinity(0))
         self._threads = concurrent.futures.ThreadPoolExecutor(self._cores)
         self.sends: list[Any] = []
@@ -322,14 +244,24 @@ class HostReducer(Reducer):
         return made
 
     def prepare(self, count: int, dtype: str) -> None:
-        """See `Reducer.prepare`."""
+        """Make the input, `count` elements per rank; free earlier buffers."""
         self.sends, self.recvs = [], []
         for rank in self._ranks:
             self.sends.append(self.make(rank, pattern(rank, count, dtype)))
             self.recvs.append(self.make(rank, pattern(rank, count, dtype)))
 
+    def run(self, library: str, iterations: int) -> float:
+        """All-reduce so many times; return the seconds that took."""
+        began = time.perf_counter()
+        for _ in range(iterations):
+            self.libraries[library]()
+        return time.perf_counter() - began
+
     def wrong(self, library: str) -> int:
-        """See `Reducer.wrong`; of a copy, elements that differ from their source."""
+        """All-reduce the pattern once; return how many elements of this process' results are wrong.
+
+        Of a copy, those that differ from their source.
+        """
         for i, rank in enumerate(self._ranks):
             self.recvs[i] = self.make(rank, np.full_like(np.asarray(self.sends[i]), 99))
         self.run(library, 1)
@@ -337,6 +269,15 @@ class HostReducer(Reducer):
         if library == "memcpy":
             return sum(int(np.count_nonzero(result != send)) for result, send in zip(results, self.sends, strict=True))
         return count_wrong(results, self.towers)
+
+    def serve(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Serve a request of the driver; return the answer."""
+        if request["do"] == "prepare":
+            self.prepare(request["count"], request["dtype"])
+            return {"libraries": [*self.libraries]}
+        if request["do"] == "run":
+            return {"seconds": self.run(request["library"], request["iterations"])}
+        return {"wrong": self.wrong(request["library"])}
 
     def _copy(self) -> None:
         """Copy all ranks' bytes: an all-reduce reads and writes as many."""
@@ -373,96 +314,10 @@ class NcclReducer(HostReducer):
 
     def make(self, rank: int, array: np.ndarray) -> Any:
         """See `HostReducer.make`."""
-        return placed(f"/GPU:{rank}", array)
-
-
-def placed(device: str, array: np.ndarray) -> Any:
-    """Return a tensor on a device, such as "/GPU:0"."""
-    import tensorflow as tf
-
-    with tf.device(device):
-        return tf.identity(tf.constant(array))
-
-
-def reduce_by_tensorflow(tensor: Any, towers: int, instance: int, group: int = 1, hint: str = "auto") -> Any:
-    """Return a rank's result of TensorFlow's own all-reduce; `instance` is another one for each shape."""
-    import tensorflow as tf
-
-    return tf.raw_ops.CollectiveReduceV2(
-        input=tensor,
-        group_size=towers,
-        group_key=group,
-        instance_key=instance,
-        ordering_token=[],
-        merge_op="Add",
-        final_op="Id",
-        communication_hint=hint,
-        timeout_seconds=60,
-    )
-
-
-class TensorFlowReducer(Reducer):
-    """Reduce in a graph: by ncclsync's op and by TensorFlow's own `CollectiveReduceV2`.
-
-    `CollectiveReduceV2` needs N logical CPUs, and gives each its result; each call of its graph is timed. ncclsync's op
-    works on one CPU, where all towers get the same result, many times in each call of its graph.
-    """
-
-    OWN, TENSORFLOW = NAMES = ("ncclsync op", "tf collective")
-
-    def __init__(self, towers: int) -> None:
-        """Divide the CPU into N logical ones: once per process."""
-        super().__init__(towers)
         import tensorflow as tf
 
-        from ncclsync.ops import host_ops
-
-        cpu = tf.config.list_physical_devices("CPU")[0]
-        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * towers)
-
-        def own(*tensors):
-            return host_ops.all_reduce([[one] for one in tensors], [tf.ones([], tf.float64)] * towers, "sum") * towers
-
-        def chain(*tensors):
-            for _ in range(_CHAINED):
-                tensors = own(*tensors)
-            return tensors[0]
-
-        own_graph, self._chain = (tf.function(one, autograph=False) for one in (own, chain))
-        self._instances = itertools.count(1)
-        self.libraries = {
-            self.OWN: lambda: own_graph(*self._on_one),
-            self.TENSORFLOW: lambda: self._collective(*self._inputs),
-        }
-
-    def prepare(self, count: int, dtype: str) -> None:
-        """See `Reducer.prepare`."""
-        import tensorflow as tf
-
-        instance = next(self._instances)
-
-        def collective(*tensors):
-            results = []
-            for rank, tensor in enumerate(tensors):
-                with tf.device(f"/CPU:{rank}"):
-                    results.append(reduce_by_tensorflow(tensor, self.towers, instance))
-            return results
-
-        # Not by tf.function: its automatic control dependencies let one rank's op wait for another's.
-        self._collective = tf.compat.v1.wrap_function(collective, [tf.TensorSpec([None], dtype)] * self.towers)
-        arrays = [pattern(rank, count, dtype) for rank in range(self.towers)]
-        self._inputs = [placed(f"/CPU:{rank}", array) for rank, array in enumerate(arrays)]
-        self._on_one = [placed("/CPU:0", array) for array in arrays]
-
-    def run(self, library: str, iterations: int) -> float:
-        """See `Reducer.run`."""
-        if library == self.TENSORFLOW or iterations < _WORTH_A_CHAIN:
-            return super().run(library, iterations)
-        calls = -(-iterations // _CHAINED)
-        began = time.perf_counter()
-        for _ in range(calls):
-            self._chain(*self._on_one)
-        return (time.perf_counter() - began) * iterations / (calls * _CHAINED)
+        with tf.device(f"/GPU:{rank}"):
+            return tf.identity(tf.constant(array))
 
 
 class MpiReducer(HostReducer):
@@ -478,59 +333,9 @@ class MpiReducer(HostReducer):
         self.libraries = {**self.libraries, **by_mpi} if beside else by_mpi
 
     def run(self, library: str, iterations: int) -> float:
-        """See `Reducer.run`; returns when the last rank has its result."""
+        """See `HostReducer.run`; returns when the last rank has its result."""
         self._world.Barrier()
         began = time.perf_counter()
         super().run(library, iterations)
         self._world.Barrier()
         return time.perf_counter() - began
-
-
-class GrpcReducer(Reducer):
-    """Run a rank of TensorFlow's own collectives between processes, `CollectiveReduceV2` over gRPC.
-
-    Each rank has its own driver; all ranks must get the same request at the same time.
-    """
-
-    def __init__(self, towers: int, rank: int, addresses: list[str]) -> None:
-        """Join as this rank; returns when all have joined. `addresses`: [towers] "host:port", where each is reached."""
-        super().__init__(towers)
-        self._rank = rank
-        cluster = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}}
-        os.environ["TF_CONFIG"] = json.dumps(cluster)
-        import tensorflow as tf
-
-        tf.config.set_visible_devices([], "GPU")
-        ring = tf.distribute.experimental.CommunicationOptions(
-            implementation=tf.distribute.experimental.CommunicationImplementation.RING
-        )
-        self._tf = tf
-        # It starts the server and waits for the other ranks.
-        self._strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=ring)
-        self._device = f"/job:worker/task:{rank}/device:CPU:0"
-        self._instance = 10_000  # above the strategy's own keys
-        self._meet = self._graph([1], "float32")
-        self._one = placed(self._device, np.ones(1, "float32"))
-        self.libraries = {_GRPC: lambda: [self._reduce(self._send)]}
-
-    def _graph(self, shape: list[int], dtype: str) -> Any:
-        """Return a function of a rank's tensor that returns the sum, [count]."""
-        tf = self._tf
-        self._instance += 1
-        instance = self._instance
-
-        def reduce(tensor):
-            with tf.device(self._device):
-                return reduce_by_tensorflow(tensor, self.towers, instance, 10_000, "ring")
-
-        return tf.function(reduce, input_signature=[tf.TensorSpec(shape, dtype)], autograph=False)
-
-    def prepare(self, count: int, dtype: str) -> None:
-        """See `Reducer.prepare`."""
-        self._reduce = self._graph([count], dtype)
-        self._send = placed(self._device, pattern(self._rank, count, dtype))
-
-    def run(self, library: str, iterations: int) -> float:
-        """See `Reducer.run`; the ranks meet before."""
-        self._meet(self._one).numpy()
-        return super().run(library, iterations)

@@ -5,7 +5,6 @@ The benchmarks stand in `bench.all_reduce`, `.on_gpus` and `.training`. Nothing 
 
 import argparse
 import importlib
-import importlib.util
 import re
 import sys
 from collections.abc import Callable
@@ -15,7 +14,6 @@ from ncclsync.communicator.processes import Process, find_process
 from ncclsync.errors import NcclSyncError
 from ncclsync.tools.arguments import Option, add_options, at_least, file, link, listed, number, option, switch
 from ncclsync.tools.bench import all_reduce, training
-from ncclsync.tools.bench.plot import plot
 from ncclsync.tools.bench.results import TABLES, show, write_json
 from ncclsync.tools.bench.turns import BenchError, Progress
 from ncclsync.tools.processes import tell_of
@@ -51,8 +49,7 @@ def add_bench(commands: Any) -> None:
         parser = benchmarks.add_parser(name, help=about, description=more)
         parser.set_defaults(run=lambda given: _run(given, home))
         json = file("--json", "write all figures there as well")
-        drawn = file("--plot", "draw them, to .png, .svg or .pdf; needs matplotlib", "FILE.png")
-        add_options(parser, *options, json, drawn)
+        add_options(parser, *options, json)
 
     _add_collectives(add)
     _add_trainings(add)
@@ -66,14 +63,13 @@ def _add_collectives(add: Callable[..., None]) -> None:
         "Time the all-reduce alone and check its results. The columns are those of nccl-tests: "
         "size of one tower's buffer, algbw = size / time, busbw = algbw * 2(n-1)/n. memcpy is a copy of all "
         "towers' buffers on all cores: it reads and writes the same bytes. Under mpirun: between its processes, one "
-        "tower of each, beside MPI_Allreduce and TensorFlow's collectives over gRPC.",
+        "tower of each, beside MPI_Allreduce.",
         option("--towers", "default 2,4,8; not under mpirun", type=listed(at_least(2)), metavar="N,N"),
         _list("--sizes", _size, "4KiB,1MiB,25MiB,100MiB", "SIZE,SIZE", "of each tower's buffer"),
         _against(
             all_reduce.PEERS,
             ",".join(all_reduce.PEERS),
-            "mpi: MPI_Allreduce, by mpi4py and mpirun, left out with a note if not installed; tensorflow: its "
-            "CollectiveReduceV2, beside ncclsync's op in a graph",
+            "mpi: MPI_Allreduce, by mpi4py and mpirun, left out with a note if not installed",
         ),
         option("--dtype", choices=_DTYPES, default="float32"),
         option(
@@ -105,16 +101,6 @@ def _add_collectives(add: Callable[..., None]) -> None:
         switch("--xla", "let XLA compile the step, in a program for each bucket"),
         option("--link", "show too what `plan` predicts for it, such as run.py's --link", type=link, metavar="GB/s,µs"),
         number("--rounds", 1, 5, "turns of each side"),
-    )
-    add(
-        "copies",
-        "on_gpus",
-        "whether batches are copied to GPUs beside the computation",
-        "Time a step in fit, the same step on a batch that stays on the GPUs, and the copies of a batch "
-        "alone, over 100 steps each: at best a step takes as long as the longer of the two. Needs as many GPUs as "
-        "towers.",
-        number("--towers", 2, 4),
-        number("--rounds", 1, 3, "turns of each side"),
     )
 
 
@@ -209,9 +195,6 @@ def _shards(what: str) -> Option:
 def _run(given: argparse.Namespace, home: str) -> int:
     """Run a benchmark of the module `home`; of several processes only the first shows the result, or the error."""
     name = f"python -m ncclsync bench {given.benchmark}"
-    if given.plot and importlib.util.find_spec("matplotlib") is None:
-        print(f"{name}: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)
-        return NOT_RUN
     progress = Progress()
     process = None
     try:
@@ -233,8 +216,6 @@ def _run(given: argparse.Namespace, home: str) -> int:
     show(result, TABLES[given.benchmark])
     if given.json:
         write_json(result, sys.argv[1:], given.json)
-    if given.plot:
-        plot(result, given.plot)
     return WRONG if any(row.more.get("wrong") for row in result.rows) else DONE
 
 

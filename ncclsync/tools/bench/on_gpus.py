@@ -1,9 +1,8 @@
-"""Run `bench exchange`, `overlap` and `copies` on this process' GPUs; the first two also in several processes.
+"""Run `bench exchange` and `overlap` on this process' GPUs, or on those of several processes.
 
 exchange: a graph has several all-reduces of one small bucket in a row. The clock stops when its call returns, before
 the GPUs have done their work. overlap: a step is timed as it is and without its exchanges, and the same buckets are
-exchanged without a step. copies: `fit` is timed beside the same steps on a batch that stays on the GPUs, and beside the
-copies alone. What is compared takes turns.
+exchanged without a step. What is compared takes turns.
 """
 
 import argparse
@@ -29,8 +28,6 @@ from ncclsync.tools.bench.turns import BenchError, Spread, about, device_timer, 
 from ncclsync.tools.plan.commands import LAUNCH_US
 from ncclsync.tools.plan.measurement import traced_traffic
 from ncclsync.tools.plan.prediction import Compute, Workload, step_seconds
-from ncclsync.towers.feeding import Feeder
-from ncclsync.training.keras_model import ModelStep
 from ncclsync.training.loop import Towers
 
 OPS, EMPTY = "ops", "empty graph"  # sides of exchange
@@ -47,9 +44,6 @@ _WIDTHS = (*[128] * 4, *[256] * 12)
 _LAYERS_OF_BUCKET = 3  # wide layers
 _OVERLAP_ROWS = 256  # of a tower: enough for the products to outweigh the update
 _OVERLAP_STEPS = 3  # of a turn
-
-_COPIED_WIDTH, _COPIED_ROWS = 4096, 256  # of a tower's inputs in copies: 4 MiB
-_COPIED_STEPS = 100  # of a turn
 
 
 def check_gpus(towers: int) -> int:
@@ -221,50 +215,3 @@ def _exchange_timer(towers: Any, sizes: list[int]) -> Callable[[], float]:
     timer = device_timer(tf_compat.unordered_function(exchange, []))
     timer()
     return timer
-
-
-def bench_copies(given: argparse.Namespace, show: Callable[[str], None]) -> Result:
-    """Time steps in fit, steps without copies, and copies."""
-    check_gpus(given.towers)
-    model = nccl_parallel(towers=given.towers)(_dense)()
-    batch = (tf.zeros([given.towers * _COPIED_ROWS, _COPIED_WIDTH]), tf.zeros([given.towers * _COPIED_ROWS, 1]))
-    data = tf.data.Dataset.from_tensors(batch).repeat()
-    with model.towers as towers:
-        kept = _Kept(towers, iterator := iter(data))
-        step = ModelStep(model, towers, "train_step")
-
-        show("first steps")
-        model.fit(data, steps_per_epoch=2, verbose=0)
-        step.run_on_iterator(iterator)
-        timers = {
-            "fit": device_timer(lambda: model.fit(data, steps_per_epoch=_COPIED_STEPS, verbose=0), _COPIED_STEPS),
-            "compute": device_timer(lambda: step.run_on_iterator(iterator), _COPIED_STEPS, _COPIED_STEPS),
-            "copy": device_timer(kept.copy, _COPIED_STEPS, _COPIED_STEPS),
-        }
-        seconds = take_turns(timers, given.rounds, show)
-    ratios = {"the longer": Spread.of([fit / max(*parts) for fit, *parts in zip(*seconds.values(), strict=True)])}
-    figures = {f"{name}_s": Spread.of(seconds[name]) for name in ("compute", "copy")}
-    case = {"towers": given.towers, "batch_size": given.towers * _COPIED_ROWS, "steps": _COPIED_STEPS}
-    return Result("copies", "s", (Row(case, "ncclsync", Spread.of(seconds["fit"]), ratios, figures),))
-
-
-class _Kept:
-    """Give steps one batch, which the GPUs hold, again and again, in place of a feeder."""
-
-    def __init__(self, towers: Any, iterator: Any) -> None:
-        self._feeder, self._staging, self._given = Feeder(iterator), None, None  # type: Any, Any, Any
-        towers.session.feeders[iterator] = self
-
-    def take(self, staging: Any) -> tuple[Sequence[Any], Sequence[Any]]:
-        if self._given is None:
-            self._staging, self._given = staging, self._feeder.take(staging)
-        return self._given
-
-    def copy(self) -> None:
-        self._staging.bring(self._given[0])
-
-
-def _dense() -> Any:
-    model = keras.Sequential([keras.Input([_COPIED_WIDTH]), keras.layers.Dense(64), keras.layers.Dense(1)])
-    model.compile("sgd", "mse", jit_compile=False)
-    return model

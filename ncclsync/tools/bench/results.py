@@ -92,7 +92,6 @@ def as_json(result: Result, command: Sequence[str]) -> dict[str, Any]:
                     exchanges, these alone, their hidden share, and when the call of a step has returned and
                     the step ended; bucket_bytes, a list; predicted_s by plan and, over the measured step,
                     predicted_ratio, a spread
-        copies      compute_s and copy_s, spreads: a step on a batch in the GPUs' memory, and a batch's copies
         step        samples_per_s; cpu_s, a spread: the work of the host's cores; of ncclsync compute_s,
                     communicate_s, apply_s and feed_s, spreads
         start       build_seconds, a spread
@@ -250,15 +249,6 @@ TABLES: dict[str, Tables] = {
             Column("the call of a step\nreturns after", more("called_s", time_text)),
             Column("the step has ended\nafter", more("ended_s", time_text)),
         ],
-    ],
-    "copies": [
-        [
-            TOWERS,
-            Column("step\nin fit", lambda row: time_text(row.value)),
-            Column("without\ncopies", more("compute_s", time_text)),
-            Column("copies\nalone", more("copy_s", time_text)),
-            Column("step ÷\nthe longer", ratio_to("the longer")),
-        ]
     ],
     "step": [
         [

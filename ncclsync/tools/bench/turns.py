@@ -68,7 +68,6 @@ class Side:
         launcher: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         module: str = "ncclsync.tools.bench.worker",
-        drop: tuple[str, ...] = (),
     ) -> None:
         """Start the process; it is ready when its first answer comes.
 
@@ -80,18 +79,16 @@ class Side:
             launcher: a command to run the process by, such as mpirun's.
             environment: variables that it gets in addition to those of this process.
             module: is run with kind and arguments, the latter as JSON, and answers by `Requests`.
-            drop: prefixes of variables that it does not get.
         """
         self.name = name
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by close()
         worker = [sys.executable, "-m", module, kind, json.dumps(dict(arguments))]
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
         self._process = subprocess.Popen(
             [*launcher, *worker],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env={"TF_CPP_MIN_LOG_LEVEL": "2", **inherited, **(environment or {})},
+            env={"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ, **(environment or {})},
             text=True,
         )
 

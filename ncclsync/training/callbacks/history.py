@@ -7,8 +7,10 @@ from typing import Any
 
 import keras
 
-from ncclsync.training.callbacks.figure import COLOURS, save_figure
 from ncclsync.training.callbacks.large_batch import LOG_KEY
+
+_INK = "#7d8590"  # readable on white and on black
+_COLOURS = ("#2a9d76", "#5470c6")
 
 # By panel: the keys of the logs, with their names in the legend.
 _PANELS = {
@@ -44,10 +46,18 @@ def plot_history(
         keys = [key for labels in _PANELS.values() for key in labels]
         raise ValueError(f"Expected logs with at least one of {keys}. Received: {sorted(logs)}")
 
-    def draw(plt: Any) -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    file = pathlib.Path(file)
+    ink = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    style: Any = {"font.size": 9, "svg.hashsalt": "ncclsync", **dict.fromkeys(ink, _INK)}
+    with plt.rc_context(style):
         figure, axes = plt.subplots(1, len(drawn), squeeze=False, figsize=(4 * len(drawn), 3))
         for axis, (panel, lines) in zip(axes[0], drawn.items(), strict=True):
-            for (label, values), colour in zip(lines.items(), COLOURS, strict=False):
+            for (label, values), colour in zip(lines.items(), _COLOURS, strict=False):
                 axis.plot(range(1, len(values) + 1), values, "o-", ms=3, color=colour, label=label)
             axis.set(xlabel="epoch", ylabel=panel)
             if panel == "samples":
@@ -55,6 +65,6 @@ def plot_history(
             axis.legend(frameon=False)
             axis.spines[["top", "right"]].set_visible(False)
         figure.tight_layout()
-        return figure
-
-    save_figure(draw, pathlib.Path(file))
+        dateless: Any = {"metadata": {"Date": None}} if file.suffix == ".svg" else {"dpi": 150}
+        figure.savefig(file, transparent=True, **dateless)
+        plt.close(figure)

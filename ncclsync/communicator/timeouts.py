@@ -207,6 +207,23 @@ def interruptible(on_interrupt: Callable[[], None] | None = None) -> Iterator[No
             os.write(before, bytes(_kept.received))
 
 
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """Let what runs within be complete: a Ctrl-C meanwhile is raised at its end. For the main thread and short work."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) != signal.default_int_handler:
+        yield
+        return
+    pressed: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if pressed:
+        raise KeyboardInterrupt
+
+
 def _forget_pipe() -> None:
     """Forget the pipe in a forked child: it is the parent's."""
     global _active, _kept

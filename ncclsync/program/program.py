@@ -108,7 +108,7 @@ class Segment:
             compiles, those that it writes: if such a program fails, TensorFlow frees the memory of each variable that
             it was to write, which still uses it, unless somebody else holds that memory, too.
             Source: tensorflow/compiler/jit/xla_launch_util.cc, PopulateExecutionInputBuffer.
-        hold: see `holding`; None: it holds none.
+        hold: see `segment.holding`; None: it holds none.
     """
 
     sources: tuple[str, ...]

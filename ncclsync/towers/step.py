@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from ncclsync.communicator.peers import SAME_ROWS
-from ncclsync.communicator.timeouts import interruptible
+from ncclsync.communicator.timeouts import held_back, interruptible
 from ncclsync.compat import other_libraries
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NonFiniteError, ProcessError
@@ -259,9 +259,12 @@ class TowerStep(TracedStep):
 
     def _mend(self, function: StepFunction | None) -> None:
         """Undo what a failed step wrote on its way, and let all towers start anew from tower 0."""
-        if function is not None:
-            function.rollback.restore()
-        self.towers.replicas.mark_stale()
+        with held_back():
+            try:
+                if function is not None:
+                    function.rollback.restore()
+            finally:
+                self.towers.replicas.mark_stale()
 
     def _find_what_cancelled(self, function: StepFunction) -> BaseException | None:
         """Run the batch of a cancelled step again, outside a graph, one tower after another; return its error."""

@@ -16,6 +16,7 @@ from virtual_host import command
 from ncclsync import NcclSyncError, Towers, ops
 from ncclsync.compat import keras as keras_compat
 from ncclsync.ops import host_ops
+from ncclsync.towers.recovery import Rollback
 
 X, Y = data(rows=60)
 BAD = Y.copy()
@@ -436,6 +437,25 @@ def test_ctrl_c_that_is_lost_while_a_step_is_traced():
     for one in (model, alone):
         one.train_on_batch(X[:20], Y[:20])
     assert_close(model.get_weights(), alone.get_weights())
+    assert_towers_agree(model)
+
+
+def test_ctrl_c_while_a_failed_step_is_mended(monkeypatch):
+    """It is raised once the step is undone: all towers hold what they held before, and the next step trains."""
+    model = on_towers(checked_afterwards, 4)
+    model.train_on_batch(X[:20], Y[:20])
+    before, restore, bad = state(model)[0], Rollback.restore, np.where(np.arange(60) == 20, 99, Y)  # tower 0 fails
+    monkeypatch.setattr(Rollback, "restore", lambda self: (signal.raise_signal(signal.SIGINT), restore(self)))
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            model.train_on_batch(X[20:40], bad[20:40])
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        monkeypatch.undo()
+    assert_state(model, before)
+    model.train_on_batch(X[20:40], Y[20:40])
     assert_towers_agree(model)
 
 

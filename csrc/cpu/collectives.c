@@ -244,7 +244,8 @@ static void reduce_chunk(const void* task, size_t chunk) {
   }
   const ncs_reduced* tensor = &t->tensors[part];
   void* const* outs = t->recvs != NULL ? t->recvs : &tensor->recv;
-  const size_t begin = (chunk - t->begins[part]) * NCS_CHUNK_BYTES, end = min_size(begin + NCS_CHUNK_BYTES, tensor->count * t->size);
+  const size_t begin = (chunk - t->begins[part]) * NCS_CHUNK_BYTES;
+  const size_t end = min_size(begin + NCS_CHUNK_BYTES, tensor->count * t->size);
   const int streaming = is_streaming(t, tensor, outs), sums = t->combine == t->kernels->combine[ncclSum];
   /* Line by line, memory is read and written at the same time: two thirds of the blocks' time. */
   if (streaming && sums && t->kernels->sum_lines != NULL && are_aligned_alike(outs, t->n_recvs)) {

@@ -24,19 +24,19 @@ from ncclsync.semantics.roles import Role, role_of
 class Fold:
     """Name a variable whose values on the towers become one at the end of the step.
 
+    The first tower of a process keeps it; the others start again from zero.
+
     Attributes:
         handle: name of the variable's handle.
         source: name of its value after its last write, to be read; None if the step reads it there itself.
         result: name of the combined value.
         writers: names of the ops that write it.
-        root_only: whether tower 0 alone keeps the result and the others start again from zero.
     """
 
     handle: str
     source: str | None
     result: str
     writers: tuple[str, ...]
-    root_only: bool
 
 
 class StepGraph:

@@ -900,13 +900,13 @@ def _find_folds(graph: StepGraph, reads: set[str]) -> None:
                 for name, e in graph.exchanges.items()
                 if op_name(e.source) == read and e.collective == Collective(CollectiveKind.ALL_REDUCE, "sum")
             )
-            graph.folds.append(Fold(handle, None, result, (), root_only=True))
+            graph.folds.append(Fold(handle, None, result, ()))
             continue
         source, result = f"@fold_{len(graph.folds)}:0", f"@folded_{len(graph.folds)}:0"
         line = user_line(graph.by_name[names[-1]].traceback)
         collective = Collective(CollectiveKind.ALL_REDUCE, "sum")
         graph.exchanges[result] = Exchange(source, result, collective, variable.shape, variable.dtype, line=line)
-        graph.folds.append(Fold(handle, source, result, tuple(names), True))
+        graph.folds.append(Fold(handle, source, result, tuple(names)))
 
 
 def _final_read(graph: StepGraph, handle: str, writer: str, reads: set[str]) -> str | None:

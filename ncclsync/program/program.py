@@ -170,11 +170,10 @@ class Target:
 class Results(enum.Enum):
     """Say how the towers' results become those of a step.
 
-    `COMBINED` into one device's, concatenated as one row per sample (`ROWS`), or a list of `EACH` tower's.
+    `COMBINED` into one device's, or a list of `EACH` tower's.
     """
 
     COMBINED = "combined"
-    ROWS = "rows"
     EACH = "each"
 
 

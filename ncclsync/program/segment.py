@@ -190,7 +190,7 @@ def _write_folds(
     with tf.control_dependencies(after):
         for fold in plan.fold_writes:
             value = values[fold.result]
-            kept = tf.where(is_first, value, tf.zeros_like(value)) if fold.root_only else value
+            kept = tf.where(is_first, value, tf.zeros_like(value))
             if plan.shares_memory and not plan.jit_compile:
                 kept = own_copy(kept)
             writes.append(tf.raw_ops.AssignVariableOp(resource=values[fold.handle], value=kept))

@@ -136,7 +136,6 @@ class Placer(abc.ABC):
         return placed
 
     def _place(self, call: Call) -> list[Placement]:
-
         op, kinds = call.op, {placed.kind for placed in call.inputs}
         if op.type in rules.DRAWS:
             return self._draw(call)

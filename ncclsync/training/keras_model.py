@@ -317,8 +317,7 @@ class ModelStep(TowerStep):
         """Build the variables that the step needs; return the model's method."""
         model = self._model
         _build_state(model, self._name, specs)
-        results = Results.ROWS if self._name == "predict_step" else Results.COMBINED
-        return Source(getattr(model, self._name), results, bool(model.jit_compile))
+        return Source(getattr(model, self._name), Results.COMBINED, bool(model.jit_compile))
 
     def make_program(self, specs: Any, meter: Meter | None) -> Program:
         """Trace the step; after a failure remove the traces of a failed build from the model."""

@@ -47,8 +47,8 @@ class InFlight:
         self._raised: Exception | None = None  # by Python within a step
         self.lost: set[int] = set()
 
-    def add(self, written: frozenset[int], results: Any) -> None:
-        """Add a step that has been enqueued.
+    def add(self, written: frozenset[int], results: Any = None) -> None:
+        """Add a step that has been enqueued; or a part of it, if the step has failed on its way.
 
         Args:
             written: the ids of the variables that it writes.
@@ -102,20 +102,14 @@ class InFlight:
             self.check()
             self._steps.clear()
 
-    def report(self, written: frozenset[int] = frozenset()) -> BaseException | None:
-        """Return the communicator's failure, which is about to be raised; what rests on it is lost.
-
-        Args:
-            written: ids of the variables that a step writes which has failed with it, half-way.
-        """
+    def report(self) -> BaseException | None:
+        """Return the communicator's failure, which is about to be raised; what rests on it is lost."""
         failure = self._communicator.failure
         if failure is not None and failure is not self._reported:
             self._reported = failure
             first = self._communicator.failed_group
-            # A step that not all processes have launched writes nothing.
-            rests = first <= self._communicator.agreed
-            if self._communicator.was_delivered and rests:
-                self.lost.update(written)
+            # A step that has received no sums writes nothing, nor does a step that not all processes have launched.
+            rests = self._communicator.was_delivered and first <= self._communicator.agreed
             for step in self._steps:
                 if step.last >= first:
                     step.failure = failure

@@ -198,7 +198,7 @@ class Session:
 
     # What has failed.
 
-    def cause_of(self, error: BaseException, written: frozenset[int] = frozenset()) -> BaseException:
+    def cause_of(self, error: BaseException) -> BaseException:
         """Return the error to raise for a failed step; tell other processes if it is this process' own.
 
         TensorFlow wraps what a collective or Python raises within a graph, or reports what that cancelled. Returned is
@@ -206,16 +206,16 @@ class Session:
 
         Args:
             error: that the step has raised.
-            written: see `InFlight.report`.
         """
         raised = self.in_flight.take()
         if not isinstance(error, Exception):  # Ctrl-C, of which this may have been made on the way
             raised = None
+            self.in_flight.report()
         if isinstance(raised, ProcessError):
             self._failed_collective()
         if raised is not None:
             return raised
-        failure = self._failed_collective(written) if isinstance(error, Exception) else None
+        failure = self._failed_collective() if isinstance(error, Exception) else None
         if failure is not None and not isinstance(error, NcclSyncError):
             return failure
         if self.layout.meets_processes:
@@ -232,9 +232,9 @@ class Session:
             self._failed_collective()
         self.communicator.report_failure(error)
 
-    def _failed_collective(self, written: frozenset[int] = frozenset()) -> BaseException | None:
+    def _failed_collective(self) -> BaseException | None:
         """Return the failure that ended the communicator, if any; save tower 0's state first; see `InFlight.report`."""
-        failure, save = self.in_flight.report(written), self.model.save
+        failure, save = self.in_flight.report(), self.model.save
         if failure is None or failure is self._saved_after or save is None:
             return failure
         self._saved_after = failure

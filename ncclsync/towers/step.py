@@ -245,9 +245,7 @@ class TowerStep(TracedStep):
             raise
         except BaseException as error:
             self._mend(function)
-            cause = session.cause_of(
-                error, function.written if function and session.communicator.enqueues else frozenset()
-            )
+            cause = session.cause_of(error)
             if isinstance(cause, tf.errors.CancelledError) and function and not session.layout.meets_processes:
                 cause = self._find_what_cancelled(function) or cause
             if cause is error:
@@ -265,6 +263,8 @@ class TowerStep(TracedStep):
                     function.rollback.restore()
             finally:
                 self.towers.replicas.mark_stale()
+                if function is not None and self.towers.communicator.enqueues:
+                    self.towers.session.in_flight.add(function.written)
 
     def _find_what_cancelled(self, function: StepFunction) -> BaseException | None:
         """Run the batch of a cancelled step again, outside a graph, one tower after another; return its error."""

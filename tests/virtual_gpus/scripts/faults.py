@@ -6,8 +6,11 @@ Prints "FAULT is well" for each of its arguments; run by test_faults.py.
 import ctypes
 import os
 import pathlib
+import signal
 import sys
 import tempfile
+import threading
+import time
 
 import keras
 import numpy as np
@@ -169,7 +172,41 @@ def check_comparison():
         model.towers.close()
 
 
-OTHERS = {"keeps weights": check_keeps_weights, "own loop": check_own_loop, "comparison": check_comparison}
+def check_ctrl_c():
+    """Ctrl-C while a step waits for a number of a collective that hangs: what the step has written is lost."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores
+    with tf.device("/GPU:0"):
+        weight, after = tf.Variable(tf.ones([4])), tf.Variable(tf.ones([4]))
+    with Towers(2, health=Health(timeout_s=60.0)) as towers:
+
+        def step(batch):
+            from ncclsync import ops
+
+            (mean,) = ops.all_reduce([tf.reduce_mean(batch, 0)])
+            weight.assign_add(mean)
+            factor = tf.cond(tf.reduce_sum(mean) > 1e9, lambda: tf.zeros([]), lambda: tf.ones([]))  # the host's choice
+            after.assign_add(ops.all_reduce([factor * mean])[0])
+
+        towers.run(step, X[:8, :4])
+        np.testing.assert_allclose(weight.numpy(), 1 + X[:8, :4].mean(0), rtol=1e-5)
+        fail("slow:1:1=100000")
+        threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
+        raised(lambda: [towers.run(step, X[:8, :4]), time.sleep(9)], KeyboardInterrupt)
+        fail("")
+        raised(weight.numpy, NcclSyncError)
+        raised(lambda: towers.run(step, X[:8, :4]), NcclSyncError)
+        for variable in (weight, after):
+            variable.assign(tf.ones([4]))
+        towers.run(step, X[:8, :4])
+        np.testing.assert_allclose(weight.numpy(), 1 + X[:8, :4].mean(0), rtol=1e-5)
+
+
+OTHERS = {
+    "ctrl-c": check_ctrl_c,
+    "keeps weights": check_keeps_weights,
+    "own loop": check_own_loop,
+    "comparison": check_comparison,
+}
 for asked in sys.argv[1:]:
     OTHERS.get(asked, lambda: check_fault(asked))()  # noqa: B023
     print(asked, "is well", flush=True)

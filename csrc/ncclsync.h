@@ -375,15 +375,15 @@ typedef struct {
 
 /* Makes a launcher for communicators of n_ranks. It is never freed: a graph may hold its address for as long as the
  * process lives. timeout_s: the most that the GPUs' own work before a group, NCCL's launch, and the group may each
- * take; 0: no limit. on_host: the buffers are in host memory. */
-ncclResult_t ncs_launcher_create(int n_ranks, double timeout_s, int on_host, /*outputs*/ ncs_launcher** launcher);
+ * take; 0: no limit. */
+ncclResult_t ncs_launcher_create(int n_ranks, double timeout_s, /*outputs*/ ncs_launcher** launcher);
 
 /* Lends it a communicator, and clears an earlier failure. *blocks: whether the host waits. */
 ncclResult_t ncs_launcher_open(ncs_launcher* launcher, ncs_nccl_comm* comm, /*outputs*/ int* blocks);
 
 /* Takes the communicator back, and ends its reservation; no group is launched any more. Groups under way fail with
- * `status`. Blocks until the polling thread does not use it. A caller that had reserved the communicator must end it,
- * even if it has failed meanwhile. */
+ * `status`. The caller has reserved the communicator, and must end it even if it has failed meanwhile; or nothing is
+ * being launched. Blocks until the polling thread does not use it. */
 ncclResult_t ncs_launcher_close(ncs_launcher* launcher, int status);
 
 /* Keeps launches and the polling thread away from the communicator while the caller uses it, until
@@ -404,7 +404,7 @@ ncclResult_t ncs_launcher_wait(ncs_launcher* launcher, double slice_s);
 ncclResult_t ncs_launcher_get_failure(ncs_launcher* launcher, /*outputs*/ ncs_launch_failure* failure);
 
 /* The group that NCCL is launching, or the first that has not ended, and how long it has been in its stage; status 0:
- * there is none, or another thread is looking at it. Never blocks. */
+ * there is none. */
 ncclResult_t ncs_launcher_get_pending(ncs_launcher* launcher, /*outputs*/ ncs_launch_failure* pending);
 
 /* Requests cancellation: fails the launcher unless a group ends within a second; nothing happens if none is under

@@ -49,21 +49,19 @@ class Launcher:
 
     Attributes:
         address: of the C object, for an input of an op; valid as long as the process lives.
-        blocks: whether the host waits for groups: buffers are in host memory, or the driver cannot let a GPU wait
-            for them. Known once the launcher is open.
+        blocks: whether the host waits for groups, since the driver cannot let a GPU wait for them. Known once the
+            launcher is open.
     """
 
-    def __init__(self, size: int, timeout_s: float | None, on_host: bool) -> None:
+    def __init__(self, size: int, timeout_s: float | None) -> None:
         """Make a closed launcher for so many ranks.
 
-        Args:
-            timeout_s: the limit for a group, and for the GPUs' own work before it; None for none.
-            on_host: whether buffers are in host memory.
+        `timeout_s` is the limit for a group, and for the GPUs' own work before it; None for none.
         """
         if size > lib.NCS_MOST_RANKS:
             raise ValueError(f"Expected at most {lib.NCS_MOST_RANKS} ranks in a process. Received: {size}")
         handle = ffi.new(_LAUNCHER)
-        native.check(lib.ncs_launcher_create(size, timeout_s or 0.0, on_host, handle), "ncs_launcher_create")
+        native.check(lib.ncs_launcher_create(size, timeout_s or 0.0, handle), "ncs_launcher_create")
         self._size, self._handle = size, handle[0]
         self.address = int(ffi.cast("intptr_t", self._handle))
         self.blocks = True
@@ -89,7 +87,7 @@ class Launcher:
                 lib.ncs_launcher_release(self._handle)
 
     def count(self, collectives: int) -> int:
-        """Count collectives that were not launched here; return the number of the first."""
+        """Count collectives that the caller runs itself; return the number of the first."""
         first = ffi.new("int64_t*")
         native.check(lib.ncs_launcher_count(self._handle, collectives, first), "ncs_launcher_count")
         return first[0]

@@ -64,9 +64,11 @@ class Launched:
         Args:
             tower: its number.
             after: ops and tensors on its device; work enqueued before them does not wait for the group.
-            waits: whether the host waits for the group's end, and the op fails if the group has failed.
+            waits: whether the host waits for the group's end, and the op fails if the group has failed; on the CPU it
+                always does.
         """
         if tower not in self._delivered:
+            waits = waits or "CPU" in self._devices[tower]
             with tf.control_dependencies(after):
                 op = self._deliver(tower, [column[tower].dtype for column in self._columns], waits=int(waits))
             for result, shape in zip(op.outputs, self._shapes, strict=True):

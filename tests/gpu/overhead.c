@@ -146,7 +146,7 @@ static void join_launcher(void) {
   for (int r = 0; r < n; ++r) ranks[r] = r;
   check(ncs_nccl_create(nccl, cudart_path, driver_path, &own, &failure, &comm), &failure);
   wait_for_comm();
-  if (ncs_launcher_create(n, 60.0, 0, &launcher) != ncclSuccess) fail("ncs_launcher_create", "no memory");
+  if (ncs_launcher_create(n, 60.0, &launcher) != ncclSuccess) fail("ncs_launcher_create", "no memory");
   ncs_launcher_open(launcher, comm, &blocks);
 }
 

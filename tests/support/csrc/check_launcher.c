@@ -180,7 +180,7 @@ int main(int argc, char** argv) {
   EXPECT(argc == 3);
   cuda_path = argv[2];
   EXPECT(ncs_nccl_open(argv[1], NULL, &nccl) == ncclSuccess);
-  EXPECT(ncs_launcher_create(N, 0, 0, &launcher) == ncclSuccess);
+  EXPECT(ncs_launcher_create(N, 0, &launcher) == ncclSuccess);
   for (int round = 0; round < ROUNDS; ++round) fail_while_reserved(round);
   fail_keeps_buffers();
   ask_without_context("working:0", NCS_OWN_WORK, NCS_ABSENT, NCS_LAUNCHED);

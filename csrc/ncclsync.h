@@ -1,7 +1,7 @@
 /* The whole C surface of ncclsync: collectives over N ranks that this process owns.
  *
  * Every function returns a status (ncclSuccess is 0); outputs come last. Nothing prints or exits. The only mutable
- * statics are TensorFlow's symbols, and counts for tests. Pointers to buffers are borrowed for the call only, unless a
+ * statics are TensorFlow's symbols. Pointers to buffers are borrowed for the call only, unless a
  * comment says otherwise. Nothing here knows Python or TensorFlow.
  *
  * The part between the two "cdef" marks is also what the Python binding reads: keep it free of preprocessor lines.
@@ -68,9 +68,6 @@ typedef enum {
   NCS_INSTRUCTION_SET_AVX2 = 1,
   NCS_INSTRUCTION_SET_AVX512 = 2
 } ncs_instruction_set;
-
-/* The best set that this machine can run. */
-ncclResult_t ncs_cpu_get_instruction_set(/*outputs*/ int* instruction_set);
 
 /* Worker threads, asleep between jobs. Any number of threads may run jobs on one pool at the same time: a caller
  * always works on its own job, and runs it alone if the workers are taken, so that no caller waits for another's job.
@@ -356,8 +353,9 @@ typedef struct {
   int dtypes[NCS_MOST_NAMED];
 } ncs_launch_failure;
 
-/* A rank's buffers in a collective; see ncs_collective. */
+/* A rank's part of a collective; see ncs_collective. */
 typedef struct {
+  int kind, op, root;
   const void* send;
   void* recv; /* NULL: this rank is the root of a broadcast */
   size_t count;
@@ -419,12 +417,10 @@ ncclResult_t ncs_launcher_wait_for_abort(ncs_launcher* launcher, double slice_s)
 ncclResult_t ncs_arrive(ncs_launcher* launcher, int rank, void* stream, const ncs_buffers* buffers,
                         /*outputs*/ ncs_failure* failure, ncs_arrival** arrival);
 
-/* Launches one group of all ranks' n_collectives buffers; only kind, op and root of `collectives` are read. Without
- * collectives nothing is launched. Bad arguments leave the communicator usable; any other failure fails the
- * launcher. */
+/* Launches one group of all ranks' buffers; kinds, operations and roots are those of rank 0's. Without buffers nothing
+ * is launched. Bad arguments leave the communicator usable; any other failure fails the launcher. */
 ncclResult_t ncs_launch(ncs_launcher* launcher, int64_t label, ncs_arrival* const* arrivals,
-                        const ncs_collective* collectives, int n_collectives, /*outputs*/ ncs_failure* failure,
-                        ncs_launched** launched);
+                        /*outputs*/ ncs_failure* failure, ncs_launched** launched);
 
 /* Orders the group before the stream's later work, and lets go of the rank's buffers. waits: the host waits for the
  * group's end, too. A group that has failed keeps the buffers until it is aborted. */
@@ -439,9 +435,6 @@ void* ncs_launched_get_kept(const ncs_launched* launched, int rank);
 /* Drops a reference. A launched group that was not delivered is first ordered as by ncs_deliver. NULL is allowed. */
 void ncs_arrival_release(ncs_arrival* arrival);
 void ncs_launched_release(ncs_launched* launched);
-
-/* The numbers of arrivals, launched groups and events in the process. For tests. */
-ncclResult_t ncs_launcher_alive(/*outputs*/ int64_t* arrivals, int64_t* launched, int64_t* events);
 
 /* ---- DLPack (only its layout: https://github.com/dmlc/dlpack, dlpack.h, the ABI without a version field) ---- */
 

@@ -54,29 +54,24 @@ static ncclResult_t create_stream(ncs_nccl_comm* comm, int r, ncs_failure* failu
   if (status == ncclSuccess)
     status = ncs_check_cuda(cuda, cuda->cuCtxGetCurrent(&comm->contexts[r]), "cuCtxGetCurrent", failure);
   if (status == ncclSuccess && cuda->cuCtxRecordEvent != NULL)
-    status = ncs_check_cuda(cuda, cuda->cudaEventCreateWithFlags(&comm->events[r], NCS_CUDA_EVENT_DISABLE_TIMING),
-                            "cudaEventCreateWithFlags", failure);
+    status = ncs_make_event(cuda, &comm->events[r], failure);
   return status;
 }
 
-static ncclResult_t join(ncs_nccl_comm* comm, const ncclUniqueId* id, ncs_failure* failure) {
-  const ncs_nccl* nccl = comm->nccl;
-  const ncs_cuda* cuda = &comm->cuda;
-  ncclResult_t ended, status = ncs_check_nccl(nccl, nccl->ncclGroupStart(), "ncclGroupStart", failure);
+/* NCCL takes the rank's GPU from what is current. */
+static ncclResult_t join(const ncs_nccl_comm* comm, int r, const void* id, ncs_failure* failure) {
+  ncclConfig_t config = {sizeof(config), NCS_NCCL_API_MAGIC, NCS_CONFIG_VERSION, 0, NCS_CONFIG_UNDEF_INT};
+  ncclResult_t status =
+      ncs_check_cuda(&comm->cuda, comm->cuda.cudaSetDevice(comm->devices[r]), "cudaSetDevice", failure);
   if (status != ncclSuccess) return status;
-  for (int r = 0; r < comm->n && status == ncclSuccess; ++r) {
-    ncclConfig_t config = {sizeof(config), NCS_NCCL_API_MAGIC, NCS_CONFIG_VERSION, 0, NCS_CONFIG_UNDEF_INT};
-    /* NCCL takes the rank's GPU from what is current. */
-    status = ncs_check_cuda(cuda, cuda->cudaSetDevice(comm->devices[r]), "cudaSetDevice", failure);
-    if (status != ncclSuccess) break;
-    status = nccl->ncclCommInitRankConfig(&comm->comms[r], comm->world_size, *id, comm->ranks[r], &config);
-    if (status == ncclInProgress) status = ncclSuccess;
-    ncs_check_nccl(nccl, status, "ncclCommInitRankConfig", failure);
-  }
-  ended = nccl->ncclGroupEnd(); /* in any case, as in launch_group */
-  if (status == ncclSuccess && ended != ncclInProgress) status = ncs_check_nccl(nccl, ended, "ncclGroupEnd", failure);
-  comm->is_launching = 1;
-  return status;
+  status = comm->nccl->ncclCommInitRankConfig(&comm->comms[r], comm->world_size, *(const ncclUniqueId*)id,
+                                              comm->ranks[r], &config);
+  return ncs_check_begun(comm->nccl, status, "ncclCommInitRankConfig", failure);
+}
+
+static ncclResult_t finalize(const ncs_nccl_comm* comm, int r, const void* unused, ncs_failure* failure) {
+  (void)unused;
+  return ncs_check_begun(comm->nccl, comm->nccl->ncclCommFinalize(comm->comms[r]), "ncclCommFinalize", failure);
 }
 
 /* A communicator and its arrays, in one piece of memory; NULL if there is none. */
@@ -106,9 +101,6 @@ ncclResult_t ncs_nccl_create(ncs_nccl* nccl, const char* cudart_path, const char
   ncclUniqueId id;
   ncs_nccl_comm* comm;
   *out = NULL;
-  if (own->n < 1 || own->world_size < own->n)
-    return ncs_fail(failure, ncclInvalidArgument, "ncs_nccl_create", -1,
-                    "expected at least one device, and a rank for each");
   comm = make(nccl, own);
   if (comm == NULL) return ncclSystemError;
   status = ncs_load_cuda(cudart_path, driver_path, &comm->cuda, failure);
@@ -123,7 +115,8 @@ ncclResult_t ncs_nccl_create(ncs_nccl* nccl, const char* cudart_path, const char
     status = ncs_check_nccl(nccl, nccl->ncclGetUniqueId(&id), "ncclGetUniqueId", failure);
   else if (status == ncclSuccess)
     memcpy(id.internal, own->unique_id, sizeof(id.internal));
-  if (status == ncclSuccess) status = join(comm, &id, failure);
+  if (status == ncclSuccess) status = ncs_call_group(comm, comm->n, &id, join, failure);
+  comm->is_launching = 1;
   comm->cuda.cuCtxSetCurrent(current);
   if (status != ncclSuccess) goto fail;
   *out = comm;
@@ -135,16 +128,7 @@ fail:
 }
 
 ncclResult_t ncs_nccl_finalize(ncs_nccl_comm* comm, ncs_failure* failure) {
-  const ncs_nccl* nccl = comm->nccl;
-  ncclResult_t ended, status = ncs_check_nccl(nccl, nccl->ncclGroupStart(), "ncclGroupStart", failure);
-  if (status != ncclSuccess) return status;
-  for (int r = 0; r < comm->n && status == ncclSuccess; ++r) {
-    status = nccl->ncclCommFinalize(comm->comms[r]);
-    if (status == ncclInProgress) status = ncclSuccess;
-    ncs_check_nccl(nccl, status, "ncclCommFinalize", failure);
-  }
-  ended = nccl->ncclGroupEnd();
-  if (status == ncclSuccess && ended != ncclInProgress) status = ncs_check_nccl(nccl, ended, "ncclGroupEnd", failure);
+  const ncclResult_t status = ncs_call_group(comm, comm->n, NULL, finalize, failure);
   comm->is_launching = 1;
   comm->is_on_streams = 0;
   return status;

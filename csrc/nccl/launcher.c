@@ -56,35 +56,6 @@ struct ncs_launched {
   ncs_arrival* arrivals[];   /* [n]; NULL where it is delivered */
 };
 
-static int64_t n_arrivals, n_groups, n_events;
-
-static void count(int64_t* alive, int change) { __atomic_fetch_add(alive, change, __ATOMIC_RELAXED); }
-
-ncclResult_t ncs_launcher_alive(int64_t* arrivals, int64_t* launched, int64_t* events) {
-  *arrivals = __atomic_load_n(&n_arrivals, __ATOMIC_RELAXED);
-  *launched = __atomic_load_n(&n_groups, __ATOMIC_RELAXED);
-  *events = __atomic_load_n(&n_events, __ATOMIC_RELAXED);
-  return ncclSuccess;
-}
-
-/* ---- Contexts and events ---- */
-
-/* In rank's context, which is current. */
-static ncclResult_t make_event(const ncs_launcher* launcher, ncs_failure* failure, cudaEvent_t* event) {
-  const ncs_cuda* cuda = &launcher->cuda;
-  ncclResult_t status = ncs_check_cuda(cuda, cuda->cudaEventCreateWithFlags(event, NCS_CUDA_EVENT_DISABLE_TIMING),
-                                       "cudaEventCreateWithFlags", failure);
-  if (status == ncclSuccess) count(&n_events, 1);
-  return status;
-}
-
-static void destroy_event(const ncs_launcher* launcher, cudaEvent_t* event) {
-  if (*event == NULL) return;
-  launcher->cuda.cudaEventDestroy(*event);
-  *event = NULL;
-  count(&n_events, -1);
-}
-
 /* ---- Failure. All under the lock ---- */
 
 static void find_progress(const ncs_launcher* launcher, const ncs_launched* group, ncs_launch_failure* reported) {
@@ -313,10 +284,9 @@ ncclResult_t ncs_arrive(ncs_launcher* launcher, int rank, void* stream, const nc
   arrival->n_buffers = buffers->n;
   arrival->users = 1;
   if (size > 0) memcpy(arrival->buffers, buffers->buffers, size);
-  count(&n_arrivals, 1);
   if (buffers->n > 0 && launcher->cuda.cuCtxRecordEvent != NULL) {
     status = ncs_enter(&launcher->cuda, launcher->contexts[rank], failure, &current);
-    if (status == ncclSuccess) status = make_event(launcher, failure, &arrival->before);
+    if (status == ncclSuccess) status = ncs_make_event(&launcher->cuda, &arrival->before, failure);
     if (status == ncclSuccess) status = record(launcher, rank, stream, arrival->before, failure);
     launcher->cuda.cuCtxSetCurrent(current);
   }
@@ -338,11 +308,10 @@ void ncs_arrival_release(ncs_arrival* arrival) {
   launcher = arrival->launcher;
   if (arrival->before != NULL &&
       ncs_enter(&launcher->cuda, launcher->contexts[arrival->rank], NULL, &current) == ncclSuccess) {
-    destroy_event(launcher, &arrival->before);
+    launcher->cuda.cudaEventDestroy(arrival->before);
     launcher->cuda.cuCtxSetCurrent(current);
   }
   if (arrival->let_go != NULL) arrival->let_go(arrival->kept);
-  count(&n_arrivals, -1);
   free(arrival);
 }
 
@@ -354,30 +323,28 @@ static void free_launched(ncs_launched* launched) {
     CUcontext current = NULL;
     if (launched->before[r] == NULL && launched->end[r] == NULL) continue;
     if (ncs_enter(&launcher->cuda, launcher->contexts[r], NULL, &current) != ncclSuccess) continue;
-    destroy_event(launcher, &launched->before[r]);
-    destroy_event(launcher, &launched->end[r]);
+    if (launched->before[r] != NULL) launcher->cuda.cudaEventDestroy(launched->before[r]);
+    if (launched->end[r] != NULL) launcher->cuda.cudaEventDestroy(launched->end[r]);
     launcher->cuda.cuCtxSetCurrent(current);
   }
   free(launched);
-  count(&n_groups, -1);
 }
 
-static ncs_launched* make_launched(ncs_launcher* launcher, int64_t label, ncs_arrival* const* arrivals,
-                                   const ncs_collective* collectives, int n_collectives) {
+static ncs_launched* make_launched(ncs_launcher* launcher, int64_t label, ncs_arrival* const* arrivals) {
   const size_t n = (size_t)launcher->n;
+  const ncs_arrival* first = arrivals[0];
   ncs_launched* made =
       calloc(1, sizeof(*made) + n * (sizeof(*made->arrivals) + sizeof(*made->before) + sizeof(*made->end)));
   if (made == NULL) return NULL;
-  count(&n_groups, 1);
   made->before = (cudaEvent_t*)(made->arrivals + n);
   made->end = made->before + n;
   made->launcher = launcher;
   made->users = 1;
   made->named.label = label;
-  made->named.n_collectives = n_collectives;
-  for (int i = 0; i < n_collectives && i < NCS_MOST_NAMED; ++i) {
-    made->named.counts[i] = (int64_t)collectives[i].count;
-    made->named.dtypes[i] = collectives[i].dtype;
+  made->named.n_collectives = first->n_buffers;
+  for (int i = 0; i < first->n_buffers && i < NCS_MOST_NAMED; ++i) {
+    made->named.counts[i] = (int64_t)first->buffers[i].count;
+    made->named.dtypes[i] = first->buffers[i].dtype;
   }
   for (size_t r = 0; r < n; ++r) {
     __atomic_fetch_add(&arrivals[r]->users, 1, __ATOMIC_RELAXED);
@@ -425,7 +392,7 @@ static ncclResult_t enqueue(ncs_launcher* launcher, ncs_nccl_comm* comm, ncs_lau
   if (status == ncclSuccess) status = wait_for(launcher, comm, made, failure);
   for (int r = 0; r < launcher->n && status == ncclSuccess; ++r) {
     status = ncs_check_cuda(cuda, cuda->cuCtxSetCurrent(launcher->contexts[r]), "cuCtxSetCurrent", failure);
-    if (status == ncclSuccess) status = make_event(launcher, failure, &made->end[r]);
+    if (status == ncclSuccess) status = ncs_make_event(cuda, &made->end[r], failure);
     if (status == ncclSuccess)
       status = ncs_check_cuda(cuda, cuda->cudaEventRecord(made->end[r], comm->streams[r]), "cudaEventRecord", failure);
   }
@@ -466,25 +433,23 @@ static ncclResult_t launch(ncs_launcher* launcher, ncs_nccl_comm* comm, ncs_laun
 
 /* Fills in the ranks' buffers, in arrays that follow the collectives, and refuses those that do not fit. */
 static ncclResult_t collect(const ncs_launcher* launcher, ncs_arrival* const* arrivals, ncs_collective* collectives,
-                            int n_collectives, ncs_failure* failure) {
+                            ncs_failure* failure) {
+  const int n_collectives = arrivals[0]->n_buffers;
   const void** sends = (const void**)(collectives + n_collectives);
   void** recvs = (void**)(sends + launcher->n * n_collectives);
   for (int r = 0; r < launcher->n; ++r)
     if (arrivals[r]->launcher != launcher || arrivals[r]->rank != r || arrivals[r]->n_buffers != n_collectives)
       return ncs_fail(failure, ncclInvalidArgument, "ncs_launch", -1,
                       "Expected an arrival of each rank, in their order, with as many buffers. Received: others");
-  for (int i = 0; i < n_collectives; ++i) {
+  for (int i = 0; i < n_collectives; ++i, sends += launcher->n, recvs += launcher->n) {
     const ncs_buffer* first = &arrivals[0]->buffers[i];
-    collectives[i].sends = sends + i * launcher->n;
-    collectives[i].recvs = recvs + i * launcher->n;
-    collectives[i].count = first->count;
-    collectives[i].dtype = first->dtype;
+    collectives[i] = (ncs_collective){first->kind, sends, recvs, first->count, first->dtype, first->op, first->root};
     for (int r = 0; r < launcher->n; ++r) {
       const ncs_buffer* one = &arrivals[r]->buffers[i];
-      const int is_broadcast = collectives[i].kind == NCS_BROADCAST;
+      const int is_broadcast = first->kind == NCS_BROADCAST;
       /* A broadcast is in place; the root, which may be another process', receives nothing. */
-      recvs[i * launcher->n + r] = is_broadcast && one->recv == NULL ? (void*)(uintptr_t)one->send : one->recv;
-      sends[i * launcher->n + r] = is_broadcast ? recvs[i * launcher->n + r] : one->send;
+      recvs[r] = is_broadcast && one->recv == NULL ? (void*)(uintptr_t)one->send : one->recv;
+      sends[r] = is_broadcast ? recvs[r] : one->send;
       if (one->count != first->count || one->dtype != first->dtype)
         return ncs_fail(failure, ncclInvalidArgument, "ncs_launch", i,
                         "Expected the towers' tensors to be of one size. Received: %zu elements on tower 0, %zu on "
@@ -494,51 +459,45 @@ static ncclResult_t collect(const ncs_launcher* launcher, ncs_arrival* const* ar
   return ncclSuccess;
 }
 
-static ncclResult_t launch_collected(ncs_launcher* launcher, int64_t label, ncs_arrival* const* arrivals,
-                                     ncs_collective* collectives, int n_collectives, ncs_failure* failure,
-                                     ncs_launched** out) {
-  ncclResult_t status;
+/* Returns the communicator, for the caller alone; NULL: there is none. */
+static ncs_nccl_comm* reserve(ncs_launcher* launcher) {
   ncs_nccl_comm* comm;
-  ncs_launched* made = NULL;
   pthread_mutex_lock(&launcher->mutex);
-  while (launcher->is_reserved && launcher->comm != NULL) pthread_cond_wait(&launcher->changed, &launcher->mutex);
+  while (launcher->is_reserved) pthread_cond_wait(&launcher->changed, &launcher->mutex);
   comm = launcher->comm;
-  if (comm != NULL) launcher->is_reserved = 1;
+  launcher->is_reserved = comm != NULL;
   pthread_mutex_unlock(&launcher->mutex);
+  return comm;
+}
+
+static ncclResult_t launch_alone(ncs_launcher* launcher, ncs_launched* made, const ncs_collective* collectives,
+                                 ncs_failure* failure) {
+  ncs_nccl_comm* comm = reserve(launcher);
+  ncclResult_t status;
   if (comm == NULL)
     return ncs_fail(failure, ncclInvalidUsage, "ncs_launch", -1,
                     "Expected an open communicator. Received: one that is closed, or that a failed collective has "
                     "aborted");
-  status = ncs_nccl_check_group(comm, collectives, n_collectives, failure);
-  if (status == ncclSuccess) {
-    made = make_launched(launcher, label, arrivals, collectives, n_collectives);
-    status = made == NULL ? ncclSystemError : launch(launcher, comm, made, collectives, failure);
-  }
+  status = ncs_nccl_check_group(comm, collectives, made->named.n_collectives, failure);
+  if (status == ncclSuccess) status = launch(launcher, comm, made, collectives, failure);
   ncs_launcher_release(launcher);
-  if (status != ncclSuccess && made != NULL) ncs_launched_release(made);
-  else *out = made;
   return status;
 }
 
-ncclResult_t ncs_launch(ncs_launcher* launcher, int64_t label, ncs_arrival* const* arrivals,
-                        const ncs_collective* collectives, int n_collectives, ncs_failure* failure,
+ncclResult_t ncs_launch(ncs_launcher* launcher, int64_t label, ncs_arrival* const* arrivals, ncs_failure* failure,
                         ncs_launched** out) {
-  const size_t n_buffers = (size_t)launcher->n * (size_t)n_collectives;
-  ncs_collective* filled; /* in one piece with the arrays that they point to */
-  ncclResult_t status;
-  *out = NULL;
-  if (n_collectives == 0) {
-    *out = make_launched(launcher, label, arrivals, collectives, 0);
-    if (*out != NULL) (*out)->stage = ENDED;
-    return *out != NULL ? ncclSuccess : ncclSystemError;
-  }
-  filled = malloc((size_t)n_collectives * sizeof(*filled) + 2 * n_buffers * sizeof(void*));
-  if (filled == NULL) return ncclSystemError;
-  memcpy(filled, collectives, (size_t)n_collectives * sizeof(*filled));
-  status = collect(launcher, arrivals, filled, n_collectives, failure);
-  if (status == ncclSuccess)
-    status = launch_collected(launcher, label, arrivals, filled, n_collectives, failure, out);
-  free(filled);
+  const size_t n_collectives = (size_t)arrivals[0]->n_buffers;
+  /* In one piece with the arrays that they point to. */
+  ncs_collective* collectives =
+      malloc(n_collectives * (sizeof(*collectives) + 2 * (size_t)launcher->n * sizeof(void*)) + 1);
+  ncclResult_t status = collectives == NULL ? ncclSystemError : collect(launcher, arrivals, collectives, failure);
+  ncs_launched* made = status == ncclSuccess ? make_launched(launcher, label, arrivals) : NULL;
+  if (status == ncclSuccess && made == NULL) status = ncclSystemError;
+  if (status == ncclSuccess && n_collectives > 0) status = launch_alone(launcher, made, collectives, failure);
+  else if (status == ncclSuccess) made->stage = ENDED;
+  free(collectives);
+  *out = status == ncclSuccess ? made : NULL;
+  if (status != ncclSuccess) ncs_launched_release(made);
   return status;
 }
 
@@ -668,13 +627,7 @@ ncclResult_t ncs_launcher_close(ncs_launcher* launcher, int status) {
 }
 
 ncclResult_t ncs_launcher_reserve(ncs_launcher* launcher) {
-  ncclResult_t status = ncclSuccess;
-  pthread_mutex_lock(&launcher->mutex);
-  while (launcher->is_reserved) pthread_cond_wait(&launcher->changed, &launcher->mutex);
-  if (launcher->comm == NULL) status = ncclInvalidUsage;
-  else launcher->is_reserved = 1;
-  pthread_mutex_unlock(&launcher->mutex);
-  return status;
+  return reserve(launcher) != NULL ? ncclSuccess : ncclInvalidUsage;
 }
 
 ncclResult_t ncs_launcher_release(ncs_launcher* launcher) {

@@ -122,10 +122,3 @@ class Launcher:
         reported = ffi.new(_FAILURE)
         native.check(get(self._handle, reported), name)
         return LaunchFailure(reported, self._size) if reported.status else None
-
-
-def alive() -> dict[str, int]:
-    """Return the process' numbers of arrivals, launched groups and events; for tests."""
-    counts = [ffi.new("int64_t*") for _ in range(3)]
-    native.check(lib.ncs_launcher_alive(*counts), "ncs_launcher_alive")
-    return dict(zip(("arrivals", "groups", "events"), (count[0] for count in counts), strict=True))

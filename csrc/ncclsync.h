@@ -60,8 +60,7 @@ typedef struct {
 
 /* ---- Host memory (cpu/) ---- */
 
-/* Vector instructions that the kernels are compiled for. All give the same results, bit for bit (only the payload of a
- * NaN may differ); sets other than the best exist for tests. */
+/* Vector instructions of the kernels. All give equal bits but for a NaN's payload; tests use others than the best. */
 typedef enum {
   NCS_INSTRUCTION_SET_BEST = -1,
   NCS_INSTRUCTION_SET_BASELINE = 0,
@@ -71,14 +70,12 @@ typedef enum {
 
 /* Worker threads, asleep between jobs. Any number of threads may run jobs on one pool at the same time: a caller
  * always works on its own job, and runs it alone if the workers are taken, so that no caller waits for another's job.
- * A pool does not survive fork(): the child must make its own. */
+ * A pool does not survive fork(): the child must make its own.
+ *
+ * `threads` counts the calling thread: 1 starts no worker. ncclInvalidArgument: threads < 1, or an instruction set that
+ * this machine cannot run. The end blocks until the workers have ended; no job may be running; NULL is allowed. */
 typedef struct ncs_pool ncs_pool;
-
-/* `threads` counts the calling thread: 1 starts no worker. The caller owns *pool and ends it by ncs_pool_destroy.
- * ncclInvalidArgument: threads < 1, or an instruction set this machine cannot run. */
 ncclResult_t ncs_pool_create(int threads, int instruction_set, /*outputs*/ ncs_pool** pool);
-
-/* Blocks until the workers have ended. No job may be running. NULL is allowed. */
 ncclResult_t ncs_pool_destroy(ncs_pool* pool);
 
 /* recvs[r][i] = op over all ranks s of sends[s][i], for every rank r. Blocks until done.
@@ -146,7 +143,8 @@ ncclResult_t ncs_tf_find_streams(const char* path, /*outputs*/ ncs_failure* fail
 
 /* ---- Timestamps (cpu/meter.c) ---- */
 
-/* Timestamps of spans. Any number of threads may use a meter at the same time. */
+/* Timestamps of spans. Any number of threads may use a meter at the same time. The caller owns it, and ends it after
+ * its last use; NULL is allowed there. */
 typedef struct ncs_meter ncs_meter;
 
 typedef struct {
@@ -156,7 +154,6 @@ typedef struct {
   int32_t ends;    /* 0: it began; 1: it ended */
 } ncs_timestamp;
 
-/* The caller owns *meter and ends it by ncs_meter_destroy, after its last use. NULL is allowed there. */
 ncclResult_t ncs_meter_create(/*outputs*/ ncs_meter** meter);
 ncclResult_t ncs_meter_destroy(ncs_meter* meter);
 
@@ -213,11 +210,10 @@ typedef struct ncs_nccl_comm ncs_nccl_comm; /* N ranks: one NCCL communicator an
  * message has both versions. */
 ncclResult_t ncs_nccl_open(const char* path, /*outputs*/ ncs_failure* failure, ncs_nccl** nccl);
 
-/* NCCL's version as one number (23203 is 2.32.3). Needs no GPU and no driver. */
+/* As one number: 23203 is 2.32.3. Needs no GPU and no driver. */
 ncclResult_t ncs_nccl_get_version(ncs_nccl* nccl, /*outputs*/ ncs_failure* failure, int* version);
 
-/* Writes the NCS_UNIQUE_ID_BYTES by which ranks in several processes find each other. Opens a socket, starts a
- * thread. */
+/* Writes NCS_UNIQUE_ID_BYTES by which ranks in several processes meet. Opens a socket, starts a thread. */
 ncclResult_t ncs_nccl_get_unique_id(ncs_nccl* nccl, /*outputs*/ ncs_failure* failure, char* unique_id);
 
 /* Joins one GPU with itself, to get NCCL's message if something is wrong. Blocks. */
@@ -384,8 +380,8 @@ ncclResult_t ncs_launcher_open(ncs_launcher* launcher, ncs_nccl_comm* comm, /*ou
  * being launched. Blocks until the polling thread does not use it. */
 ncclResult_t ncs_launcher_close(ncs_launcher* launcher, int status);
 
-/* Keeps launches and the polling thread away from the communicator while the caller uses it, until
- * ncs_launcher_release. A failure meanwhile is aborted only then. ncclInvalidUsage: it has failed, or is closed. */
+/* Keeps launches and the polling thread away from the communicator until it is released. A failure meanwhile is aborted
+ * only then. ncclInvalidUsage: it has failed, or is closed. */
 ncclResult_t ncs_launcher_reserve(ncs_launcher* launcher);
 ncclResult_t ncs_launcher_release(ncs_launcher* launcher);
 
@@ -405,8 +401,7 @@ ncclResult_t ncs_launcher_get_failure(ncs_launcher* launcher, /*outputs*/ ncs_la
  * there is none. */
 ncclResult_t ncs_launcher_get_pending(ncs_launcher* launcher, /*outputs*/ ncs_launch_failure* pending);
 
-/* Requests cancellation: fails the launcher unless a group ends within a second; nothing happens if none is under
- * way. */
+/* Requests cancellation: fails the launcher unless a group ends within a second, or none is under way. */
 ncclResult_t ncs_launcher_interrupt(ncs_launcher* launcher);
 
 /* Waits, at most slice_s, for the end of a failure's abort, which may wait for the GPUs' own work. */

@@ -45,7 +45,6 @@ static const ncs_loop NCS_KERNEL(loops)[] = {
     [NCS_RELU] = NCS_KERNEL(relu),
 };
 
-#undef NCS_LOOP
 #undef NCS_KERNEL
 #undef NCS_TARGET
 #undef NCS_SQRT_OF

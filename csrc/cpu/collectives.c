@@ -39,12 +39,11 @@ typedef struct {
 struct ncs_kernels {
   void (*combine[4])(void* acc, const void* a, const void* b, size_t count); /* acc = a op b */
   void (*divide)(void* acc, size_t count, int n_ranks);
-  void (*widen)(void* acc, const void* in, size_t count); /* NULL: the accumulator has the buffers' own type */
-  void (*narrow)(void* out, const void* acc, size_t count);
   void (*scale)(void* acc, const void* a, double weight, size_t count); /* acc = a * weight; NULL for integers */
   void (*add_scaled)(void* acc, const void* a, const void* b, double weight, size_t count); /* acc = a + b * weight */
   /* The sum or mean, written around the cache: bytes [at, end), whole lines. NULL: none */
   void (*sum_lines)(const ncs_reduction* t, const ncs_reduced* tensor, void* const* outs, size_t at, size_t end);
+  void (*narrow)(void* out, const void* acc, size_t count); /* NULL: the accumulator has the buffers' own type */
 };
 
 static inline uint32_t ncs_float_bits(float value) {
@@ -136,12 +135,11 @@ static const void* reduce_block(const ncs_reduction* t, const ncs_reduced* tenso
     const double weight = t->weights != NULL ? t->weights[r] : 1;
     const void* send = (const char*)tensor->sends[r] + at;
     if (weight == 0) continue;
-    if (sum == NULL && weight == 1 && t->kernels->widen == NULL) {
+    if (sum == NULL && weight == 1 && t->kernels->narrow == NULL) {
       sum = send;
       continue;
     }
-    if (sum == NULL && weight == 1) t->kernels->widen(acc, send, count);
-    else if (sum == NULL) t->kernels->scale(acc, send, weight, count);
+    if (sum == NULL) t->kernels->scale(acc, send, weight, count);
     else if (weight == 1) t->combine(acc, sum, send, count);
     else t->kernels->add_scaled(acc, sum, send, weight, count);
     sum = acc;
@@ -166,7 +164,7 @@ static void reduce_blocks(const ncs_reduction* t, const ncs_reduced* tensor, voi
                           size_t at, size_t end) {
   /* Twice: a block of 16-bit floats is half as large as its float32 accumulator. */
   char blocks[NCS_BLOCK_BYTES + NCS_BLOCK_BYTES / 2] __attribute__((aligned(64)));
-  const size_t block = t->kernels->widen != NULL ? NCS_BLOCK_BYTES / 2 : NCS_BLOCK_BYTES;
+  const size_t block = t->kernels->narrow != NULL ? NCS_BLOCK_BYTES / 2 : NCS_BLOCK_BYTES;
   for (size_t n; at < end; at += n) {
     n = min_size(block, end - at);
     const void* result = reduce_block(t, tensor, at, n, blocks, blocks + NCS_BLOCK_BYTES);

@@ -24,13 +24,13 @@ struct ncs_launcher {
   ncs_nccl_comm* comm;    /* NULL: closed, or failed */
   ncs_nccl_comm* doomed;  /* the polling thread aborts it once it is not reserved */
   ncs_cuda cuda;
-  CUcontext* contexts;    /* the devices' primary contexts, which outlive a communicator */
   int is_reserved, is_polled;  /* is_reserved: somebody uses the communicator, such as a launch */
   ncs_launched *first, **last; /* groups that are not known to have ended, in their order */
   ncs_launched* launching;     /* the one among them whose launch has not ended */
   int64_t n_launched, n_ended, n_collectives;
   int64_t interrupted_ns; /* 0: no cancellation is requested. Atomic, not under the lock */
   ncs_launch_failure failure;
+  CUcontext contexts[]; /* [n] the devices' primary contexts, which outlive a communicator */
 };
 
 struct ncs_arrival {
@@ -355,7 +355,7 @@ static ncs_launched* make_launched(ncs_launcher* launcher, int64_t label, ncs_ar
   return made;
 }
 
-/* Waits until NCCL has launched its work, which waits for no GPU; or for the GPUs' own work, if no event captures it. */
+/* Waits until NCCL has launched its work, which no GPU holds up; or for the GPUs' own work, if no event captures it. */
 static ncclResult_t wait_for(const ncs_launcher* launcher, ncs_nccl_comm* comm, const ncs_launched* made,
                              ncs_failure* failure) {
   for (;;) {
@@ -576,14 +576,9 @@ void ncs_launched_release(ncs_launched* launched) {
 /* ---- The launcher ---- */
 
 ncclResult_t ncs_launcher_create(int n_ranks, double timeout_s, ncs_launcher** out) {
-  ncs_launcher* launcher = calloc(1, sizeof(*launcher));
+  ncs_launcher* launcher = calloc(1, sizeof(*launcher) + (size_t)n_ranks * sizeof(*launcher->contexts));
   *out = NULL;
   if (launcher == NULL) return ncclSystemError;
-  launcher->contexts = calloc((size_t)n_ranks, sizeof(*launcher->contexts));
-  if (launcher->contexts == NULL) {
-    free(launcher);
-    return ncclSystemError;
-  }
   pthread_mutex_init(&launcher->mutex, NULL);
   pthread_cond_init(&launcher->changed, NULL);
   launcher->n = n_ranks;

@@ -62,13 +62,18 @@ def check(status: int, call: str, last_error: str = "") -> None:
 def check_failure(status: int, failure: Any) -> None:
     """Raise NcclError, as an ``ncs_failure`` describes the call, unless its status is success."""
     if status != 0:
-        check(status, ffi.string(failure.call).decode() or "malloc", words(failure))
+        check(status, name_of_call(failure) or "malloc", words(failure))
 
 
 def call(function: Any, inputs: Sequence[Any], *outputs: Any) -> None:
     """Call a function of the C library that takes an ``ncs_failure`` between inputs and outputs. Raises NcclError."""
     failure = ffi.new("ncs_failure*")
     check_failure(function(*inputs, failure, *outputs), failure)
+
+
+def name_of_call(failure: Any) -> str:
+    """Return the call that an ``ncs_failure`` is of; "" if there is none."""
+    return ffi.string(failure.call).decode()
 
 
 def words(failure: Any) -> str:

@@ -31,7 +31,7 @@ from ncclsync.communicator.base import (
     read_buffers,
 )
 from ncclsync.communicator.buffers import CUDA, Buffers
-from ncclsync.communicator.launcher import OWN_WORK, Launcher, LaunchFailure
+from ncclsync.communicator.launcher import OWN_WORK, Launcher
 from ncclsync.communicator.nccl_calls import Progress
 from ncclsync.communicator.peers import Peers
 from ncclsync.communicator.preflight import check_paths
@@ -149,12 +149,8 @@ class NcclCommunicator(Communicator):
         """Join GPUs of several processes, which look after each other. Collective; blocks until all ranks are up.
 
         Processes' ranks follow each other: 0 and 1 of the first. A process that fails, ends or is silent ends what the
-        others wait for by a ProcessError that names it. After a failure `reopen` joins all anew. Raises as the class.
-
-        Args:
-            peers: the processes.
-            devices: CUDA ordinals of this one's.
-            timeout_s, preflight, repeatable: as of `from_unique_id`.
+        others wait for by a ProcessError that names it. After a failure `reopen` joins all anew. Arguments, and what is
+        raised, are as of `from_unique_id`.
         """
         self = cls.__new__(cls)
         self.peers = peers
@@ -228,7 +224,7 @@ class NcclCommunicator(Communicator):
         if found is None:
             return
         self._handle, self._failure = None, self._explain(found)
-        self.failed_group, self.was_delivered = found.group, found.was_delivered
+        self.failed_group, self.was_delivered = found.group, bool(found.was_delivered)
         if self._failure is not None:
             self.report_failure(self._failure)
 
@@ -313,7 +309,7 @@ class NcclCommunicator(Communicator):
         if self.peers.have_ended() or (pending.group > self.agreed and self.peers.failures != self._failures_before):
             self._launcher.interrupt()
 
-    def _explain(self, found: LaunchFailure) -> BaseException | None:
+    def _explain(self, found: Any) -> BaseException | None:
         """Return the error of a launched group's failure, in the words of one that was waited for.
 
         None if it was given up since this process has failed, which is known.
@@ -327,7 +323,8 @@ class NcclCommunicator(Communicator):
             if self.peers.failures != self._failures_before:
                 return self._refused or self.peers.raised
         kinds = self._labels[found.label]
-        call = found.call or (nccl_calls.CALLS[KINDS[kinds[0][0]][0]] if kinds else "ncclGroupEnd")
+        usual = nccl_calls.CALLS[KINDS[kinds[0][0]][0]] if kinds else "ncclGroupEnd"
+        call = native.name_of_call(found.failure) or usual
         if found.status == native.IN_PROGRESS:
             return NcclSyncError(
                 f"Expected {what} to end. Received: an interrupt (Ctrl-C) after {found.waited_s:.1f} s"
@@ -336,19 +333,18 @@ class NcclCommunicator(Communicator):
             words = f"it has not within {self.timeout_s:g} s: {arrived}. The communicator is aborted"
             return NcclTimeoutError(native.TIMEOUT, call, words, "ncclTimeout", what)
         name = native.STATUS_NAMES.get(found.status, "unknown status")
-        return NcclError(found.status, call, found.words, name, what)
+        return NcclError(found.status, call, native.words(found.failure), name, what)
 
-    def _words_of(self, found: LaunchFailure) -> tuple[str, str]:
+    def _words_of(self, found: Any) -> tuple[str, str]:
         """Return what a launched group is, and who has arrived."""
         kinds = self._labels[found.label]
-        names = [
-            _name(kind, found.first + index, label, *size)
-            for index, ((kind, label), size) in enumerate(zip(kinds, found.sizes, strict=False))
-        ]
+        sizes = zip(kinds, found.counts, found.dtypes, strict=False)  # of a large group the first ones
+        names = [_name(kind, found.first + i, label, *size) for i, ((kind, label), *size) in enumerate(sizes)]
         what = _list(len(names), names.__getitem__) if names else "a group of collectives"
         own_work = found.stage == OWN_WORK
         what = f"the GPUs' own work before {what}" if own_work else what
-        return what, self._progress_words(found.progress, own_work)
+        progress = [Progress(found.progress[r]) for r in range(self.size)]
+        return what, self._progress_words(progress, own_work)
 
     def warn_of_pending(self, warned: int) -> int:
         """Log a launched group that has been pending for long; return its number, or that of the last one, `warned`."""

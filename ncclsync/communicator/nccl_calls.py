@@ -85,7 +85,7 @@ def create(
         status = lib.ncs_nccl_create(library.handle, path.encode(), driver.encode(), own, failure, handle)
         if status == 0:
             return handle[0]
-        call = ffi.string(failure.call).decode()
+        call = native.name_of_call(failure)
         if call not in ("dlopen", "dlsym"):
             break
         tried.append(f"{path} ({native.words(failure)})")

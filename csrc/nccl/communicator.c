@@ -15,7 +15,7 @@ static ncclResult_t release(ncs_nccl_comm* comm, ncclResult_t (*end)(ncclComm_t)
   const ncs_cuda* cuda = &comm->cuda;
   ncclResult_t first = ncclSuccess, status;
   CUcontext current = NULL;
-  if (cuda->cuCtxGetCurrent != NULL) cuda->cuCtxGetCurrent(&current);
+  cuda->cuCtxGetCurrent(&current);
   for (int r = comm->n - 1; r >= 0; --r) {
     if (comm->comms[r] == NULL) continue;
     cuda->cuCtxSetCurrent(comm->contexts[r]);
@@ -33,7 +33,7 @@ static ncclResult_t release(ncs_nccl_comm* comm, ncclResult_t (*end)(ncclComm_t)
     /* Only now: earlier, cudaFree would wait for running work. */
     if (comm->scratch[r] != NULL) cuda->cudaFree(comm->scratch[r]);
   }
-  if (cuda->cuCtxSetCurrent != NULL) cuda->cuCtxSetCurrent(current);
+  cuda->cuCtxSetCurrent(current);
   ncs_stop_waiting(comm);
   free(comm);
   return first;
@@ -75,11 +75,12 @@ static ncclResult_t finalize(const ncs_nccl_comm* comm, int r, const void* unuse
 }
 
 /* A communicator and its arrays, in one piece of memory; NULL if there is none. */
-static ncs_nccl_comm* make(ncs_nccl* nccl, const ncs_ranks* own) {
+static ncs_nccl_comm* make(ncs_nccl* nccl, const ncs_cuda* cuda, const ncs_ranks* own) {
   const size_t n = (size_t)own->n, per_rank = 5 * sizeof(void*) + 2 * sizeof(int);
   ncs_nccl_comm* comm = calloc(1, sizeof(*comm) + n * per_rank);
   if (comm == NULL) return NULL;
   comm->nccl = nccl;
+  comm->cuda = *cuda;
   comm->n = own->n;
   comm->world_size = own->world_size;
   comm->comms = (ncclComm_t*)(comm + 1);
@@ -96,20 +97,19 @@ static ncs_nccl_comm* make(ncs_nccl* nccl, const ncs_ranks* own) {
 
 ncclResult_t ncs_nccl_create(ncs_nccl* nccl, const char* cudart_path, const char* driver_path, const ncs_ranks* own,
                              ncs_failure* failure, ncs_nccl_comm** out) {
-  ncclResult_t status;
   CUcontext current = NULL;
   ncclUniqueId id;
+  ncs_cuda cuda;
   ncs_nccl_comm* comm;
+  ncclResult_t status = ncs_load_cuda(cudart_path, driver_path, &cuda, failure);
   *out = NULL;
-  comm = make(nccl, own);
-  if (comm == NULL) return ncclSystemError;
-  status = ncs_load_cuda(cudart_path, driver_path, &comm->cuda, failure);
-  if (status != ncclSuccess) goto fail;
   /* The driver answers nothing before, unless some other call of this process has begun it. */
-  status = ncs_check_cuda(&comm->cuda, comm->cuda.cuInit(0), "cuInit", failure);
+  if (status == ncclSuccess) status = ncs_check_cuda(&cuda, cuda.cuInit(0), "cuInit", failure);
   if (status == ncclSuccess)
-    status = ncs_check_cuda(&comm->cuda, comm->cuda.cuCtxGetCurrent(&current), "cuCtxGetCurrent", failure);
-  if (status != ncclSuccess) goto fail;
+    status = ncs_check_cuda(&cuda, cuda.cuCtxGetCurrent(&current), "cuCtxGetCurrent", failure);
+  if (status != ncclSuccess) return status;
+  comm = make(nccl, &cuda, own);
+  if (comm == NULL) return ncclSystemError;
   for (int r = 0; r < own->n && status == ncclSuccess; ++r) status = create_stream(comm, r, failure);
   if (status == ncclSuccess && own->unique_id == NULL)
     status = ncs_check_nccl(nccl, nccl->ncclGetUniqueId(&id), "ncclGetUniqueId", failure);
@@ -117,13 +117,9 @@ ncclResult_t ncs_nccl_create(ncs_nccl* nccl, const char* cudart_path, const char
     memcpy(id.internal, own->unique_id, sizeof(id.internal));
   if (status == ncclSuccess) status = ncs_call_group(comm, comm->n, &id, join, failure);
   comm->is_launching = 1;
-  comm->cuda.cuCtxSetCurrent(current);
-  if (status != ncclSuccess) goto fail;
-  *out = comm;
-  return ncclSuccess;
-
-fail:
-  release(comm, nccl->ncclCommAbort, "ncclCommAbort", NULL);
+  cuda.cuCtxSetCurrent(current);
+  if (status == ncclSuccess) *out = comm;
+  else release(comm, nccl->ncclCommAbort, "ncclCommAbort", NULL);
   return status;
 }
 

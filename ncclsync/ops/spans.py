@@ -93,8 +93,6 @@ class Begun:
     end: Callable[..., list[tf.Operation]]
 
 
-_NOTHING = Begun([], lambda *_, **__: [])
-
 # What one timestamp, or both of a feeding span, say: the span's number, the value, when it began and ended, in ns.
 _Recorded: TypeAlias = tuple[int, int, int | None, int | None]
 
@@ -129,22 +127,6 @@ class Meter:
         self._feeding: dict[int, collections.deque[int]] = {}  # `SHARD`s and `COPY`s: when those under way began
         self._profiled: dict[Any, collections.deque] = collections.defaultdict(collections.deque)
 
-    def begin(self, row: Any, name: str, after: Sequence[Any], tokens: Sequence[tf.Tensor], details: Any) -> Begun:
-        """Begin a span; see the function `begin`."""
-        of_any = tf.is_tensor(row)
-        number = self._add(Span(0 if of_any else row, name, details))
-        if of_any:
-            self._of_any_tower.add(number)
-        about = [tf.cast(row, tf.int64)] if of_any else []
-
-        def end(
-            after: Sequence[Any] = (), tokens: Sequence[tf.Tensor] = (), samples: tf.Tensor | None = None
-        ) -> list[tf.Operation]:
-            values = about if samples is None else [tf.cast(samples, tf.int64)]
-            return [self._record(number, True, after, tokens, values)]
-
-        return Begun([self._record(number, False, after, tokens, about)], end)
-
     def _add(self, span: Span) -> int:
         number = len(self._spans)
         self._spans.append(span)
@@ -153,16 +135,6 @@ class Meter:
         if span.name in (SHARD, COPY):
             self._feeding[number] = collections.deque()
         return number
-
-    @contextlib.contextmanager
-    def measured(self, row: Any, name: str) -> Iterator[None]:
-        """Record a span by Python; see the function `measured`."""
-        key = row, name
-        if key not in self._by_python:
-            self._by_python[key] = self._add(Span(row, name, {}))
-        self._timestamps.record(self._by_python[key], False)
-        yield
-        self._timestamps.record(self._by_python[key], True)
 
     def _record(
         self, span: int, ends: bool, after: Sequence[Any], tokens: Sequence[tf.Tensor], values: Sequence[tf.Tensor]
@@ -300,9 +272,32 @@ def begin(
         tokens: float32 scalars; it begins when they have arrived in the host's memory. For tokens on a GPU, the kernels
             that compute them have then ended, and are not only queued.
     """
-    return _NOTHING if meter is None else meter.begin(row, name, after, tokens, details)
+    if meter is None:
+        return Begun([], lambda *_, **__: [])
+    of_any = tf.is_tensor(row)
+    number = meter._add(Span(0 if of_any else row, name, details))
+    if of_any:
+        meter._of_any_tower.add(number)
+    about = [tf.cast(row, tf.int64)] if of_any else []
+
+    def end(
+        after: Sequence[Any] = (), tokens: Sequence[tf.Tensor] = (), samples: tf.Tensor | None = None
+    ) -> list[tf.Operation]:
+        values = about if samples is None else [tf.cast(samples, tf.int64)]
+        return [meter._record(number, True, after, tokens, values)]
+
+    return Begun([meter._record(number, False, after, tokens, about)], end)
 
 
-def measured(meter: Meter | None, row: Any, name: str) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def measured(meter: Meter | None, row: Any, name: str) -> Iterator[None]:
     """Record the body, outside any graph, as a span unless it raises. Do nothing without a meter."""
-    return contextlib.nullcontext() if meter is None else meter.measured(row, name)
+    if meter is None:
+        yield
+        return
+    key = row, name
+    if key not in meter._by_python:
+        meter._by_python[key] = meter._add(Span(row, name, {}))
+    meter._timestamps.record(meter._by_python[key], False)
+    yield
+    meter._timestamps.record(meter._by_python[key], True)

@@ -356,22 +356,23 @@ static ncs_launched* make_launched(ncs_launcher* launcher, int64_t label, ncs_ar
 }
 
 /* Waits until NCCL has launched its work, which no GPU holds up; or for the GPUs' own work, if no event captures it. */
-static ncclResult_t wait_for(const ncs_launcher* launcher, ncs_nccl_comm* comm, const ncs_launched* made,
+static ncclResult_t wait_for(const ncs_launcher* launcher, ncs_nccl_comm* comm, int stage, double since,
                              ncs_failure* failure) {
   for (;;) {
-    const ncclResult_t status = made->stage == NCS_OWN_WORK ? ncs_nccl_wait_for_devices(comm, 0, failure)
-                                                            : ncs_ask_nccl(comm, failure);
+    const ncclResult_t status =
+        stage == NCS_OWN_WORK ? ncs_nccl_wait_for_devices(comm, 0, failure) : ncs_ask_nccl(comm, failure);
     const double now = ncs_now_s();
     if (status != ncclInProgress) return status;
-    if (has_expired(launcher, made->since, now)) return ncclTimeout;
+    if (has_expired(launcher, since, now)) return ncclTimeout;
     if (wants_out(launcher, now)) return ncclInProgress;
-    ncs_nap(now - made->since);
+    ncs_nap(now - since);
   }
 }
 
+/* Unless an arrival has failed meanwhile, and all groups with it. */
 static void begin_stage(ncs_launcher* launcher, ncs_launched* made, int stage) {
   pthread_mutex_lock(&launcher->mutex);
-  made->stage = stage;
+  if (made->stage != FAILED) made->stage = stage;
   made->since = ncs_now_s();
   pthread_mutex_unlock(&launcher->mutex);
 }
@@ -381,7 +382,7 @@ static ncclResult_t enqueue(ncs_launcher* launcher, ncs_nccl_comm* comm, ncs_lau
                             const ncs_collective* collectives, ncs_failure* failure) {
   const ncs_cuda* cuda = &launcher->cuda;
   ncclResult_t status = ncclSuccess;
-  if (cuda->cuCtxRecordEvent == NULL) status = wait_for(launcher, comm, made, failure);
+  if (cuda->cuCtxRecordEvent == NULL) status = wait_for(launcher, comm, NCS_OWN_WORK, made->since, failure);
   for (int r = 0; r < launcher->n && status == ncclSuccess; ++r)
     if (made->before[r] != NULL)
       status = ncs_check_cuda(cuda, cuda->cudaStreamWaitEvent(comm->streams[r], made->before[r], 0),
@@ -389,7 +390,7 @@ static ncclResult_t enqueue(ncs_launcher* launcher, ncs_nccl_comm* comm, ncs_lau
   if (status != ncclSuccess) return status;
   begin_stage(launcher, made, NCS_LAUNCHING);
   status = ncs_launch_group(comm, collectives, made->named.n_collectives, failure);
-  if (status == ncclSuccess) status = wait_for(launcher, comm, made, failure);
+  if (status == ncclSuccess) status = wait_for(launcher, comm, NCS_LAUNCHING, made->since, failure);
   for (int r = 0; r < launcher->n && status == ncclSuccess; ++r) {
     status = ncs_check_cuda(cuda, cuda->cuCtxSetCurrent(launcher->contexts[r]), "cuCtxSetCurrent", failure);
     if (status == ncclSuccess) status = ncs_make_event(cuda, &made->end[r], failure);

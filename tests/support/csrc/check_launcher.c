@@ -174,6 +174,38 @@ static void fail_keeps_buffers(void) {
   EXPECT(__atomic_load_n(&n_let_go, __ATOMIC_RELAXED) == N);
 }
 
+static void* launch_and_wait(void* unused) {
+  ncs_arrival* arrivals[N];
+  ncs_launched* group;
+  (void)unused;
+  for (int r = 0; r < N; ++r) EXPECT(arrive(r, &arrivals[r]) == ncclSuccess);
+  EXPECT(ncs_launch(launcher, 0, arrivals, NULL, &group) == ncclSuccess);
+  EXPECT(ncs_launched_wait(group) == ncclRemoteError);
+  for (int r = 0; r < N; ++r) ncs_arrival_release(arrivals[r]);
+  ncs_launched_release(group);
+  return NULL;
+}
+
+/* An arrival for the next group fails while NCCL launches one: this one fails with it, and nobody waits for ever. */
+static void fail_during_a_launch(void) {
+  const struct timespec nap = {0, 1000000};
+  ncs_launch_failure reported = {.status = ncclSuccess};
+  pthread_t thread;
+  open_launcher();
+  standin_fail("launching:1:0");
+  EXPECT(pthread_create(&thread, NULL, launch_and_wait, NULL) == 0);
+  while (reported.status != ncclInProgress || reported.stage != NCS_LAUNCHING) {
+    EXPECT(ncs_launcher_get_pending(launcher, &reported) == ncclSuccess);
+    nanosleep(&nap, NULL);
+  }
+  standin_fail("launching:1:0,cudaEventCreateWithFlags:1");
+  fail_to_arrive(NULL);
+  standin_fail("");
+  pthread_join(thread, NULL);
+  EXPECT(ncs_launcher_get_failure(launcher, &reported) == ncclSuccess && reported.status == ncclUnhandledCudaError);
+  EXPECT(ncs_launcher_wait_for_abort(launcher, 5.0) == ncclSuccess);
+}
+
 int main(int argc, char** argv) {
   EXPECT(argc == 3);
   cuda_path = argv[2];
@@ -181,6 +213,7 @@ int main(int argc, char** argv) {
   EXPECT(ncs_launcher_create(N, 0, &launcher) == ncclSuccess);
   for (int round = 0; round < ROUNDS; ++round) fail_while_reserved(round);
   fail_keeps_buffers();
+  for (int round = 0; round < 5; ++round) fail_during_a_launch();
   ask_without_context("working:0", NCS_OWN_WORK, NCS_ABSENT, NCS_LAUNCHED);
   EXPECT(__atomic_load_n(&n_let_go, __ATOMIC_RELAXED) == n_arrived);
   EXPECT(standin_alive("comm") == 0 && standin_alive("stream") == 0 && standin_alive("event") == 0);

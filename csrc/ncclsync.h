@@ -273,9 +273,8 @@ typedef struct {
   int root; /* of a broadcast: a rank of the world, of any process */
 } ncs_collective;
 
-/* Checks whether a group can be run: ncclInvalidArgument and a message if a kind, dtype, op or root is unknown; if a
- * buffer of at least a byte is NULL, misaligned, or, as the driver says, neither on its rank's device nor managed; or
- * if a written buffer overlaps another buffer of the group (its collectives run at once), except in place. In place,
+/* Checks whether a group can be run: ncclInvalidArgument and a message if a dtype or root is unknown; if a buffer of at
+ * least a byte is NULL, misaligned, or, as the driver says, neither on its rank's device nor managed; or if a written buffer overlaps another buffer of the group (its collectives run at once), except in place. In place,
  * for the rank p of the world that is this process' r-th: recvs[r] is sends[r] of an all-reduce, or the p-th block of a
  * reduce-scatter's sends[r]; an all-gather's sends[r] is the p-th block of recvs[r]. Launches and waits for nothing. */
 ncclResult_t ncs_nccl_check_group(const ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,

@@ -35,34 +35,11 @@ def empty_aligned(shape: int | Sequence[int], dtype: Any) -> np.ndarray:
     """Return an uninitialised array whose data, if any, begin at a multiple of 64 bytes.
 
     TensorFlow takes such an array without a copy, and vector instructions like it.
-
-    Args:
-        shape: number of elements, or the shape.
-        dtype: anything that ``np.dtype`` takes.
-
-    Raises:
-        TypeError: a shape that is not of whole numbers, no dtype, or a dtype of Python objects.
-        ValueError: a shape with a number below 0.
     """
-    try:
-        if isinstance(shape, bool):
-            raise TypeError
-        sizes = [operator.index(size) for size in (shape if isinstance(shape, Sequence) else [shape])]
-    except TypeError:
-        raise TypeError(f"Expected shape to be a whole number, or several. Received: {shape!r}") from None
-    if min(sizes, default=0) < 0:
-        raise ValueError(f"Expected shape to be of numbers from 0. Received: {shape!r}")
-    given = dtype
-    try:
-        dtype = np.dtype(given)
-    except TypeError as error:
-        raise TypeError(f"Expected a dtype that np.dtype takes. Received: {given!r} ({error})") from None
-    if dtype.hasobject:
-        raise TypeError(f"Expected a dtype of numbers: memory has no Python objects. Received: {given!r}")
-    count = math.prod(sizes)
-    raw = np.empty(count * dtype.itemsize + 64, np.uint8)
+    size_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+    raw = np.empty(size_bytes + 64, np.uint8)
     begin = -raw.ctypes.data % 64
-    return raw[begin : begin + count * dtype.itemsize].view(dtype).reshape(shape)
+    return raw[begin : begin + size_bytes].view(dtype).reshape(shape)
 
 
 class Buffers:

@@ -274,8 +274,9 @@ typedef struct {
 } ncs_collective;
 
 /* Checks whether a group can be run: ncclInvalidArgument and a message if a dtype or root is unknown; if a buffer of at
- * least a byte is NULL, misaligned, or, as the driver says, neither on its rank's device nor managed; or if a written buffer overlaps another buffer of the group (its collectives run at once), except in place. In place,
- * for the rank p of the world that is this process' r-th: recvs[r] is sends[r] of an all-reduce, or the p-th block of a
+ * least a byte is NULL, misaligned, or, as the driver says, neither on its rank's device nor managed; or if a written
+ * buffer overlaps another buffer of the group (its collectives run at once), except in place. In place, for the rank p
+ * of the world that is this process' r-th: recvs[r] is sends[r] of an all-reduce, or the p-th block of a
  * reduce-scatter's sends[r]; an all-gather's sends[r] is the p-th block of recvs[r]. Launches and waits for nothing. */
 ncclResult_t ncs_nccl_check_group(const ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
                                   /*outputs*/ ncs_failure* failure);
@@ -411,13 +412,14 @@ ncclResult_t ncs_launcher_wait_for_abort(ncs_launcher* launcher, double slice_s)
 ncclResult_t ncs_arrive(ncs_launcher* launcher, int rank, void* stream, const ncs_buffers* buffers,
                         /*outputs*/ ncs_failure* failure, ncs_arrival** arrival);
 
-/* Launches one group of all ranks' buffers; kinds, operations and roots are those of rank 0's. Without buffers nothing
- * is launched. Bad arguments leave the communicator usable; any other failure fails the launcher. */
+/* Launches one group of all ranks' buffers: arrivals of each rank, in their order, with as many buffers. Kinds,
+ * operations and roots are those of the first. Without buffers nothing is launched. Bad buffers leave the communicator
+ * usable; any other failure fails the launcher. */
 ncclResult_t ncs_launch(ncs_launcher* launcher, int64_t label, ncs_arrival* const* arrivals,
                         /*outputs*/ ncs_failure* failure, ncs_launched** launched);
 
-/* Orders the group before the stream's later work, and lets go of the rank's buffers. waits: the host waits for the
- * group's end, too. A group that has failed keeps the buffers until it is aborted. */
+/* Orders the group before the stream's later work, and lets go of the rank's buffers; once for a rank. waits: the host
+ * waits for the group's end, too. A group that has failed keeps the buffers until it is aborted. */
 ncclResult_t ncs_deliver(ncs_launched* launched, int rank, void* stream, int waits, /*outputs*/ ncs_failure* failure);
 
 /* Blocks until the group has ended; ncclRemoteError: it has failed. */

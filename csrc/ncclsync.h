@@ -1,7 +1,7 @@
 /* The whole C surface of ncclsync: collectives over N ranks that this process owns.
  *
  * Every function returns a status (ncclSuccess is 0); outputs come last. Nothing prints or exits. The only mutable
- * statics are TensorFlow's symbols, and counts for tests. Pointers to buffers are borrowed for the call only, unless a
+ * statics are TensorFlow's symbols. Pointers to buffers are borrowed for the call only, unless a
  * comment says otherwise. Nothing here knows Python or TensorFlow.
  *
  * The part between the two "cdef" marks is also what the Python binding reads: keep it free of preprocessor lines.
@@ -60,8 +60,7 @@ typedef struct {
 
 /* ---- Host memory (cpu/) ---- */
 
-/* Vector instructions that the kernels are compiled for. All give the same results, bit for bit (only the payload of a
- * NaN may differ); sets other than the best exist for tests. */
+/* Vector instructions of the kernels. All give equal bits but for a NaN's payload; tests use others than the best. */
 typedef enum {
   NCS_INSTRUCTION_SET_BEST = -1,
   NCS_INSTRUCTION_SET_BASELINE = 0,
@@ -69,19 +68,14 @@ typedef enum {
   NCS_INSTRUCTION_SET_AVX512 = 2
 } ncs_instruction_set;
 
-/* The best set that this machine can run. */
-ncclResult_t ncs_cpu_get_instruction_set(/*outputs*/ int* instruction_set);
-
 /* Worker threads, asleep between jobs. Any number of threads may run jobs on one pool at the same time: a caller
  * always works on its own job, and runs it alone if the workers are taken, so that no caller waits for another's job.
- * A pool does not survive fork(): the child must make its own. */
+ * A pool does not survive fork(): the child must make its own.
+ *
+ * `threads` counts the calling thread: 1 starts no worker. ncclInvalidArgument: threads < 1, or an instruction set that
+ * this machine cannot run. The end blocks until the workers have ended; no job may be running; NULL is allowed. */
 typedef struct ncs_pool ncs_pool;
-
-/* `threads` counts the calling thread: 1 starts no worker. The caller owns *pool and ends it by ncs_pool_destroy.
- * ncclInvalidArgument: threads < 1, or an instruction set this machine cannot run. */
 ncclResult_t ncs_pool_create(int threads, int instruction_set, /*outputs*/ ncs_pool** pool);
-
-/* Blocks until the workers have ended. No job may be running. NULL is allowed. */
 ncclResult_t ncs_pool_destroy(ncs_pool* pool);
 
 /* recvs[r][i] = op over all ranks s of sends[s][i], for every rank r. Blocks until done.
@@ -149,7 +143,8 @@ ncclResult_t ncs_tf_find_streams(const char* path, /*outputs*/ ncs_failure* fail
 
 /* ---- Timestamps (cpu/meter.c) ---- */
 
-/* Timestamps of spans. Any number of threads may use a meter at the same time. */
+/* Timestamps of spans. Any number of threads may use a meter at the same time. The caller owns it, and ends it after
+ * its last use; NULL is allowed there. */
 typedef struct ncs_meter ncs_meter;
 
 typedef struct {
@@ -159,7 +154,6 @@ typedef struct {
   int32_t ends;    /* 0: it began; 1: it ended */
 } ncs_timestamp;
 
-/* The caller owns *meter and ends it by ncs_meter_destroy, after its last use. NULL is allowed there. */
 ncclResult_t ncs_meter_create(/*outputs*/ ncs_meter** meter);
 ncclResult_t ncs_meter_destroy(ncs_meter* meter);
 
@@ -216,11 +210,10 @@ typedef struct ncs_nccl_comm ncs_nccl_comm; /* N ranks: one NCCL communicator an
  * message has both versions. */
 ncclResult_t ncs_nccl_open(const char* path, /*outputs*/ ncs_failure* failure, ncs_nccl** nccl);
 
-/* NCCL's version as one number (23203 is 2.32.3). Needs no GPU and no driver. */
+/* As one number: 23203 is 2.32.3. Needs no GPU and no driver. */
 ncclResult_t ncs_nccl_get_version(ncs_nccl* nccl, /*outputs*/ ncs_failure* failure, int* version);
 
-/* Writes the NCS_UNIQUE_ID_BYTES by which ranks in several processes find each other. Opens a socket, starts a
- * thread. */
+/* Writes NCS_UNIQUE_ID_BYTES by which ranks in several processes meet. Opens a socket, starts a thread. */
 ncclResult_t ncs_nccl_get_unique_id(ncs_nccl* nccl, /*outputs*/ ncs_failure* failure, char* unique_id);
 
 /* Joins one GPU with itself, to get NCCL's message if something is wrong. Blocks. */
@@ -280,10 +273,10 @@ typedef struct {
   int root; /* of a broadcast: a rank of the world, of any process */
 } ncs_collective;
 
-/* Checks whether a group can be run: ncclInvalidArgument and a message if a kind, dtype, op or root is unknown; if a
- * buffer of at least a byte is NULL, misaligned, or, as the driver says, neither on its rank's device nor managed; or
- * if a written buffer overlaps another buffer of the group (its collectives run at once), except in place. In place,
- * for the rank p of the world that is this process' r-th: recvs[r] is sends[r] of an all-reduce, or the p-th block of a
+/* Checks whether a group can be run: ncclInvalidArgument and a message if a dtype or root is unknown; if a buffer of at
+ * least a byte is NULL, misaligned, or, as the driver says, neither on its rank's device nor managed; or if a written
+ * buffer overlaps another buffer of the group (its collectives run at once), except in place. In place, for the rank p
+ * of the world that is this process' r-th: recvs[r] is sends[r] of an all-reduce, or the p-th block of a
  * reduce-scatter's sends[r]; an all-gather's sends[r] is the p-th block of recvs[r]. Launches and waits for nothing. */
 ncclResult_t ncs_nccl_check_group(const ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
                                   /*outputs*/ ncs_failure* failure);
@@ -356,8 +349,9 @@ typedef struct {
   int dtypes[NCS_MOST_NAMED];
 } ncs_launch_failure;
 
-/* A rank's buffers in a collective; see ncs_collective. */
+/* A rank's part of a collective; see ncs_collective. */
 typedef struct {
+  int kind, op, root;
   const void* send;
   void* recv; /* NULL: this rank is the root of a broadcast */
   size_t count;
@@ -375,19 +369,19 @@ typedef struct {
 
 /* Makes a launcher for communicators of n_ranks. It is never freed: a graph may hold its address for as long as the
  * process lives. timeout_s: the most that the GPUs' own work before a group, NCCL's launch, and the group may each
- * take; 0: no limit. on_host: the buffers are in host memory. */
-ncclResult_t ncs_launcher_create(int n_ranks, double timeout_s, int on_host, /*outputs*/ ncs_launcher** launcher);
+ * take; 0: no limit. */
+ncclResult_t ncs_launcher_create(int n_ranks, double timeout_s, /*outputs*/ ncs_launcher** launcher);
 
 /* Lends it a communicator, and clears an earlier failure. *blocks: whether the host waits. */
 ncclResult_t ncs_launcher_open(ncs_launcher* launcher, ncs_nccl_comm* comm, /*outputs*/ int* blocks);
 
 /* Takes the communicator back, and ends its reservation; no group is launched any more. Groups under way fail with
- * `status`. Blocks until the polling thread does not use it. A caller that had reserved the communicator must end it,
- * even if it has failed meanwhile. */
+ * `status`. The caller has reserved the communicator, and must end it even if it has failed meanwhile; or nothing is
+ * being launched. Blocks until the polling thread does not use it. */
 ncclResult_t ncs_launcher_close(ncs_launcher* launcher, int status);
 
-/* Keeps launches and the polling thread away from the communicator while the caller uses it, until
- * ncs_launcher_release. A failure meanwhile is aborted only then. ncclInvalidUsage: it has failed, or is closed. */
+/* Keeps launches and the polling thread away from the communicator until it is released. A failure meanwhile is aborted
+ * only then. ncclInvalidUsage: it has failed, or is closed. */
 ncclResult_t ncs_launcher_reserve(ncs_launcher* launcher);
 ncclResult_t ncs_launcher_release(ncs_launcher* launcher);
 
@@ -404,11 +398,10 @@ ncclResult_t ncs_launcher_wait(ncs_launcher* launcher, double slice_s);
 ncclResult_t ncs_launcher_get_failure(ncs_launcher* launcher, /*outputs*/ ncs_launch_failure* failure);
 
 /* The group that NCCL is launching, or the first that has not ended, and how long it has been in its stage; status 0:
- * there is none, or another thread is looking at it. Never blocks. */
+ * there is none. */
 ncclResult_t ncs_launcher_get_pending(ncs_launcher* launcher, /*outputs*/ ncs_launch_failure* pending);
 
-/* Requests cancellation: fails the launcher unless a group ends within a second; nothing happens if none is under
- * way. */
+/* Requests cancellation: fails the launcher unless a group ends within a second, or none is under way. */
 ncclResult_t ncs_launcher_interrupt(ncs_launcher* launcher);
 
 /* Waits, at most slice_s, for the end of a failure's abort, which may wait for the GPUs' own work. */
@@ -419,15 +412,14 @@ ncclResult_t ncs_launcher_wait_for_abort(ncs_launcher* launcher, double slice_s)
 ncclResult_t ncs_arrive(ncs_launcher* launcher, int rank, void* stream, const ncs_buffers* buffers,
                         /*outputs*/ ncs_failure* failure, ncs_arrival** arrival);
 
-/* Launches one group of all ranks' n_collectives buffers; only kind, op and root of `collectives` are read. Without
- * collectives nothing is launched. Bad arguments leave the communicator usable; any other failure fails the
- * launcher. */
+/* Launches one group of all ranks' buffers: arrivals of each rank, in their order, with as many buffers. Kinds,
+ * operations and roots are those of the first. Without buffers nothing is launched. Bad buffers leave the communicator
+ * usable; any other failure fails the launcher. */
 ncclResult_t ncs_launch(ncs_launcher* launcher, int64_t label, ncs_arrival* const* arrivals,
-                        const ncs_collective* collectives, int n_collectives, /*outputs*/ ncs_failure* failure,
-                        ncs_launched** launched);
+                        /*outputs*/ ncs_failure* failure, ncs_launched** launched);
 
-/* Orders the group before the stream's later work, and lets go of the rank's buffers. waits: the host waits for the
- * group's end, too. A group that has failed keeps the buffers until it is aborted. */
+/* Orders the group before the stream's later work, and lets go of the rank's buffers; once for a rank. waits: the host
+ * waits for the group's end, too. A group that has failed keeps the buffers until it is aborted. */
 ncclResult_t ncs_deliver(ncs_launched* launched, int rank, void* stream, int waits, /*outputs*/ ncs_failure* failure);
 
 /* Blocks until the group has ended; ncclRemoteError: it has failed. */
@@ -439,9 +431,6 @@ void* ncs_launched_get_kept(const ncs_launched* launched, int rank);
 /* Drops a reference. A launched group that was not delivered is first ordered as by ncs_deliver. NULL is allowed. */
 void ncs_arrival_release(ncs_arrival* arrival);
 void ncs_launched_release(ncs_launched* launched);
-
-/* The numbers of arrivals, launched groups and events in the process. For tests. */
-ncclResult_t ncs_launcher_alive(/*outputs*/ int64_t* arrivals, int64_t* launched, int64_t* events);
 
 /* ---- DLPack (only its layout: https://github.com/dmlc/dlpack, dlpack.h, the ABI without a version field) ---- */
 

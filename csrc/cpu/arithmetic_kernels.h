@@ -11,17 +11,20 @@
     }                                                                                                      \
   }
 
-NCS_LOOP(add, x + y)
-NCS_LOOP(subtract, x - y)
-NCS_LOOP(multiply, x* y)
-NCS_LOOP(divide, x / y)
-NCS_LOOP(squared_difference, (x - y) * (x - y))
-/* A product, as in TensorFlow: with an infinite gradient it is NaN if the feature is not positive. */
-NCS_LOOP(relu_gradient, x*(y > 0 ? (T)1 : (T)0))
-NCS_LOOP(square, x* x)
-NCS_LOOP(sqrt, NCS_SQRT_OF(x))
-NCS_LOOP(negate, -x)
-NCS_LOOP(relu, (x > 0) | (x != x) ? x : (T)0)
+/* A ReLU's gradient is a product, as in TensorFlow: if infinite, it is NaN where the feature is not positive. */
+#define NCS_LOOPS(X)                                 \
+  X(ADD, x + y)                                      \
+  X(SUBTRACT, x - y)                                 \
+  X(MULTIPLY, x* y)                                  \
+  X(DIVIDE, x / y)                                   \
+  X(SQUARED_DIFFERENCE, (x - y) * (x - y))           \
+  X(RELU_GRADIENT, x*(y > 0 ? (T)1 : (T)0))          \
+  X(SQUARE, x* x)                                    \
+  X(SQRT, NCS_SQRT_OF(x))                            \
+  X(NEGATE, -x)                                      \
+  X(RELU, (x > 0) | (x != x) ? x : (T)0)
+
+NCS_LOOPS(NCS_LOOP)
 
 /* One element, many times. */
 NCS_TARGET static void NCS_KERNEL(fill)(void* out_, const void* a, const void* b, size_t count) {
@@ -31,21 +34,10 @@ NCS_TARGET static void NCS_KERNEL(fill)(void* out_, const void* a, const void* b
   for (size_t i = 0; i < count; ++i) out[i] = x;
 }
 
-static const ncs_loop NCS_KERNEL(loops)[] = {
-    [NCS_FILL] = NCS_KERNEL(fill),
-    [NCS_ADD] = NCS_KERNEL(add),
-    [NCS_SUBTRACT] = NCS_KERNEL(subtract),
-    [NCS_MULTIPLY] = NCS_KERNEL(multiply),
-    [NCS_DIVIDE] = NCS_KERNEL(divide),
-    [NCS_SQUARED_DIFFERENCE] = NCS_KERNEL(squared_difference),
-    [NCS_RELU_GRADIENT] = NCS_KERNEL(relu_gradient),
-    [NCS_SQUARE] = NCS_KERNEL(square),
-    [NCS_SQRT] = NCS_KERNEL(sqrt),
-    [NCS_NEGATE] = NCS_KERNEL(negate),
-    [NCS_RELU] = NCS_KERNEL(relu),
-};
+#define NCS_LOOP_ENTRY(name, expression) [NCS_##name] = NCS_KERNEL(name),
+static const ncs_loop NCS_KERNEL(loops)[] = {[NCS_FILL] = NCS_KERNEL(fill), NCS_LOOPS(NCS_LOOP_ENTRY)};
 
-#undef NCS_LOOP
+/* The other macros are the same each time. */
 #undef NCS_KERNEL
 #undef NCS_TARGET
 #undef NCS_SQRT_OF

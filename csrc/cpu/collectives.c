@@ -39,12 +39,11 @@ typedef struct {
 struct ncs_kernels {
   void (*combine[4])(void* acc, const void* a, const void* b, size_t count); /* acc = a op b */
   void (*divide)(void* acc, size_t count, int n_ranks);
-  void (*widen)(void* acc, const void* in, size_t count); /* NULL: the accumulator has the buffers' own type */
-  void (*narrow)(void* out, const void* acc, size_t count);
   void (*scale)(void* acc, const void* a, double weight, size_t count); /* acc = a * weight; NULL for integers */
   void (*add_scaled)(void* acc, const void* a, const void* b, double weight, size_t count); /* acc = a + b * weight */
   /* The sum or mean, written around the cache: bytes [at, end), whole lines. NULL: none */
   void (*sum_lines)(const ncs_reduction* t, const ncs_reduced* tensor, void* const* outs, size_t at, size_t end);
+  void (*narrow)(void* out, const void* acc, size_t count); /* NULL: the accumulator has the buffers' own type */
 };
 
 static inline uint32_t ncs_float_bits(float value) {
@@ -125,55 +124,7 @@ static void finish_streaming(void) {
 #endif
 }
 
-/* ---- Broadcast ---- */
-
-typedef struct {
-  const char* from;
-  void* const* to;
-  int n;
-  size_t bytes;
-  int streaming;
-} ncs_copy;
-
-static void run_copy(const void* task, size_t chunk) {
-  const ncs_copy* t = task;
-  const size_t end = min_size((chunk + 1) * NCS_CHUNK_BYTES, t->bytes);
-  for (size_t at = chunk * NCS_CHUNK_BYTES, n; at < end; at += n) {
-    n = min_size(NCS_BLOCK_BYTES, end - at); /* the source's block is read from memory once */
-    for (int r = 0; r < t->n; ++r) {
-      char* out = (char*)t->to[r] + at;
-      if (t->to[r] == t->from) continue;
-      if (t->streaming)
-        copy_streaming(out, t->from + at, n);
-      else
-        memcpy(out, t->from + at, n);
-    }
-  }
-  if (t->streaming) finish_streaming();
-}
-
-static void copy_to_all(ncs_pool* pool, const void* from, void* const* to, int n, size_t bytes) {
-  const ncs_copy task = {from, to, n, bytes, bytes * (size_t)n > NCS_STREAM_BYTES};
-  ncs_pool_run(pool, run_copy, &task, (bytes + NCS_CHUNK_BYTES - 1) / NCS_CHUNK_BYTES,
-               bytes * ((size_t)n + 1) < NCS_SMALL_JOB_BYTES);
-}
-
-ncclResult_t ncs_cpu_broadcast(ncs_pool* pool, void* const* buffers, int n_ranks, size_t count, int dtype, int root) {
-  const size_t size = ncs_size_of(dtype);
-  if (pool == NULL || buffers == NULL || n_ranks < 1 || root < 0 || root >= n_ranks || size == 0 ||
-      count > SIZE_MAX / size)
-    return ncclInvalidArgument;
-  if (count == 0) return ncclSuccess;
-  for (int r = 0; r < n_ranks; ++r) {
-    if (!is_usable(buffers[r], size)) return ncclInvalidArgument;
-    for (int s = 0; s < r; ++s)
-      if (overlaps_partly(buffers[r], buffers[s], count * size)) return ncclInvalidArgument;
-  }
-  copy_to_all(pool, buffers[root], buffers, n_ranks, count * size);
-  return ncclSuccess;
-}
-
-/* ---- All-reduce ---- */
+/* ---- Reductions ---- */
 
 /* Combines bytes [at, at + n) of all ranks; returns where the result lies: acc, narrowed, or the only send. */
 static const void* reduce_block(const ncs_reduction* t, const ncs_reduced* tensor, size_t at, size_t n, void* acc,
@@ -184,12 +135,11 @@ static const void* reduce_block(const ncs_reduction* t, const ncs_reduced* tenso
     const double weight = t->weights != NULL ? t->weights[r] : 1;
     const void* send = (const char*)tensor->sends[r] + at;
     if (weight == 0) continue;
-    if (sum == NULL && weight == 1 && t->kernels->widen == NULL) {
+    if (sum == NULL && weight == 1 && t->kernels->narrow == NULL) {
       sum = send;
       continue;
     }
-    if (sum == NULL && weight == 1) t->kernels->widen(acc, send, count);
-    else if (sum == NULL) t->kernels->scale(acc, send, weight, count);
+    if (sum == NULL) t->kernels->scale(acc, send, weight, count);
     else if (weight == 1) t->combine(acc, sum, send, count);
     else t->kernels->add_scaled(acc, sum, send, weight, count);
     sum = acc;
@@ -200,10 +150,10 @@ static const void* reduce_block(const ncs_reduction* t, const ncs_reduced* tenso
   return narrowed;
 }
 
-/* In place, the line to be written has just been read: it is in the cache. */
+/* In place, the line to be written has just been read: it is in the cache. (A copy in place is not written.) */
 static int is_streaming(const ncs_reduction* t, const ncs_reduced* tensor, void* const* outs) {
   if (t->bytes <= NCS_STREAM_BYTES) return 0;
-  for (int r = 0; r < t->n_ranks; ++r)
+  for (int r = 0; r < t->n_ranks && t->n_ranks > 1; ++r)
     for (int o = 0; o < t->n_recvs; ++o)
       if (tensor->sends[r] == outs[o]) return 0;
   return 1;
@@ -214,7 +164,7 @@ static void reduce_blocks(const ncs_reduction* t, const ncs_reduced* tensor, voi
                           size_t at, size_t end) {
   /* Twice: a block of 16-bit floats is half as large as its float32 accumulator. */
   char blocks[NCS_BLOCK_BYTES + NCS_BLOCK_BYTES / 2] __attribute__((aligned(64)));
-  const size_t block = t->kernels->widen != NULL ? NCS_BLOCK_BYTES / 2 : NCS_BLOCK_BYTES;
+  const size_t block = t->kernels->narrow != NULL ? NCS_BLOCK_BYTES / 2 : NCS_BLOCK_BYTES;
   for (size_t n; at < end; at += n) {
     n = min_size(block, end - at);
     const void* result = reduce_block(t, tensor, at, n, blocks, blocks + NCS_BLOCK_BYTES);
@@ -273,6 +223,29 @@ static void reduce_all(ncs_pool* pool, ncs_reduction* t, int dtype, int op) {
   t->combine = t->kernels->combine[op == ncclAvg ? ncclSum : op];
   t->divides = op == ncclAvg;
   ncs_pool_run(pool, reduce_chunk, t, chunks, result_bytes * (size_t)t->n_ranks + t->bytes < NCS_SMALL_JOB_BYTES);
+}
+
+/* A copy is the reduction of one rank's bytes. */
+static void copy_to_all(ncs_pool* pool, const void* from, void* const* to, int n, size_t bytes) {
+  const ncs_reduced tensor = {&from, to[0], bytes};
+  size_t begin = 0;
+  ncs_reduction task = {&tensor, 1, &begin, to, n, .n_ranks = 1, .size = 1};
+  reduce_all(pool, &task, ncclUint8, ncclSum);
+}
+
+ncclResult_t ncs_cpu_broadcast(ncs_pool* pool, void* const* buffers, int n_ranks, size_t count, int dtype, int root) {
+  const size_t size = ncs_size_of(dtype);
+  if (pool == NULL || buffers == NULL || n_ranks < 1 || root < 0 || root >= n_ranks || size == 0 ||
+      count > SIZE_MAX / size)
+    return ncclInvalidArgument;
+  if (count == 0) return ncclSuccess;
+  for (int r = 0; r < n_ranks; ++r) {
+    if (!is_usable(buffers[r], size)) return ncclInvalidArgument;
+    for (int s = 0; s < r; ++s)
+      if (overlaps_partly(buffers[r], buffers[s], count * size)) return ncclInvalidArgument;
+  }
+  copy_to_all(pool, buffers[root], buffers, n_ranks, count * size);
+  return ncclSuccess;
 }
 
 ncclResult_t ncs_cpu_all_reduce(ncs_pool* pool, const void* const* sends, void* const* recvs, int n_ranks,

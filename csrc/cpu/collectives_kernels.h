@@ -5,15 +5,18 @@
  * acc may be a, exactly: hence no `restrict` but NCS_INDEPENDENT, which only denies dependencies between iterations.
  */
 
-#define NCS_COMBINE(name, T, expression)                                                                \
+/* T: the type of a buffer; W: that of the accumulator; LOAD: from the one to the other. */
+#define NCS_COMBINE(name, T, W, LOAD, expression)                                                       \
   NCS_TARGET static void NCS_KERNEL(name)(void* acc_, const void* a_, const void* b_, size_t count) {   \
-    T* acc = acc_;                                                                                      \
-    const T *a = a_, *b = b_;                                                                           \
+    W* acc = acc_;                                                                                      \
+    const W* a = a_;                                                                                    \
+    const T* b = b_;                                                                                    \
     NCS_INDEPENDENT for (size_t i = 0; i < count; ++i) {                                                \
-      const T x = a[i], y = b[i];                                                                       \
-      acc[i] = (T)(expression);                                                                         \
+      const W x = a[i], y = LOAD(b[i]);                                                                 \
+      acc[i] = (W)(expression);                                                                         \
     }                                                                                                   \
   }
+#define NCS_AS_IS(x) (x)
 
 /* W: a type wide enough to divide T by any int. */
 #define NCS_DIVIDE(name, T, W)                                                     \
@@ -23,7 +26,6 @@
     for (size_t i = 0; i < count; ++i) acc[i] = (T)((W)acc[i] / n);                \
   }
 
-/* W: the type of the accumulator; LOAD: from a buffer's element to it. */
 #define NCS_SCALE(ours, T, W, LOAD)                                                                             \
   NCS_TARGET static void NCS_KERNEL(ours##_scale)(void* acc_, const void* a_, double weight, size_t count) {    \
     W* acc = acc_;                                                                                              \
@@ -39,7 +41,6 @@
     const W w = (W)weight;                                                                                      \
     NCS_INDEPENDENT for (size_t i = 0; i < count; ++i) acc[i] = a[i] + LOAD(b[i]) * w;                          \
   }
-#define NCS_AS_IS(x) (x)
 
 #define NCS_SUM_LINES(ours, T)                                                                                   \
   NCS_TARGET static void NCS_KERNEL(ours##_sum_lines)(const ncs_reduction* t, const ncs_reduced* tensor,         \
@@ -65,25 +66,23 @@
   }
 
 /* U: T's unsigned twin, in which overflow wraps instead of being undefined. */
-#define NCS_INTEGER(ours, T, U, W)               \
-  NCS_COMBINE(ours##_sum, T, (U)x + (U)y)        \
-  NCS_COMBINE(ours##_prod, T, (U)x * (U)y)       \
-  NCS_COMBINE(ours##_max, T, x > y ? x : y)      \
-  NCS_COMBINE(ours##_min, T, x < y ? x : y)      \
+#define NCS_INTEGER(ours, T, U, W)                       \
+  NCS_COMBINE(ours##_sum, T, T, NCS_AS_IS, (U)x + (U)y)  \
+  NCS_COMBINE(ours##_prod, T, T, NCS_AS_IS, (U)x * (U)y) \
+  NCS_COMBINE(ours##_max, T, T, NCS_AS_IS, x > y ? x : y) \
+  NCS_COMBINE(ours##_min, T, T, NCS_AS_IS, x < y ? x : y) \
   NCS_DIVIDE(ours##_divide, T, W)
 
 /* x != x: a NaN so far stays; a NaN in y is taken because no comparison with it is true. */
 #define NCS_MAX_OF(x, y) (((x) > (y)) | ((x) != (x)) ? (x) : (y))
 #define NCS_MIN_OF(x, y) (((x) < (y)) | ((x) != (x)) ? (x) : (y))
 
-#define NCS_FLOATING(ours, T)                    \
-  NCS_COMBINE(ours##_sum, T, x + y)              \
-  NCS_COMBINE(ours##_prod, T, x * y)             \
-  NCS_COMBINE(ours##_max, T, NCS_MAX_OF(x, y))   \
-  NCS_COMBINE(ours##_min, T, NCS_MIN_OF(x, y))   \
-  NCS_SCALE(ours, T, T, NCS_AS_IS)               \
-  NCS_SUM_LINES(ours, T)                         \
-  NCS_DIVIDE(ours##_divide, T, T)
+#define NCS_FLOATING(ours, T, W, LOAD)                     \
+  NCS_COMBINE(ours##_sum, T, W, LOAD, x + y)               \
+  NCS_COMBINE(ours##_prod, T, W, LOAD, x * y)              \
+  NCS_COMBINE(ours##_max, T, W, LOAD, NCS_MAX_OF(x, y))    \
+  NCS_COMBINE(ours##_min, T, W, LOAD, NCS_MIN_OF(x, y))    \
+  NCS_SCALE(ours, T, W, LOAD)
 
 NCS_INTEGER(int8, int8_t, uint8_t, int32_t)
 NCS_INTEGER(uint8, uint8_t, uint8_t, int32_t)
@@ -91,10 +90,14 @@ NCS_INTEGER(int32, int32_t, uint32_t, int32_t)
 NCS_INTEGER(uint32, uint32_t, uint32_t, uint32_t)
 NCS_INTEGER(int64, int64_t, uint64_t, int64_t)
 NCS_INTEGER(uint64, uint64_t, uint64_t, uint64_t)
-NCS_FLOATING(float32, float)
-NCS_FLOATING(float64, double)
+NCS_FLOATING(float32, float, float, NCS_AS_IS)
+NCS_SUM_LINES(float32, float)
+NCS_DIVIDE(float32_divide, float, float)
+NCS_FLOATING(float64, double, double, NCS_AS_IS)
+NCS_SUM_LINES(float64, double)
+NCS_DIVIDE(float64_divide, double, double)
 
-/* 16-bit floats: acc and a are float32, b is 16 bits wide. */
+/* 16-bit floats are added up in float32. */
 NCS_TARGET static inline float NCS_KERNEL(from_float16)(uint16_t half) {
   const uint32_t shifted = (uint32_t)(half & 0x7fffu) << 13;
   const uint32_t exponent = shifted & 0x0f800000u;
@@ -130,28 +133,8 @@ NCS_TARGET static inline uint16_t NCS_KERNEL(to_bfloat16)(float value) {
   return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-#define NCS_COMBINE_HALF(name, from, expression)                                                        \
-  NCS_TARGET static void NCS_KERNEL(name)(void* acc_, const void* a_, const void* b_, size_t count) {   \
-    float* acc = acc_;                                                                                  \
-    const float* a = a_;                                                                                \
-    const uint16_t* b = b_;                                                                             \
-    NCS_INDEPENDENT for (size_t i = 0; i < count; ++i) {                                                \
-      const float x = a[i], y = NCS_KERNEL(from)(b[i]);                                                 \
-      acc[i] = (expression);                                                                            \
-    }                                                                                                   \
-  }
-
 #define NCS_HALF(ours)                                                                                  \
-  NCS_COMBINE_HALF(ours##_sum, from_##ours, x + y)                                                      \
-  NCS_COMBINE_HALF(ours##_prod, from_##ours, x * y)                                                     \
-  NCS_COMBINE_HALF(ours##_max, from_##ours, NCS_MAX_OF(x, y))                                           \
-  NCS_COMBINE_HALF(ours##_min, from_##ours, NCS_MIN_OF(x, y))                                           \
-  NCS_SCALE(ours, uint16_t, float, NCS_KERNEL(from_##ours))                                             \
-  NCS_TARGET static void NCS_KERNEL(ours##_widen)(void* acc_, const void* in_, size_t count) {          \
-    float* acc = acc_;                                                                                  \
-    const uint16_t* in = in_;                                                                           \
-    NCS_INDEPENDENT for (size_t i = 0; i < count; ++i) acc[i] = NCS_KERNEL(from_##ours)(in[i]);         \
-  }                                                                                                     \
+  NCS_FLOATING(ours, uint16_t, float, NCS_KERNEL(from_##ours))                                          \
   NCS_TARGET static void NCS_KERNEL(ours##_narrow)(void* out_, const void* acc_, size_t count) {        \
     uint16_t* out = out_;                                                                               \
     const float* acc = acc_;                                                                            \
@@ -162,16 +145,16 @@ NCS_HALF(float16)
 NCS_HALF(bfloat16)
 
 /* Indexed by ncclDataType_t; `combine` by ncclRedOp_t. */
-#define NCS_ENTRY(ours, divider, widener, narrower, scaler, scaled_adder, line_adder)               \
+#define NCS_ENTRY(ours, divider, ...)                                                               \
   {{NCS_KERNEL(ours##_sum), NCS_KERNEL(ours##_prod), NCS_KERNEL(ours##_max), NCS_KERNEL(ours##_min)}, \
-   NCS_KERNEL(divider), widener, narrower, scaler, scaled_adder, line_adder}
-#define NCS_INTEGER_ENTRY(ours) NCS_ENTRY(ours, ours##_divide, NULL, NULL, NULL, NULL, NULL)
-#define NCS_FLOATING_ENTRY(ours)                                                                  \
-  NCS_ENTRY(ours, ours##_divide, NULL, NULL, NCS_KERNEL(ours##_scale), NCS_KERNEL(ours##_add_scaled), \
-            NCS_KERNEL(ours##_sum_lines))
-#define NCS_HALF_ENTRY(ours)                                                                      \
-  NCS_ENTRY(ours, float32_divide, NCS_KERNEL(ours##_widen), NCS_KERNEL(ours##_narrow), NCS_KERNEL(ours##_scale), \
-            NCS_KERNEL(ours##_add_scaled), NULL)
+   NCS_KERNEL(divider), __VA_ARGS__}
+#define NCS_INTEGER_ENTRY(ours) NCS_ENTRY(ours, ours##_divide, NULL, NULL, NULL, NULL)
+#define NCS_FLOATING_ENTRY(ours)                                                          \
+  NCS_ENTRY(ours, ours##_divide, NCS_KERNEL(ours##_scale), NCS_KERNEL(ours##_add_scaled), \
+            NCS_KERNEL(ours##_sum_lines), NULL)
+#define NCS_HALF_ENTRY(ours)                                                               \
+  NCS_ENTRY(ours, float32_divide, NCS_KERNEL(ours##_scale), NCS_KERNEL(ours##_add_scaled), NULL, \
+            NCS_KERNEL(ours##_narrow))
 
 static const ncs_kernels NCS_KERNEL(table)[] = {
     [ncclInt8] = NCS_INTEGER_ENTRY(int8),
@@ -186,20 +169,6 @@ static const ncs_kernels NCS_KERNEL(table)[] = {
     [ncclBfloat16] = NCS_HALF_ENTRY(bfloat16),
 };
 
-#undef NCS_COMBINE
-#undef NCS_DIVIDE
-#undef NCS_INTEGER
-#undef NCS_MAX_OF
-#undef NCS_MIN_OF
-#undef NCS_FLOATING
-#undef NCS_COMBINE_HALF
-#undef NCS_HALF
-#undef NCS_SCALE
-#undef NCS_SUM_LINES
-#undef NCS_AS_IS
-#undef NCS_ENTRY
-#undef NCS_INTEGER_ENTRY
-#undef NCS_FLOATING_ENTRY
-#undef NCS_HALF_ENTRY
+/* The other macros are the same each time. */
 #undef NCS_KERNEL
 #undef NCS_TARGET

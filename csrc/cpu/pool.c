@@ -82,16 +82,14 @@ void ncs_pool_run(ncs_pool* pool, void (*run)(const void* task, size_t chunk), c
   pthread_mutex_unlock(&pool->mutex);
 }
 
-ncclResult_t ncs_cpu_get_instruction_set(int* instruction_set) {
-  if (instruction_set == NULL) return ncclInvalidArgument;
-  *instruction_set = NCS_INSTRUCTION_SET_BASELINE;
+static int find_best_instruction_set(void) {
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx2")) *instruction_set = NCS_INSTRUCTION_SET_AVX2;
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("avx512dq"))
-    *instruction_set = NCS_INSTRUCTION_SET_AVX512;
+    return NCS_INSTRUCTION_SET_AVX512;
+  if (__builtin_cpu_supports("avx2")) return NCS_INSTRUCTION_SET_AVX2;
 #endif
-  return ncclSuccess;
+  return NCS_INSTRUCTION_SET_BASELINE;
 }
 
 int ncs_pool_instruction_set(const ncs_pool* pool) { return pool->instruction_set; }
@@ -111,11 +109,11 @@ static void release(ncs_pool* pool, int workers) {
 }
 
 ncclResult_t ncs_pool_create(int threads, int instruction_set, ncs_pool** out) {
-  int best, started = 0, failed = 0;
+  const int best = find_best_instruction_set();
+  int started = 0, failed = 0;
   ncs_pool* pool;
   if (out == NULL) return ncclInvalidArgument;
   *out = NULL;
-  ncs_cpu_get_instruction_set(&best);
   if (instruction_set == NCS_INSTRUCTION_SET_BEST) instruction_set = best;
   if (threads < 1 || instruction_set < NCS_INSTRUCTION_SET_BASELINE || instruction_set > best)
     return ncclInvalidArgument;

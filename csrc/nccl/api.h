@@ -130,7 +130,12 @@ struct ncs_nccl_comm {
   int n_done;          /* the number of the first ranks whose streams have finished */
 };
 
+/* Makes the i-th call of a group. */
+typedef ncclResult_t ncs_call(const ncs_nccl_comm* comm, int i, const void* of, ncs_failure* failure);
+
 ncclResult_t ncs_check_nccl(const ncs_nccl* nccl, ncclResult_t status, const char* call, ncs_failure* failure);
+/* The same of a call that may go on: ncclInProgress is success. */
+ncclResult_t ncs_check_begun(const ncs_nccl* nccl, ncclResult_t status, const char* call, ncs_failure* failure);
 /* A CUDA error is what NCCL would make of it. */
 ncclResult_t ncs_check_cuda(const ncs_cuda* cuda, cudaError_t error, const char* call, ncs_failure* failure);
 /* Loads CUDA's calls from its runtime and its driver. They stay loaded, like NCCL: TensorFlow uses the same
@@ -146,12 +151,17 @@ ncclResult_t ncs_poll(ncclResult_t (*look)(void* of, ncs_failure* failure), void
                       ncs_failure* failure);
 /* Makes a context current, and returns the one before; after ncclSuccess the caller must restore it. */
 ncclResult_t ncs_enter(const ncs_cuda* cuda, CUcontext context, ncs_failure* failure, CUcontext* before);
+/* Makes an event in the current context. */
+ncclResult_t ncs_make_event(const ncs_cuda* cuda, cudaEvent_t* event, ncs_failure* failure);
 /* ncclInProgress where one of n events has not come; NULL stands for none. */
 ncclResult_t ncs_look_at_events(const ncs_cuda* cuda, const cudaEvent_t* events, int n, ncs_failure* failure);
 /* During the wait for the devices' own work: whether rank r's is known not to have ended. Its context is current. */
 int ncs_is_busy(const ncs_nccl_comm* comm, int r);
 /* Gives up the wait for the devices' own work. */
 void ncs_stop_waiting(ncs_nccl_comm* comm);
+/* Makes the calls 0 to n - 1 of a group. The group is closed in any case: an open one would swallow every later call of
+ * this thread. After a failure inside NCCL launches nothing, and returns that failure again. */
+ncclResult_t ncs_call_group(const ncs_nccl_comm* comm, int n, const void* of, ncs_call* call, ncs_failure* failure);
 /* Asks NCCL for the state of every rank: ncclInProgress, or the first error. */
 ncclResult_t ncs_ask_nccl(const ncs_nccl_comm* comm, ncs_failure* failure);
 /* Makes the calls of a group without waiting: ncs_ask_nccl reports when NCCL has launched it. */

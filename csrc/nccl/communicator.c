@@ -15,7 +15,7 @@ static ncclResult_t release(ncs_nccl_comm* comm, ncclResult_t (*end)(ncclComm_t)
   const ncs_cuda* cuda = &comm->cuda;
   ncclResult_t first = ncclSuccess, status;
   CUcontext current = NULL;
-  if (cuda->cuCtxGetCurrent != NULL) cuda->cuCtxGetCurrent(&current);
+  cuda->cuCtxGetCurrent(&current);
   for (int r = comm->n - 1; r >= 0; --r) {
     if (comm->comms[r] == NULL) continue;
     cuda->cuCtxSetCurrent(comm->contexts[r]);
@@ -33,7 +33,7 @@ static ncclResult_t release(ncs_nccl_comm* comm, ncclResult_t (*end)(ncclComm_t)
     /* Only now: earlier, cudaFree would wait for running work. */
     if (comm->scratch[r] != NULL) cuda->cudaFree(comm->scratch[r]);
   }
-  if (cuda->cuCtxSetCurrent != NULL) cuda->cuCtxSetCurrent(current);
+  cuda->cuCtxSetCurrent(current);
   ncs_stop_waiting(comm);
   free(comm);
   return first;
@@ -54,37 +54,33 @@ static ncclResult_t create_stream(ncs_nccl_comm* comm, int r, ncs_failure* failu
   if (status == ncclSuccess)
     status = ncs_check_cuda(cuda, cuda->cuCtxGetCurrent(&comm->contexts[r]), "cuCtxGetCurrent", failure);
   if (status == ncclSuccess && cuda->cuCtxRecordEvent != NULL)
-    status = ncs_check_cuda(cuda, cuda->cudaEventCreateWithFlags(&comm->events[r], NCS_CUDA_EVENT_DISABLE_TIMING),
-                            "cudaEventCreateWithFlags", failure);
+    status = ncs_make_event(cuda, &comm->events[r], failure);
   return status;
 }
 
-static ncclResult_t join(ncs_nccl_comm* comm, const ncclUniqueId* id, ncs_failure* failure) {
-  const ncs_nccl* nccl = comm->nccl;
-  const ncs_cuda* cuda = &comm->cuda;
-  ncclResult_t ended, status = ncs_check_nccl(nccl, nccl->ncclGroupStart(), "ncclGroupStart", failure);
+/* NCCL takes the rank's GPU from what is current. */
+static ncclResult_t join(const ncs_nccl_comm* comm, int r, const void* id, ncs_failure* failure) {
+  ncclConfig_t config = {sizeof(config), NCS_NCCL_API_MAGIC, NCS_CONFIG_VERSION, 0, NCS_CONFIG_UNDEF_INT};
+  ncclResult_t status =
+      ncs_check_cuda(&comm->cuda, comm->cuda.cudaSetDevice(comm->devices[r]), "cudaSetDevice", failure);
   if (status != ncclSuccess) return status;
-  for (int r = 0; r < comm->n && status == ncclSuccess; ++r) {
-    ncclConfig_t config = {sizeof(config), NCS_NCCL_API_MAGIC, NCS_CONFIG_VERSION, 0, NCS_CONFIG_UNDEF_INT};
-    /* NCCL takes the rank's GPU from what is current. */
-    status = ncs_check_cuda(cuda, cuda->cudaSetDevice(comm->devices[r]), "cudaSetDevice", failure);
-    if (status != ncclSuccess) break;
-    status = nccl->ncclCommInitRankConfig(&comm->comms[r], comm->world_size, *id, comm->ranks[r], &config);
-    if (status == ncclInProgress) status = ncclSuccess;
-    ncs_check_nccl(nccl, status, "ncclCommInitRankConfig", failure);
-  }
-  ended = nccl->ncclGroupEnd(); /* in any case, as in launch_group */
-  if (status == ncclSuccess && ended != ncclInProgress) status = ncs_check_nccl(nccl, ended, "ncclGroupEnd", failure);
-  comm->is_launching = 1;
-  return status;
+  status = comm->nccl->ncclCommInitRankConfig(&comm->comms[r], comm->world_size, *(const ncclUniqueId*)id,
+                                              comm->ranks[r], &config);
+  return ncs_check_begun(comm->nccl, status, "ncclCommInitRankConfig", failure);
+}
+
+static ncclResult_t finalize(const ncs_nccl_comm* comm, int r, const void* unused, ncs_failure* failure) {
+  (void)unused;
+  return ncs_check_begun(comm->nccl, comm->nccl->ncclCommFinalize(comm->comms[r]), "ncclCommFinalize", failure);
 }
 
 /* A communicator and its arrays, in one piece of memory; NULL if there is none. */
-static ncs_nccl_comm* make(ncs_nccl* nccl, const ncs_ranks* own) {
+static ncs_nccl_comm* make(ncs_nccl* nccl, const ncs_cuda* cuda, const ncs_ranks* own) {
   const size_t n = (size_t)own->n, per_rank = 5 * sizeof(void*) + 2 * sizeof(int);
   ncs_nccl_comm* comm = calloc(1, sizeof(*comm) + n * per_rank);
   if (comm == NULL) return NULL;
   comm->nccl = nccl;
+  comm->cuda = *cuda;
   comm->n = own->n;
   comm->world_size = own->world_size;
   comm->comms = (ncclComm_t*)(comm + 1);
@@ -101,50 +97,34 @@ static ncs_nccl_comm* make(ncs_nccl* nccl, const ncs_ranks* own) {
 
 ncclResult_t ncs_nccl_create(ncs_nccl* nccl, const char* cudart_path, const char* driver_path, const ncs_ranks* own,
                              ncs_failure* failure, ncs_nccl_comm** out) {
-  ncclResult_t status;
   CUcontext current = NULL;
   ncclUniqueId id;
+  ncs_cuda cuda;
   ncs_nccl_comm* comm;
+  ncclResult_t status = ncs_load_cuda(cudart_path, driver_path, &cuda, failure);
   *out = NULL;
-  if (own->n < 1 || own->world_size < own->n)
-    return ncs_fail(failure, ncclInvalidArgument, "ncs_nccl_create", -1,
-                    "expected at least one device, and a rank for each");
-  comm = make(nccl, own);
-  if (comm == NULL) return ncclSystemError;
-  status = ncs_load_cuda(cudart_path, driver_path, &comm->cuda, failure);
-  if (status != ncclSuccess) goto fail;
   /* The driver answers nothing before, unless some other call of this process has begun it. */
-  status = ncs_check_cuda(&comm->cuda, comm->cuda.cuInit(0), "cuInit", failure);
+  if (status == ncclSuccess) status = ncs_check_cuda(&cuda, cuda.cuInit(0), "cuInit", failure);
   if (status == ncclSuccess)
-    status = ncs_check_cuda(&comm->cuda, comm->cuda.cuCtxGetCurrent(&current), "cuCtxGetCurrent", failure);
-  if (status != ncclSuccess) goto fail;
+    status = ncs_check_cuda(&cuda, cuda.cuCtxGetCurrent(&current), "cuCtxGetCurrent", failure);
+  if (status != ncclSuccess) return status;
+  comm = make(nccl, &cuda, own);
+  if (comm == NULL) return ncclSystemError;
   for (int r = 0; r < own->n && status == ncclSuccess; ++r) status = create_stream(comm, r, failure);
   if (status == ncclSuccess && own->unique_id == NULL)
     status = ncs_check_nccl(nccl, nccl->ncclGetUniqueId(&id), "ncclGetUniqueId", failure);
   else if (status == ncclSuccess)
     memcpy(id.internal, own->unique_id, sizeof(id.internal));
-  if (status == ncclSuccess) status = join(comm, &id, failure);
-  comm->cuda.cuCtxSetCurrent(current);
-  if (status != ncclSuccess) goto fail;
-  *out = comm;
-  return ncclSuccess;
-
-fail:
-  release(comm, nccl->ncclCommAbort, "ncclCommAbort", NULL);
+  if (status == ncclSuccess) status = ncs_call_group(comm, comm->n, &id, join, failure);
+  comm->is_launching = 1;
+  cuda.cuCtxSetCurrent(current);
+  if (status == ncclSuccess) *out = comm;
+  else release(comm, nccl->ncclCommAbort, "ncclCommAbort", NULL);
   return status;
 }
 
 ncclResult_t ncs_nccl_finalize(ncs_nccl_comm* comm, ncs_failure* failure) {
-  const ncs_nccl* nccl = comm->nccl;
-  ncclResult_t ended, status = ncs_check_nccl(nccl, nccl->ncclGroupStart(), "ncclGroupStart", failure);
-  if (status != ncclSuccess) return status;
-  for (int r = 0; r < comm->n && status == ncclSuccess; ++r) {
-    status = nccl->ncclCommFinalize(comm->comms[r]);
-    if (status == ncclInProgress) status = ncclSuccess;
-    ncs_check_nccl(nccl, status, "ncclCommFinalize", failure);
-  }
-  ended = nccl->ncclGroupEnd();
-  if (status == ncclSuccess && ended != ncclInProgress) status = ncs_check_nccl(nccl, ended, "ncclGroupEnd", failure);
+  const ncclResult_t status = ncs_call_group(comm, comm->n, NULL, finalize, failure);
   comm->is_launching = 1;
   comm->is_on_streams = 0;
   return status;

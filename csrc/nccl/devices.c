@@ -50,6 +50,11 @@ ncclResult_t ncs_enter(const ncs_cuda* cuda, CUcontext context, ncs_failure* fai
 
 /* ---- By events ---- */
 
+ncclResult_t ncs_make_event(const ncs_cuda* cuda, cudaEvent_t* event, ncs_failure* failure) {
+  return ncs_check_cuda(cuda, cuda->cudaEventCreateWithFlags(event, NCS_CUDA_EVENT_DISABLE_TIMING),
+                        "cudaEventCreateWithFlags", failure);
+}
+
 static ncclResult_t record_events(const ncs_nccl_comm* comm, ncs_failure* failure) {
   const ncs_cuda* cuda = &comm->cuda;
   ncclResult_t status = ncclSuccess;
@@ -72,41 +77,31 @@ ncclResult_t ncs_look_at_events(const ncs_cuda* cuda, const cudaEvent_t* events,
 
 /* Shared with the thread, which may outlive the communicator; the last user frees it. */
 typedef struct ncs_waiter {
-  pthread_mutex_t mutex;
-  ncs_cuda cuda;
-  int n, n_idle; /* the first so many devices are through */
-  int has_ended, is_abandoned;
+  int users;           /* this and the next two are atomic */
+  int n_idle;          /* the first so many devices are through */
+  ncclResult_t status; /* ncclInProgress: the thread has not ended */
   ncs_failure failure;
-  ncclResult_t status;
+  ncs_cuda cuda;
+  int n;
   int devices[];
 } ncs_waiter;
 
-static void free_waiter(ncs_waiter* waiter) {
-  pthread_mutex_destroy(&waiter->mutex);
-  free(waiter);
+static void leave(ncs_waiter* waiter) {
+  if (__atomic_sub_fetch(&waiter->users, 1, __ATOMIC_ACQ_REL) == 0) free(waiter);
 }
 
 static void* synchronize(void* argument) {
   ncs_waiter* waiter = argument;
   const ncs_cuda* cuda = &waiter->cuda;
   ncclResult_t status = ncclSuccess;
-  int is_abandoned;
   for (int i = 0; i < waiter->n && status == ncclSuccess; ++i) {
-    ncs_failure failure;
-    status = ncs_check_cuda(cuda, cuda->cudaSetDevice(waiter->devices[i]), "cudaSetDevice", &failure);
+    status = ncs_check_cuda(cuda, cuda->cudaSetDevice(waiter->devices[i]), "cudaSetDevice", &waiter->failure);
     if (status == ncclSuccess)
-      status = ncs_check_cuda(cuda, cuda->cudaDeviceSynchronize(), "cudaDeviceSynchronize", &failure);
-    pthread_mutex_lock(&waiter->mutex);
-    if (status == ncclSuccess) ++waiter->n_idle;
-    else waiter->failure = failure;
-    waiter->status = status;
-    pthread_mutex_unlock(&waiter->mutex);
+      status = ncs_check_cuda(cuda, cuda->cudaDeviceSynchronize(), "cudaDeviceSynchronize", &waiter->failure);
+    if (status == ncclSuccess) __atomic_store_n(&waiter->n_idle, i + 1, __ATOMIC_RELAXED);
   }
-  pthread_mutex_lock(&waiter->mutex);
-  waiter->has_ended = 1;
-  is_abandoned = waiter->is_abandoned;
-  pthread_mutex_unlock(&waiter->mutex);
-  if (is_abandoned) free_waiter(waiter);
+  __atomic_store_n(&waiter->status, status, __ATOMIC_RELEASE);
+  leave(waiter);
   return NULL;
 }
 
@@ -114,12 +109,13 @@ static ncclResult_t start_thread(ncs_nccl_comm* comm, ncs_failure* failure) {
   pthread_t thread;
   ncs_waiter* waiter = calloc(1, sizeof(*waiter) + (size_t)comm->n * sizeof(int));
   if (waiter == NULL) return ncclSystemError;
-  pthread_mutex_init(&waiter->mutex, NULL);
+  waiter->users = 2;
+  waiter->status = ncclInProgress;
   waiter->cuda = comm->cuda;
   waiter->n = comm->n;
   memcpy(waiter->devices, comm->devices, (size_t)comm->n * sizeof(int));
   if (ncs_start_thread(&thread, synchronize, waiter) != 0) {
-    free_waiter(waiter);
+    free(waiter);
     return ncs_fail(failure, ncclSystemError, "pthread_create", -1, "no thread to wait for the GPUs' own work");
   }
   pthread_detach(thread);
@@ -128,28 +124,17 @@ static ncclResult_t start_thread(ncs_nccl_comm* comm, ncs_failure* failure) {
 }
 
 static ncclResult_t look_at_thread(const ncs_nccl_comm* comm, ncs_failure* failure) {
-  ncs_waiter* waiter = comm->waiter;
-  ncclResult_t status;
-  pthread_mutex_lock(&waiter->mutex);
-  status = waiter->has_ended ? waiter->status : ncclInProgress;
-  if (waiter->has_ended && status != ncclSuccess && failure != NULL) *failure = waiter->failure;
-  pthread_mutex_unlock(&waiter->mutex);
+  const ncclResult_t status = __atomic_load_n(&comm->waiter->status, __ATOMIC_ACQUIRE);
+  if (status != ncclSuccess && status != ncclInProgress && failure != NULL) *failure = comm->waiter->failure;
   return status;
 }
 
 /* ---- Either way ---- */
 
 void ncs_stop_waiting(ncs_nccl_comm* comm) {
-  ncs_waiter* waiter = comm->waiter;
-  int has_ended;
+  if (comm->waiter != NULL) leave(comm->waiter);
   comm->waiter = NULL;
   comm->is_waiting = 0;
-  if (waiter == NULL) return;
-  pthread_mutex_lock(&waiter->mutex);
-  has_ended = waiter->has_ended;
-  waiter->is_abandoned = 1;
-  pthread_mutex_unlock(&waiter->mutex);
-  if (has_ended) free_waiter(waiter);
 }
 
 static ncclResult_t look(void* comm_, ncs_failure* failure) {
@@ -174,11 +159,6 @@ ncclResult_t ncs_nccl_wait_for_devices(ncs_nccl_comm* comm, double slice_s, ncs_
 }
 
 int ncs_is_busy(const ncs_nccl_comm* comm, int r) {
-  ncs_waiter* waiter = comm->waiter;
-  int n_idle;
-  if (waiter == NULL) return comm->cuda.cudaEventQuery(comm->events[r]) == NCS_CUDA_NOT_READY;
-  pthread_mutex_lock(&waiter->mutex);
-  n_idle = waiter->n_idle;
-  pthread_mutex_unlock(&waiter->mutex);
-  return r == n_idle;
+  if (comm->waiter == NULL) return comm->cuda.cudaEventQuery(comm->events[r]) == NCS_CUDA_NOT_READY;
+  return r == __atomic_load_n(&comm->waiter->n_idle, __ATOMIC_RELAXED);
 }

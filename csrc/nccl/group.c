@@ -103,26 +103,19 @@ static ncclResult_t call_rank(const ncs_nccl_comm* comm, const ncs_collective* w
 }
 
 /* Collective by collective, so that every rank makes its calls in the same order: NCCL matches them by it. */
-ncclResult_t ncs_launch_group(const ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
-                              ncs_failure* failure) {
+static ncclResult_t call_next(const ncs_nccl_comm* comm, int i, const void* collectives, ncs_failure* failure) {
   static const char* const names[] = {"ncclAllReduce", "ncclBroadcast", "ncclSend", "ncclReduceScatter",
                                       "ncclAllGather"}; /* by ncs_kind */
-  const ncs_nccl* nccl = comm->nccl;
-  ncclResult_t ended, status = ncs_check_nccl(nccl, nccl->ncclGroupStart(), "ncclGroupStart", failure);
-  if (status != ncclSuccess) return status;
-  for (int i = 0; i < n_collectives && status == ncclSuccess; ++i) {
-    for (int r = 0; r < comm->n && status == ncclSuccess; ++r) {
-      status = call_rank(comm, &collectives[i], r);
-      if (status == ncclInProgress) status = ncclSuccess;
-      ncs_check_nccl(nccl, status, names[collectives[i].kind], failure);
-    }
-    if (status != ncclSuccess && failure != NULL) failure->index = i;
-  }
-  /* Closed in any case: an open group would swallow every later call of this thread. After a failure inside, NCCL
-   * launches nothing and returns that failure again. */
-  ended = nccl->ncclGroupEnd();
-  if (status == ncclSuccess && ended != ncclInProgress) status = ncs_check_nccl(nccl, ended, "ncclGroupEnd", failure);
-  return status;
+  const ncs_collective* what = (const ncs_collective*)collectives + i / comm->n;
+  const ncclResult_t status = call_rank(comm, what, i % comm->n);
+  const ncclResult_t checked = ncs_check_begun(comm->nccl, status, names[what->kind], failure);
+  if (checked != ncclSuccess && failure != NULL) failure->index = i / comm->n;
+  return checked;
+}
+
+ncclResult_t ncs_launch_group(const ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
+                              ncs_failure* failure) {
+  return ncs_call_group(comm, comm->n * n_collectives, collectives, call_next, failure);
 }
 
 ncclResult_t ncs_nccl_run_group(ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,

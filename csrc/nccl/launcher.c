@@ -17,22 +17,20 @@
 #define NCS_WAY_OUT_S 1.0    /* after ncs_launcher_interrupt, the time for a group to end */
 
 struct ncs_launcher {
-  pthread_mutex_t mutex;
+  pthread_mutex_t mutex; /* never held during a call of NCCL's, which may hang */
   pthread_cond_t changed;
-  int n, on_host, blocks;
+  int n, blocks;
   double timeout_s;       /* 0: no limit */
   ncs_nccl_comm* comm;    /* NULL: closed, or failed */
   ncs_nccl_comm* doomed;  /* the polling thread aborts it once it is not reserved */
   ncs_cuda cuda;
-  CUcontext* contexts;    /* the devices' primary contexts, which outlive a communicator */
-  int is_reserved, is_polled;
+  int is_reserved, is_polled;  /* is_reserved: somebody uses the communicator, such as a launch */
   ncs_launched *first, **last; /* groups that are not known to have ended, in their order */
+  ncs_launched* launching;     /* the one among them whose launch has not ended */
   int64_t n_launched, n_ended, n_collectives;
-  int64_t interrupted_ns; /* 0: no cancellation is requested. Not under the lock, which a call of NCCL's may hold */
+  int64_t interrupted_ns; /* 0: no cancellation is requested. Atomic, not under the lock */
   ncs_launch_failure failure;
-  pthread_mutex_t launching_mutex; /* never held during a call; guards the next two */
-  ncs_launch_failure launching;    /* the group whose launch holds the lock; status 0: there is none */
-  double launching_since;
+  CUcontext contexts[]; /* [n] the devices' primary contexts, which outlive a communicator */
 };
 
 struct ncs_arrival {
@@ -45,58 +43,30 @@ struct ncs_arrival {
   ncs_buffer buffers[];
 };
 
+enum { ENDED = NCS_RUNNING + 1, FAILED }; /* a group's last stages */
+
 struct ncs_launched {
   ncs_launcher* launcher;
   ncs_launched* next;
   int users; /* references, and the list of groups under way */
-  int has_ended, has_failed, was_delivered, is_ready; /* is_ready: the GPUs' own work before it has ended */
-  double since;             /* when its current stage began */
+  int stage, was_delivered; /* stage: an ncs_stage, or one of the last */
+  double since;             /* when the stage began */
   ncs_launch_failure named; /* its number, label and collectives, as a failure reports them */
   cudaEvent_t *before, *end; /* [n]; NULL where there is none */
   ncs_arrival* arrivals[];   /* [n]; NULL where it is delivered */
 };
 
-static int64_t n_arrivals, n_groups, n_events;
-
-static void count(int64_t* alive, int change) { __atomic_fetch_add(alive, change, __ATOMIC_RELAXED); }
-
-ncclResult_t ncs_launcher_alive(int64_t* arrivals, int64_t* launched, int64_t* events) {
-  *arrivals = __atomic_load_n(&n_arrivals, __ATOMIC_RELAXED);
-  *launched = __atomic_load_n(&n_groups, __ATOMIC_RELAXED);
-  *events = __atomic_load_n(&n_events, __ATOMIC_RELAXED);
-  return ncclSuccess;
-}
-
-/* ---- Contexts and events ---- */
-
-/* In rank's context, which is current. */
-static ncclResult_t make_event(const ncs_launcher* launcher, ncs_failure* failure, cudaEvent_t* event) {
-  const ncs_cuda* cuda = &launcher->cuda;
-  ncclResult_t status = ncs_check_cuda(cuda, cuda->cudaEventCreateWithFlags(event, NCS_CUDA_EVENT_DISABLE_TIMING),
-                                       "cudaEventCreateWithFlags", failure);
-  if (status == ncclSuccess) count(&n_events, 1);
-  return status;
-}
-
-static void destroy_event(const ncs_launcher* launcher, cudaEvent_t* event) {
-  if (*event == NULL) return;
-  launcher->cuda.cudaEventDestroy(*event);
-  *event = NULL;
-  count(&n_events, -1);
-}
-
 /* ---- Failure. All under the lock ---- */
 
-static void find_progress(const ncs_launcher* launcher, const ncs_launched* group, int stage,
-                          ncs_launch_failure* reported) {
+static void find_progress(const ncs_launcher* launcher, const ncs_launched* group, ncs_launch_failure* reported) {
   for (int r = 0; r < launcher->n && r < NCS_MOST_RANKS; ++r) {
     int* reached = &reported->progress[r];
     ncclResult_t state = ncclSuccess;
     *reached = NCS_ABSENT;
-    if (stage == NCS_LAUNCHING) {
+    if (group->stage == NCS_LAUNCHING) {
       launcher->comm->nccl->ncclCommGetAsyncError(launcher->comm->comms[r], &state);
       if (state == ncclSuccess) *reached = NCS_LAUNCHED;
-    } else if (stage == NCS_OWN_WORK) {
+    } else if (group->stage == NCS_OWN_WORK) {
       if (group->before[r] == NULL || launcher->cuda.cudaEventQuery(group->before[r]) == 0) *reached = NCS_LAUNCHED;
     } else if (group->end[r] != NULL) {
       *reached = launcher->cuda.cudaEventQuery(group->end[r]) == 0 ? NCS_DONE : NCS_LAUNCHED;
@@ -104,46 +74,39 @@ static void find_progress(const ncs_launcher* launcher, const ncs_launched* grou
   }
 }
 
-/* Reports a group, in any thread; querying an event needs a context. */
-static void describe(const ncs_launcher* launcher, const ncs_launched* group, int stage, ncs_launch_failure* reported) {
+/* Reports a group, in any thread; querying an event needs a context. NCCL is asked nothing during a launch. */
+static void describe(const ncs_launcher* launcher, const ncs_launched* group, ncs_launch_failure* reported) {
   CUcontext current = NULL;
   *reported = group->named;
-  if (launcher->comm == NULL) return;
+  reported->stage = group->stage;
+  reported->waited_s = ncs_now_s() - group->since;
+  if (launcher->comm == NULL || group == launcher->launching) return;
   if (ncs_enter(&launcher->cuda, launcher->contexts[0], NULL, &current) != ncclSuccess) return;
-  find_progress(launcher, group, stage, reported);
+  find_progress(launcher, group, reported);
   launcher->cuda.cuCtxSetCurrent(current);
 }
 
 /* Drops a request for cancellation. */
 static void stay(ncs_launcher* launcher) { __atomic_store_n(&launcher->interrupted_ns, 0, __ATOMIC_RELAXED); }
 
-/* The group is under way until it is known to have ended, or an abort has ended. */
-static void append(ncs_launcher* launcher, ncs_launched* group) {
-  __atomic_fetch_add(&group->users, 1, __ATOMIC_RELAXED);
-  *launcher->last = group;
-  launcher->last = &group->next;
-  pthread_cond_broadcast(&launcher->changed);
-}
-
-/* Fails the groups under way. `group` is the one to be named; NULL: the failure came before there was a group. Takes
- * the communicator away; the caller has it aborted. */
-static void fail_groups(ncs_launcher* launcher, const ncs_launched* group, ncclResult_t status, int stage,
-                        double waited_s, const ncs_failure* failure) {
+/* Fails the groups under way, and has the polling thread abort the communicator. `group` is the one to be named; NULL:
+ * the failure came before there was a group. */
+static void fail_groups(ncs_launcher* launcher, const ncs_launched* group, ncclResult_t status,
+                        const ncs_failure* failure) {
   ncs_launch_failure* reported = &launcher->failure;
   if (reported->status == ncclSuccess) {
     memset(reported, 0, sizeof(*reported));
-    if (group != NULL) describe(launcher, group, stage, reported);
+    if (group != NULL) describe(launcher, group, reported);
     reported->group = launcher->n_ended + 1; /* of those under way, which all fail, the first */
     reported->failure.index = -1;
     if (failure != NULL) reported->failure = *failure;
     reported->status = status;
-    reported->stage = stage;
-    reported->waited_s = waited_s;
   }
+  launcher->doomed = launcher->comm;
   launcher->comm = NULL;
   stay(launcher);
   for (ncs_launched* one = launcher->first; one != NULL; one = one->next) {
-    one->has_failed = 1;
+    one->stage = FAILED;
     reported->was_delivered |= one->was_delivered;
   }
   pthread_cond_broadcast(&launcher->changed);
@@ -188,13 +151,13 @@ static ncclResult_t look(ncs_launcher* launcher, ncs_launched** ended) {
   ncclResult_t status = ncclSuccess;
   while (launcher->first != NULL && launcher->comm != NULL) {
     ncs_launched* group = launcher->first;
+    const int is_running = group->stage == NCS_RUNNING;
     const double now = ncs_now_s();
-    const int stage = group->is_ready ? NCS_RUNNING : NCS_OWN_WORK;
     status = look_at_nccl(launcher, &failure);
     if (status == ncclSuccess)
-      status = ncs_look_at_events(&launcher->cuda, group->is_ready ? group->end : group->before, launcher->n, &failure);
-    if (status == ncclSuccess && !group->is_ready) {
-      group->is_ready = 1;
+      status = ncs_look_at_events(&launcher->cuda, is_running ? group->end : group->before, launcher->n, &failure);
+    if (status == ncclSuccess && !is_running) {
+      group->stage = NCS_RUNNING;
       group->since = now;
       continue;
     }
@@ -205,14 +168,13 @@ static ncclResult_t look(ncs_launcher* launcher, ncs_launched** ended) {
       status = expired ? ncclTimeout : ncclInProgress;
     }
     if (status != ncclSuccess) {
-      launcher->doomed = launcher->comm;
-      fail_groups(launcher, group, status, stage, now - group->since, &failure);
+      fail_groups(launcher, group, status, &failure);
       return ncclSuccess;
     }
     launcher->first = group->next;
     if (launcher->first == NULL) launcher->last = &launcher->first;
     else launcher->first->since = now; /* NCCL runs group after group */
-    group->has_ended = 1;
+    group->stage = ENDED;
     group->next = *ended;
     *ended = group;
     stay(launcher);
@@ -239,8 +201,7 @@ static ncclResult_t look_once(void* launcher_, ncs_failure* unused) {
         status = look(launcher, &ended);
         launcher->cuda.cuCtxSetCurrent(current);
       } else {
-        launcher->doomed = launcher->comm;
-        fail_groups(launcher, launcher->first, status, NCS_RUNNING, ncs_now_s() - launcher->first->since, &failure);
+        fail_groups(launcher, launcher->first, status, &failure);
         status = ncclSuccess;
       }
     }
@@ -297,10 +258,8 @@ static ncclResult_t start_polling(ncs_launcher* launcher, ncs_failure* failure) 
 /* CUDA has refused: the state of its streams is not known. */
 static void fail_before_launch(ncs_launcher* launcher, ncclResult_t status, const ncs_failure* failure) {
   pthread_mutex_lock(&launcher->mutex);
-  if (launcher->comm != NULL && start_polling(launcher, NULL) == ncclSuccess) {
-    launcher->doomed = launcher->comm;
-    fail_groups(launcher, NULL, status, NCS_OWN_WORK, 0, failure);
-  }
+  if (launcher->comm != NULL && start_polling(launcher, NULL) == ncclSuccess)
+    fail_groups(launcher, NULL, status, failure);
   pthread_mutex_unlock(&launcher->mutex);
 }
 
@@ -325,10 +284,9 @@ ncclResult_t ncs_arrive(ncs_launcher* launcher, int rank, void* stream, const nc
   arrival->n_buffers = buffers->n;
   arrival->users = 1;
   if (size > 0) memcpy(arrival->buffers, buffers->buffers, size);
-  count(&n_arrivals, 1);
   if (buffers->n > 0 && launcher->cuda.cuCtxRecordEvent != NULL) {
     status = ncs_enter(&launcher->cuda, launcher->contexts[rank], failure, &current);
-    if (status == ncclSuccess) status = make_event(launcher, failure, &arrival->before);
+    if (status == ncclSuccess) status = ncs_make_event(&launcher->cuda, &arrival->before, failure);
     if (status == ncclSuccess) status = record(launcher, rank, stream, arrival->before, failure);
     launcher->cuda.cuCtxSetCurrent(current);
   }
@@ -350,11 +308,10 @@ void ncs_arrival_release(ncs_arrival* arrival) {
   launcher = arrival->launcher;
   if (arrival->before != NULL &&
       ncs_enter(&launcher->cuda, launcher->contexts[arrival->rank], NULL, &current) == ncclSuccess) {
-    destroy_event(launcher, &arrival->before);
+    launcher->cuda.cudaEventDestroy(arrival->before);
     launcher->cuda.cuCtxSetCurrent(current);
   }
   if (arrival->let_go != NULL) arrival->let_go(arrival->kept);
-  count(&n_arrivals, -1);
   free(arrival);
 }
 
@@ -366,30 +323,28 @@ static void free_launched(ncs_launched* launched) {
     CUcontext current = NULL;
     if (launched->before[r] == NULL && launched->end[r] == NULL) continue;
     if (ncs_enter(&launcher->cuda, launcher->contexts[r], NULL, &current) != ncclSuccess) continue;
-    destroy_event(launcher, &launched->before[r]);
-    destroy_event(launcher, &launched->end[r]);
+    if (launched->before[r] != NULL) launcher->cuda.cudaEventDestroy(launched->before[r]);
+    if (launched->end[r] != NULL) launcher->cuda.cudaEventDestroy(launched->end[r]);
     launcher->cuda.cuCtxSetCurrent(current);
   }
   free(launched);
-  count(&n_groups, -1);
 }
 
-static ncs_launched* make_launched(ncs_launcher* launcher, int64_t label, ncs_arrival* const* arrivals,
-                                   const ncs_collective* collectives, int n_collectives) {
+static ncs_launched* make_launched(ncs_launcher* launcher, int64_t label, ncs_arrival* const* arrivals) {
   const size_t n = (size_t)launcher->n;
+  const ncs_arrival* first = arrivals[0];
   ncs_launched* made =
       calloc(1, sizeof(*made) + n * (sizeof(*made->arrivals) + sizeof(*made->before) + sizeof(*made->end)));
   if (made == NULL) return NULL;
-  count(&n_groups, 1);
   made->before = (cudaEvent_t*)(made->arrivals + n);
   made->end = made->before + n;
   made->launcher = launcher;
   made->users = 1;
   made->named.label = label;
-  made->named.n_collectives = n_collectives;
-  for (int i = 0; i < n_collectives && i < NCS_MOST_NAMED; ++i) {
-    made->named.counts[i] = (int64_t)collectives[i].count;
-    made->named.dtypes[i] = collectives[i].dtype;
+  made->named.n_collectives = first->n_buffers;
+  for (int i = 0; i < first->n_buffers && i < NCS_MOST_NAMED; ++i) {
+    made->named.counts[i] = (int64_t)first->buffers[i].count;
+    made->named.dtypes[i] = first->buffers[i].dtype;
   }
   for (size_t r = 0; r < n; ++r) {
     __atomic_fetch_add(&arrivals[r]->users, 1, __ATOMIC_RELAXED);
@@ -400,12 +355,12 @@ static ncs_launched* make_launched(ncs_launcher* launcher, int64_t label, ncs_ar
   return made;
 }
 
-/* Waits until NCCL has launched its work, which waits for no GPU; or for the GPUs' own work, if no event captures it.
- * Under the lock. */
-static ncclResult_t wait_for(ncs_launcher* launcher, int stage, double since, ncs_failure* failure) {
+/* Waits until NCCL has launched its work, which no GPU holds up; or for the GPUs' own work, if no event captures it. */
+static ncclResult_t wait_for(const ncs_launcher* launcher, ncs_nccl_comm* comm, int stage, double since,
+                             ncs_failure* failure) {
   for (;;) {
-    const ncclResult_t status = stage == NCS_OWN_WORK ? ncs_nccl_wait_for_devices(launcher->comm, 0, failure)
-                                                      : ncs_ask_nccl(launcher->comm, failure);
+    const ncclResult_t status =
+        stage == NCS_OWN_WORK ? ncs_nccl_wait_for_devices(comm, 0, failure) : ncs_ask_nccl(comm, failure);
     const double now = ncs_now_s();
     if (status != ncclInProgress) return status;
     if (has_expired(launcher, since, now)) return ncclTimeout;
@@ -414,95 +369,84 @@ static ncclResult_t wait_for(ncs_launcher* launcher, int stage, double since, nc
   }
 }
 
-/* Begins a stage of a group's launch, and records it for threads that cannot get the lock meanwhile. */
+/* Unless an arrival has failed meanwhile, and all groups with it. */
 static void begin_stage(ncs_launcher* launcher, ncs_launched* made, int stage) {
+  pthread_mutex_lock(&launcher->mutex);
+  if (made->stage != FAILED) made->stage = stage;
   made->since = ncs_now_s();
-  pthread_mutex_lock(&launcher->launching_mutex);
-  launcher->launching = made->named;
-  launcher->launching.status = ncclInProgress;
-  launcher->launching.stage = stage;
-  launcher->launching_since = made->since;
-  pthread_mutex_unlock(&launcher->launching_mutex);
+  pthread_mutex_unlock(&launcher->mutex);
 }
 
-/* Under the lock, with some rank's context current. */
-static ncclResult_t enqueue(ncs_launcher* launcher, ncs_launched* made, const ncs_collective* collectives,
-                            ncs_failure* failure, int* stage) {
-  const ncs_nccl_comm* comm = launcher->comm;
+/* With the communicator reserved, and some rank's context current. */
+static ncclResult_t enqueue(ncs_launcher* launcher, ncs_nccl_comm* comm, ncs_launched* made,
+                            const ncs_collective* collectives, ncs_failure* failure) {
   const ncs_cuda* cuda = &launcher->cuda;
   ncclResult_t status = ncclSuccess;
-  *stage = NCS_OWN_WORK;
-  begin_stage(launcher, made, *stage);
-  if (cuda->cuCtxRecordEvent == NULL) status = wait_for(launcher, *stage, made->since, failure);
+  if (cuda->cuCtxRecordEvent == NULL) status = wait_for(launcher, comm, NCS_OWN_WORK, made->since, failure);
   for (int r = 0; r < launcher->n && status == ncclSuccess; ++r)
     if (made->before[r] != NULL)
       status = ncs_check_cuda(cuda, cuda->cudaStreamWaitEvent(comm->streams[r], made->before[r], 0),
                               "cudaStreamWaitEvent", failure);
   if (status != ncclSuccess) return status;
-  *stage = NCS_LAUNCHING;
-  begin_stage(launcher, made, *stage);
+  begin_stage(launcher, made, NCS_LAUNCHING);
   status = ncs_launch_group(comm, collectives, made->named.n_collectives, failure);
-  if (status == ncclSuccess) status = wait_for(launcher, *stage, made->since, failure);
+  if (status == ncclSuccess) status = wait_for(launcher, comm, NCS_LAUNCHING, made->since, failure);
   for (int r = 0; r < launcher->n && status == ncclSuccess; ++r) {
     status = ncs_check_cuda(cuda, cuda->cuCtxSetCurrent(launcher->contexts[r]), "cuCtxSetCurrent", failure);
-    if (status == ncclSuccess) status = make_event(launcher, failure, &made->end[r]);
+    if (status == ncclSuccess) status = ncs_make_event(cuda, &made->end[r], failure);
     if (status == ncclSuccess)
       status = ncs_check_cuda(cuda, cuda->cudaEventRecord(made->end[r], comm->streams[r]), "cudaEventRecord", failure);
   }
-  made->since = ncs_now_s();
+  if (status == ncclSuccess) begin_stage(launcher, made, NCS_OWN_WORK);
   return status;
 }
 
-/* Under the lock, with a communicator. */
-static ncclResult_t launch(ncs_launcher* launcher, ncs_launched* made, const ncs_collective* collectives,
-                           ncs_failure* failure) {
+/* With the communicator reserved. */
+static ncclResult_t launch(ncs_launcher* launcher, ncs_nccl_comm* comm, ncs_launched* made,
+                           const ncs_collective* collectives, ncs_failure* failure) {
   CUcontext current = NULL;
-  int stage = NCS_LAUNCHING;
-  ncclResult_t status = start_polling(launcher, failure);
-  if (status != ncclSuccess) {
-    made->has_failed = 1; /* so that no thread waits for it */
-    return status;
+  ncclResult_t status;
+  pthread_mutex_lock(&launcher->mutex);
+  status = start_polling(launcher, failure);
+  if (status == ncclSuccess) {
+    if (launcher->first == NULL) stay(launcher); /* a request from before the group does not count */
+    made->named.group = ++launcher->n_launched;
+    made->named.first = launcher->n_collectives + 1;
+    made->since = ncs_now_s();
+    launcher->n_collectives += made->named.n_collectives;
+    /* Under way until it is known to have ended, or an abort has ended; a part of it may be on the streams then. */
+    ++made->users;
+    *launcher->last = launcher->launching = made;
+    launcher->last = &made->next;
+    pthread_cond_broadcast(&launcher->changed);
   }
-  if (launcher->first == NULL) stay(launcher); /* a request from before the group does not count */
-  made->named.group = ++launcher->n_launched;
-  made->named.first = launcher->n_collectives + 1;
-  made->since = ncs_now_s();
-  launcher->n_collectives += made->named.n_collectives;
+  pthread_mutex_unlock(&launcher->mutex);
+  if (status != ncclSuccess) return status;
   status = ncs_enter(&launcher->cuda, launcher->contexts[0], failure, &current);
-  if (status == ncclSuccess) status = enqueue(launcher, made, collectives, failure, &stage);
-  pthread_mutex_lock(&launcher->launching_mutex);
-  launcher->launching.status = ncclSuccess;
-  pthread_mutex_unlock(&launcher->launching_mutex);
-  append(launcher, made); /* also if it has failed: a part of it may be on the streams */
-  if (status != ncclSuccess) {
-    launcher->doomed = launcher->comm;
-    fail_groups(launcher, made, status, stage, ncs_now_s() - made->since, failure);
-  }
+  if (status == ncclSuccess) status = enqueue(launcher, comm, made, collectives, failure);
+  pthread_mutex_lock(&launcher->mutex);
+  launcher->launching = NULL;
+  if (status != ncclSuccess && launcher->comm != NULL) fail_groups(launcher, made, status, failure);
+  pthread_mutex_unlock(&launcher->mutex);
   launcher->cuda.cuCtxSetCurrent(current);
   return status;
 }
 
 /* Fills in the ranks' buffers, in arrays that follow the collectives, and refuses those that do not fit. */
 static ncclResult_t collect(const ncs_launcher* launcher, ncs_arrival* const* arrivals, ncs_collective* collectives,
-                            int n_collectives, ncs_failure* failure) {
+                            ncs_failure* failure) {
+  const int n_collectives = arrivals[0]->n_buffers;
   const void** sends = (const void**)(collectives + n_collectives);
   void** recvs = (void**)(sends + launcher->n * n_collectives);
-  for (int r = 0; r < launcher->n; ++r)
-    if (arrivals[r]->launcher != launcher || arrivals[r]->rank != r || arrivals[r]->n_buffers != n_collectives)
-      return ncs_fail(failure, ncclInvalidArgument, "ncs_launch", -1,
-                      "Expected an arrival of each rank, in their order, with as many buffers. Received: others");
-  for (int i = 0; i < n_collectives; ++i) {
+  for (int i = 0; i < n_collectives; ++i, sends += launcher->n, recvs += launcher->n) {
     const ncs_buffer* first = &arrivals[0]->buffers[i];
-    collectives[i].sends = sends + i * launcher->n;
-    collectives[i].recvs = recvs + i * launcher->n;
-    collectives[i].count = first->count;
-    collectives[i].dtype = first->dtype;
+    collectives[i] = (ncs_collective){first->kind, sends, recvs, first->count, first->dtype, first->op, first->root};
     for (int r = 0; r < launcher->n; ++r) {
       const ncs_buffer* one = &arrivals[r]->buffers[i];
-      const int is_broadcast = collectives[i].kind == NCS_BROADCAST;
+      const int is_broadcast = first->kind == NCS_BROADCAST;
       /* A broadcast is in place; the root, which may be another process', receives nothing. */
-      recvs[i * launcher->n + r] = is_broadcast && one->recv == NULL ? (void*)(uintptr_t)one->send : one->recv;
-      sends[i * launcher->n + r] = is_broadcast ? recvs[i * launcher->n + r] : one->send;
+      recvs[r] = is_broadcast && one->recv == NULL ? (void*)(uintptr_t)one->send : one->recv;
+      sends[r] = is_broadcast ? recvs[r] : one->send;
       if (one->count != first->count || one->dtype != first->dtype)
         return ncs_fail(failure, ncclInvalidArgument, "ncs_launch", i,
                         "Expected the towers' tensors to be of one size. Received: %zu elements on tower 0, %zu on "
@@ -512,46 +456,45 @@ static ncclResult_t collect(const ncs_launcher* launcher, ncs_arrival* const* ar
   return ncclSuccess;
 }
 
-static ncclResult_t launch_collected(ncs_launcher* launcher, int64_t label, ncs_arrival* const* arrivals,
-                                     ncs_collective* collectives, int n_collectives, ncs_failure* failure,
-                                     ncs_launched** out) {
-  ncclResult_t status = ncclInvalidUsage;
-  ncs_launched* made = NULL;
+/* Returns the communicator, for the caller alone; NULL: there is none. */
+static ncs_nccl_comm* reserve(ncs_launcher* launcher) {
+  ncs_nccl_comm* comm;
   pthread_mutex_lock(&launcher->mutex);
-  while (launcher->is_reserved && launcher->comm != NULL) pthread_cond_wait(&launcher->changed, &launcher->mutex);
-  if (launcher->comm == NULL)
-    ncs_fail(failure, status, "ncs_launch", -1,
-             "Expected an open communicator. Received: one that is closed, or that a failed collective has aborted");
-  else status = ncs_nccl_check_group(launcher->comm, collectives, n_collectives, failure);
-  if (status == ncclSuccess) {
-    made = make_launched(launcher, label, arrivals, collectives, n_collectives);
-    status = made == NULL ? ncclSystemError : launch(launcher, made, collectives, failure);
-  }
+  while (launcher->is_reserved) pthread_cond_wait(&launcher->changed, &launcher->mutex);
+  comm = launcher->comm;
+  launcher->is_reserved = comm != NULL;
   pthread_mutex_unlock(&launcher->mutex);
-  if (status != ncclSuccess && made != NULL) ncs_launched_release(made);
-  else *out = made;
+  return comm;
+}
+
+static ncclResult_t launch_alone(ncs_launcher* launcher, ncs_launched* made, const ncs_collective* collectives,
+                                 ncs_failure* failure) {
+  ncs_nccl_comm* comm = reserve(launcher);
+  ncclResult_t status;
+  if (comm == NULL)
+    return ncs_fail(failure, ncclInvalidUsage, "ncs_launch", -1,
+                    "Expected an open communicator. Received: one that is closed, or that a failed collective has "
+                    "aborted");
+  status = ncs_nccl_check_group(comm, collectives, made->named.n_collectives, failure);
+  if (status == ncclSuccess) status = launch(launcher, comm, made, collectives, failure);
+  ncs_launcher_release(launcher);
   return status;
 }
 
-ncclResult_t ncs_launch(ncs_launcher* launcher, int64_t label, ncs_arrival* const* arrivals,
-                        const ncs_collective* collectives, int n_collectives, ncs_failure* failure,
+ncclResult_t ncs_launch(ncs_launcher* launcher, int64_t label, ncs_arrival* const* arrivals, ncs_failure* failure,
                         ncs_launched** out) {
-  const size_t n_buffers = (size_t)launcher->n * (size_t)n_collectives;
-  ncs_collective* filled; /* in one piece with the arrays that they point to */
-  ncclResult_t status;
-  *out = NULL;
-  if (n_collectives == 0) {
-    *out = make_launched(launcher, label, arrivals, collectives, 0);
-    if (*out != NULL) (*out)->has_ended = 1;
-    return *out != NULL ? ncclSuccess : ncclSystemError;
-  }
-  filled = malloc((size_t)n_collectives * sizeof(*filled) + 2 * n_buffers * sizeof(void*));
-  if (filled == NULL) return ncclSystemError;
-  memcpy(filled, collectives, (size_t)n_collectives * sizeof(*filled));
-  status = collect(launcher, arrivals, filled, n_collectives, failure);
-  if (status == ncclSuccess)
-    status = launch_collected(launcher, label, arrivals, filled, n_collectives, failure, out);
-  free(filled);
+  const size_t n_collectives = (size_t)arrivals[0]->n_buffers;
+  /* In one piece with the arrays that they point to. */
+  ncs_collective* collectives =
+      malloc(n_collectives * (sizeof(*collectives) + 2 * (size_t)launcher->n * sizeof(void*)) + 1);
+  ncclResult_t status = collectives == NULL ? ncclSystemError : collect(launcher, arrivals, collectives, failure);
+  ncs_launched* made = status == ncclSuccess ? make_launched(launcher, label, arrivals) : NULL;
+  if (status == ncclSuccess && made == NULL) status = ncclSystemError;
+  if (status == ncclSuccess && n_collectives > 0) status = launch_alone(launcher, made, collectives, failure);
+  else if (status == ncclSuccess) made->stage = ENDED;
+  free(collectives);
+  *out = status == ncclSuccess ? made : NULL;
+  if (status != ncclSuccess) ncs_launched_release(made);
   return status;
 }
 
@@ -579,7 +522,7 @@ static ncclResult_t look_for_end(void* launched_, ncs_failure* failure) {
   ncs_launcher* launcher = launched->launcher;
   ncclResult_t status;
   pthread_mutex_lock(&launcher->mutex);
-  status = launched->has_failed ? ncclRemoteError : launched->has_ended ? ncclSuccess : ncclInProgress;
+  status = launched->stage == FAILED ? ncclRemoteError : launched->stage == ENDED ? ncclSuccess : ncclInProgress;
   pthread_mutex_unlock(&launcher->mutex);
   if (status == ncclInProgress) look_once(launcher, failure);
   return status;
@@ -597,13 +540,10 @@ static void let_arrival_go(ncs_launched* launched, int rank) {
 ncclResult_t ncs_deliver(ncs_launched* launched, int rank, void* stream, int waits, ncs_failure* failure) {
   ncs_launcher* launcher = launched->launcher;
   ncclResult_t status = ncclSuccess;
-  if (launched->arrivals[rank] == NULL)
-    return ncs_fail(failure, ncclInvalidUsage, "ncs_deliver", -1,
-                    "Expected a group that was not delivered to this rank");
   if (waits || launcher->blocks) status = ncs_launched_wait(launched);
   else {
     pthread_mutex_lock(&launcher->mutex);
-    if (launched->has_failed) status = ncclRemoteError;
+    if (launched->stage == FAILED) status = ncclRemoteError;
     else launched->was_delivered = 1;
     pthread_mutex_unlock(&launcher->mutex);
   }
@@ -629,21 +569,14 @@ void ncs_launched_release(ncs_launched* launched) {
 
 /* ---- The launcher ---- */
 
-ncclResult_t ncs_launcher_create(int n_ranks, double timeout_s, int on_host, ncs_launcher** out) {
-  ncs_launcher* launcher = calloc(1, sizeof(*launcher));
+ncclResult_t ncs_launcher_create(int n_ranks, double timeout_s, ncs_launcher** out) {
+  ncs_launcher* launcher = calloc(1, sizeof(*launcher) + (size_t)n_ranks * sizeof(*launcher->contexts));
   *out = NULL;
   if (launcher == NULL) return ncclSystemError;
-  launcher->contexts = calloc((size_t)n_ranks, sizeof(*launcher->contexts));
-  if (launcher->contexts == NULL) {
-    free(launcher);
-    return ncclSystemError;
-  }
   pthread_mutex_init(&launcher->mutex, NULL);
-  pthread_mutex_init(&launcher->launching_mutex, NULL);
   pthread_cond_init(&launcher->changed, NULL);
   launcher->n = n_ranks;
   launcher->timeout_s = timeout_s;
-  launcher->on_host = on_host;
   launcher->last = &launcher->first;
   *out = launcher;
   return ncclSuccess;
@@ -658,8 +591,7 @@ ncclResult_t ncs_launcher_open(ncs_launcher* launcher, ncs_nccl_comm* comm, int*
   stay(launcher);
   memset(&launcher->failure, 0, sizeof(launcher->failure));
   launcher->n_ended = launcher->n_launched;
-  launcher->blocks =
-      launcher->on_host || comm->cuda.cuCtxRecordEvent == NULL || comm->cuda.cuCtxWaitEvent == NULL;
+  launcher->blocks = comm->cuda.cuCtxRecordEvent == NULL || comm->cuda.cuCtxWaitEvent == NULL;
   *blocks = launcher->blocks;
   pthread_cond_broadcast(&launcher->changed);
   pthread_mutex_unlock(&launcher->mutex);
@@ -668,11 +600,13 @@ ncclResult_t ncs_launcher_open(ncs_launcher* launcher, ncs_nccl_comm* comm, int*
 
 ncclResult_t ncs_launcher_close(ncs_launcher* launcher, int status) {
   ncs_launched* dropped = NULL;
+  int is_callers; /* to end */
   pthread_mutex_lock(&launcher->mutex);
+  is_callers = launcher->comm != NULL || launcher->is_reserved;
   if (launcher->comm != NULL && launcher->first != NULL)
-    fail_groups(launcher, launcher->first, (ncclResult_t)status, NCS_RUNNING, 0, NULL);
+    fail_groups(launcher, launcher->first, (ncclResult_t)status, NULL);
   launcher->comm = NULL;
-  if (launcher->is_reserved) launcher->doomed = NULL; /* the caller ends it */
+  if (is_callers) launcher->doomed = NULL;
   if (launcher->doomed == NULL) drop_groups(launcher, &dropped);
   launcher->is_reserved = 0;
   pthread_cond_broadcast(&launcher->changed);
@@ -682,13 +616,7 @@ ncclResult_t ncs_launcher_close(ncs_launcher* launcher, int status) {
 }
 
 ncclResult_t ncs_launcher_reserve(ncs_launcher* launcher) {
-  ncclResult_t status = ncclSuccess;
-  pthread_mutex_lock(&launcher->mutex);
-  while (launcher->is_reserved) pthread_cond_wait(&launcher->changed, &launcher->mutex);
-  if (launcher->comm == NULL) status = ncclInvalidUsage;
-  else launcher->is_reserved = 1;
-  pthread_mutex_unlock(&launcher->mutex);
-  return status;
+  return reserve(launcher) != NULL ? ncclSuccess : ncclInvalidUsage;
 }
 
 ncclResult_t ncs_launcher_release(ncs_launcher* launcher) {
@@ -724,28 +652,14 @@ ncclResult_t ncs_launcher_get_failure(ncs_launcher* launcher, ncs_launch_failure
   return ncclSuccess;
 }
 
-/* A group's launch holds the lock during NCCL's calls, which may hang. */
-static void get_launching(ncs_launcher* launcher, ncs_launch_failure* pending) {
-  pthread_mutex_lock(&launcher->launching_mutex);
-  *pending = launcher->launching;
-  pending->waited_s = ncs_now_s() - launcher->launching_since;
-  pthread_mutex_unlock(&launcher->launching_mutex);
-}
-
 ncclResult_t ncs_launcher_get_pending(ncs_launcher* launcher, ncs_launch_failure* pending) {
-  const ncs_launched* first;
+  const ncs_launched* group;
   memset(pending, 0, sizeof(*pending));
-  if (pthread_mutex_trylock(&launcher->mutex) != 0) {
-    get_launching(launcher, pending);
-    return ncclSuccess;
-  }
-  first = launcher->comm != NULL ? launcher->first : NULL;
-  if (first != NULL) {
-    const int stage = first->is_ready ? NCS_RUNNING : NCS_OWN_WORK;
-    describe(launcher, first, stage, pending);
+  pthread_mutex_lock(&launcher->mutex);
+  group = launcher->launching != NULL || launcher->comm == NULL ? launcher->launching : launcher->first;
+  if (group != NULL) {
+    describe(launcher, group, pending);
     pending->status = ncclInProgress;
-    pending->stage = stage;
-    pending->waited_s = ncs_now_s() - first->since;
   }
   pthread_mutex_unlock(&launcher->mutex);
   return ncclSuccess;

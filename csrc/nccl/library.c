@@ -19,6 +19,10 @@ ncclResult_t ncs_check_nccl(const ncs_nccl* nccl, ncclResult_t status, const cha
   return ncs_fail(failure, status, call, -1, "%s", message);
 }
 
+ncclResult_t ncs_check_begun(const ncs_nccl* nccl, ncclResult_t status, const char* call, ncs_failure* failure) {
+  return status == ncclInProgress ? ncclSuccess : ncs_check_nccl(nccl, status, call, failure);
+}
+
 ncclResult_t ncs_check_cuda(const ncs_cuda* cuda, cudaError_t error, const char* call, ncs_failure* failure) {
   if (error == 0) return ncclSuccess;
   return ncs_fail(failure, ncclUnhandledCudaError, call, -1, "%s", cuda->cudaGetErrorString(error));
@@ -27,6 +31,15 @@ ncclResult_t ncs_check_cuda(const ncs_cuda* cuda, cudaError_t error, const char*
 static ncclResult_t fail_loading(const char* call, ncs_failure* failure) {
   const char* message = dlerror();
   return ncs_fail(failure, ncclSystemError, call, -1, "%s", message != NULL ? message : "");
+}
+
+ncclResult_t ncs_call_group(const ncs_nccl_comm* comm, int n, const void* of, ncs_call* call, ncs_failure* failure) {
+  const ncs_nccl* nccl = comm->nccl;
+  ncclResult_t ended, status = ncs_check_nccl(nccl, nccl->ncclGroupStart(), "ncclGroupStart", failure);
+  if (status != ncclSuccess) return status;
+  for (int i = 0; i < n && status == ncclSuccess; ++i) status = call(comm, i, of, failure);
+  ended = nccl->ncclGroupEnd();
+  return status == ncclSuccess ? ncs_check_begun(nccl, ended, "ncclGroupEnd", failure) : status;
 }
 
 /* ---- Libraries ---- */

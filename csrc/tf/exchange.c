@@ -70,11 +70,13 @@ static void* find_stream(TF_OpKernelContext* context) {
 /* ---- All three ---- */
 
 typedef struct {
-  int64_t launcher, rank, label, waits, passes;
-  int64_t ranks; /* of an arrival those of all processes, of a launch those here */
+  int64_t launcher, label, waits, passes;
+  int64_t rank;     /* among those here */
+  int64_t ranks;    /* of an arrival those of all processes, of a launch those here */
+  int64_t number;   /* of the rank, among those of all processes */
   int64_t in_place; /* broadcasts and all-reduces write into what the ranks give, memory that nobody else has */
-  int n; /* tensors */
-  int64_t *kinds, *ops, *roots; /* [n]; an arrival's roots are ranks here, -1 elsewhere */
+  int n;            /* tensors */
+  int64_t *kinds, *ops, *roots; /* [n] */
 } exchange_kernel;
 
 static void destroy_exchange(void* kernel_) {
@@ -85,14 +87,6 @@ static void destroy_exchange(void* kernel_) {
     free(kernel->roots);
   }
   free(kernel);
-}
-
-static void read_exchange(TF_OpKernelConstruction* context, exchange_kernel* kernel, TF_Status* status) {
-  kernel->launcher = ncs_tf_read_attr(context, "launcher", status);
-  kernel->ranks = ncs_tf_read_attr(context, "ranks", status);
-  kernel->kinds = ncs_tf_read_list(context, "kinds", &kernel->n, status);
-  kernel->ops = ncs_tf_read_list(context, "ops", &kernel->n, status);
-  kernel->roots = ncs_tf_read_list(context, "roots", &kernel->n, status);
 }
 
 /* ---- Arrive ---- */
@@ -111,8 +105,13 @@ static void let_go(void* held_) {
 }
 
 static void read_arrive(TF_OpKernelConstruction* context, exchange_kernel* kernel, TF_Status* status) {
-  read_exchange(context, kernel, status);
+  kernel->launcher = ncs_tf_read_attr(context, "launcher", status);
+  kernel->ranks = ncs_tf_read_attr(context, "ranks", status);
+  kernel->kinds = ncs_tf_read_list(context, "kinds", &kernel->n, status);
+  kernel->ops = ncs_tf_read_list(context, "ops", &kernel->n, status);
+  kernel->roots = ncs_tf_read_list(context, "roots", &kernel->n, status);
   kernel->rank = ncs_tf_read_attr(context, "rank", status);
+  kernel->number = ncs_tf_read_attr(context, "number", status);
   kernel->in_place = ncs_tf_read_attr(context, "in_place", status);
 }
 
@@ -132,6 +131,9 @@ static void prepare_tensor(TF_OpKernelContext* context, const exchange_kernel* k
   TF_Tensor *send = all->tensors[2 * i], *recv = NULL;
   const int kind = (int)kernel->kinds[i], n_dims = ncs_tf.TF_NumDims(send);
   for (int d = 0; d < n_dims; ++d) dims[d] = ncs_tf.TF_Dim(send, d);
+  buffer->kind = kind;
+  buffer->op = (int)kernel->ops[i];
+  buffer->root = (int)kernel->roots[i];
   buffer->dtype = ncs_tf_find_dtype(ncs_tf.TF_TensorType(send));
   buffer->send = ncs_tf.TF_TensorData(send);
   buffer->count = (size_t)ncs_tf.TF_TensorElementCount(send);
@@ -143,7 +145,7 @@ static void prepare_tensor(TF_OpKernelContext* context, const exchange_kernel* k
     dims[0] = kind == NCS_ALL_GATHER ? dims[0] * kernel->ranks : dims[0] / kernel->ranks;
     if (kind == NCS_REDUCE_SCATTER) buffer->count /= (size_t)kernel->ranks;
   }
-  if (kind == NCS_BROADCAST && kernel->roots[i] == kernel->rank) return;
+  if (kind == NCS_BROADCAST && kernel->roots[i] == kernel->number) return;
   if (kernel->in_place && (kind == NCS_BROADCAST || (kind == NCS_ALL_REDUCE && is_alone(all, i)))) {
     buffer->recv = ncs_tf.TF_TensorData(send);
     return;
@@ -183,7 +185,8 @@ NCS_TF_KERNEL(exchange_kernel, arrive)
 /* ---- Launch ---- */
 
 static void read_launch(TF_OpKernelConstruction* context, exchange_kernel* kernel, TF_Status* status) {
-  read_exchange(context, kernel, status);
+  kernel->launcher = ncs_tf_read_attr(context, "launcher", status);
+  kernel->ranks = ncs_tf_read_attr(context, "ranks", status);
   kernel->label = ncs_tf_read_attr(context, "label", status);
 }
 
@@ -192,22 +195,14 @@ static void release_launched(void* launched) { ncs_launched_release(launched); }
 static void compute_launch(const exchange_kernel* kernel, TF_OpKernelContext* context, TF_Status* status) {
   ncs_launcher* launcher = (ncs_launcher*)(intptr_t)kernel->launcher;
   ncs_arrival** arrivals = ncs_tf_calloc((size_t)kernel->ranks, sizeof(*arrivals), status);
-  ncs_collective* collectives = ncs_tf_calloc((size_t)kernel->n, sizeof(*collectives), status);
   ncs_launched* launched = NULL;
   ncs_failure failure = {"", "", -1};
   for (int r = 0; r < kernel->ranks && ncs_tf_is_ok(status); ++r) arrivals[r] = read_token(context, r, status);
   if (ncs_tf_is_ok(status)) {
-    ncclResult_t result;
-    for (int i = 0; i < kernel->n; ++i) {
-      collectives[i].kind = (int)kernel->kinds[i];
-      collectives[i].op = (int)kernel->ops[i];
-      collectives[i].root = (int)kernel->roots[i];
-    }
-    result = ncs_launch(launcher, kernel->label, arrivals, collectives, kernel->n, &failure, &launched);
+    const ncclResult_t result = ncs_launch(launcher, kernel->label, arrivals, &failure, &launched);
     if (result != ncclSuccess) fail_by(status, result, &failure);
   }
   if (launched != NULL) hand_over(context, launched, release_launched, status);
-  free(collectives);
   free(arrivals);
 }
 
@@ -246,15 +241,15 @@ NCS_TF_KERNEL(exchange_kernel, deliver)
 
 const ncs_tf_op ncs_tf_arrive = {
     "NcclsyncArrive",
-    {"launcher: int", "rank: int", "in_place: int", "ranks: int >= 1", "kinds: list(int)", "ops: list(int)",
-     "roots: list(int)", "T: list(type) >= 0", NULL},
+    {"launcher: int", "rank: int", "number: int", "in_place: int", "ranks: int >= 1", "kinds: list(int)",
+     "ops: list(int)", "roots: list(int)", "T: list(type) >= 0", NULL},
     {"sends: T", NULL},
     "token: int64",
     create_arrive, run_arrive, destroy_exchange, 1, {"token", NULL}};
 
 const ncs_tf_op ncs_tf_launch = {
     "NcclsyncLaunch",
-    {"launcher: int", "ranks: int >= 1", "label: int", "kinds: list(int)", "ops: list(int)", "roots: list(int)", NULL},
+    {"launcher: int", "ranks: int >= 1", "label: int", NULL},
     {"tokens: ranks * int64", NULL},
     "launched: int64",
     create_launch, run_launch, destroy_exchange, 1, {NULL}};

@@ -58,12 +58,8 @@ _COLLECTIVES = "AllReduce, Broadcast, ReduceScatter or AllGather"
 def read_buffers(collective: AnyCollective, memory: Mapping[int, str], world_size: int) -> tuple[Buffers, Buffers]:
     """Return the buffers that a collective reads, and those that it writes; a broadcast's are the same.
 
-    Raises TypeError or ValueError, as `Buffers` does, and if counts and dtypes do not fit each other.
-
-    Args:
-        collective: its lists have one buffer per rank of this process.
-        memory: the DLPack device types that the buffers may lie on.
-        world_size: the number of ranks in all processes.
+    Raises TypeError or ValueError, as `Buffers` does, and if counts and dtypes do not fit each other. `memory` has the
+    DLPack device types that the buffers may lie on.
     """
     if isinstance(collective, Broadcast):
         buffers = Buffers(collective.buffers, "buffers", memory, writable=True)
@@ -89,37 +85,27 @@ class Communicator(abc.ABC):
         size: number of ranks of this process.
         ranks: [size] their numbers among the ranks of all processes.
         world_size: number of ranks in all processes.
-        memory: the DLPack device types that its buffers may lie on.
-        repeatable: whether sums have equal bits in every call and every run.
-        failure: the failed collective's error that ended it; None if none did.
-        waits: whether a collective may wait for another process or a GPU, so that Ctrl-C must end the wait.
-        peers: the other processes, if there are any.
         timeout_s: how long a collective may take; None for no limit.
-        compares_batches: whether the processes compare the batches that `on_batch` names.
-        reads_same_rows: whether all processes read the same batches; False where each reads its own rows alone.
-        enqueues: whether ops launch collectives on it and nobody waits for their ends.
-        failed_group: the number of the first launched group that the last failure has ended, from 1.
-        was_delivered: whether an op may have computed with the failed groups' results.
-        agreed: the number of the last group that all processes are known to have launched.
+        failure: the failed collective's error that ended it; None if none did.
     """
 
-    peers: Peers | None = None
+    size: int
+    ranks: Sequence[int]
+    world_size: int
     timeout_s: float | None = None
-    compares_batches = False
-    reads_same_rows = True
+    failure: BaseException | None = None
+    memory: Mapping[int, str]  # the DLPack device types that its buffers may lie on
+    repeatable: bool = True  # whether sums have equal bits in every call and every run
+    waits: bool = False  # whether a collective may wait for another process or a GPU, so that Ctrl-C must end the wait
+    peers: Peers | None = None  # the other processes, if there are any
+    compares_batches = False  # whether the processes compare the batches that `on_batch` names
+    reads_same_rows = True  # whether all processes read the same batches; False where each reads its own rows alone
+    enqueues: bool = False  # whether ops launch collectives on it and nobody waits for their ends
+    failed_group: int = 0  # the first launched group that the last failure has ended, from 1
+    was_delivered: bool = False  # whether an op may have computed with the failed groups' results
+    agreed: float = math.inf  # the last group that all processes are known to have launched
     _closed = False  # by `close`
     _batch = ""  # of the last `on_batch` that named a batch
-    size: int
-    world_size: int
-    ranks: Sequence[int]
-    memory: Mapping[int, str]
-    repeatable: bool = True
-    failure: BaseException | None = None
-    waits: bool = False
-    enqueues: bool = False
-    failed_group: int = 0
-    was_delivered: bool = False
-    agreed: float = math.inf
 
     @abc.abstractmethod
     def _run_group(self, collectives: Sequence[AnyCollective]) -> None:
@@ -241,13 +227,8 @@ class Communicator(abc.ABC):
     def exchange(self, value: Any, what: str, most_bytes: int = MOST_BYTES) -> list[Any]:
         """Return [processes] the value that each process gives, as `messages.written` takes it. Collective.
 
-        Args:
-            value: this process' value.
-            what: its name in messages.
-            most_bytes: the limit of a value.
-
-        Raises:
-            ProcessError, NcclTimeoutError: another process does something else, or nothing.
+        `what` is its name in messages. Raises ProcessError or NcclTimeoutError if another process does something else,
+        or nothing.
         """
         return (
             [value] if self.peers is None else self.peers.exchange(value, what, self.timeout_s, most_bytes=most_bytes)

@@ -1,7 +1,6 @@
-"""Read and check the buffers of a collective, and turn them into pointers.
+"""Read and check the buffers of a collective: NumPy arrays, DLPack objects and ``(pointer, count, dtype)`` tuples.
 
-Owns the reading and checking of NumPy arrays, DLPack objects and ``(pointer, count, dtype)``
-tuples; knows nothing of communicators. Nothing is copied and nothing is written here.
+They become pointers; nothing is copied or written here.
 """
 
 from __future__ import annotations
@@ -21,17 +20,7 @@ from ncclsync.communicator.native import DTYPE_NAMES, DTYPE_SIZES, DTYPES, ffi
 HOST = {1: "kDLCPU", 3: "kDLCUDAHost"}
 CUDA = {2: "kDLCUDA", 13: "kDLCUDAManaged"}
 
-# DLPack's (type code, bits) of what NCCL knows.
-_DLPACK_CODES = {
-    (code, bits): DTYPES[f"{kind}{bits}"]
-    for code, kind, widths in (
-        (0, "int", (8, 32, 64)),
-        (1, "uint", (8, 32, 64)),
-        (2, "float", (16, 32, 64)),
-        (4, "bfloat", (16,)),
-    )
-    for bits in widths
-}
+_DLPACK_KINDS = {0: "int", 1: "uint", 2: "float", 4: "bfloat"}  # by type code: DLDataTypeCode
 _NUMPY_CODES = {np.dtype(name): code for name, code in DTYPES.items() if name != "bfloat16"}
 _BYTES, _POINTER, _BYTE_POINTER = ffi.typeof("char[]"), ffi.typeof("void*"), ffi.typeof("char*")
 _TENSOR = ffi.typeof("ncs_dlpack_tensor*")
@@ -46,34 +35,11 @@ def empty_aligned(shape: int | Sequence[int], dtype: Any) -> np.ndarray:
     """Return an uninitialised array whose data, if any, begin at a multiple of 64 bytes.
 
     TensorFlow takes such an array without a copy, and vector instructions like it.
-
-    Args:
-        shape: number of elements, or the shape.
-        dtype: anything that ``np.dtype`` takes.
-
-    Raises:
-        TypeError: a shape that is not of whole numbers, no dtype, or a dtype of Python objects.
-        ValueError: a shape with a number below 0.
     """
-    try:
-        if isinstance(shape, bool):
-            raise TypeError
-        sizes = [operator.index(size) for size in (shape if isinstance(shape, Sequence) else [shape])]
-    except TypeError:
-        raise TypeError(f"Expected shape to be a whole number, or several. Received: {shape!r}") from None
-    if min(sizes, default=0) < 0:
-        raise ValueError(f"Expected shape to be of numbers from 0. Received: {shape!r}")
-    given = dtype
-    try:
-        dtype = np.dtype(given)
-    except TypeError as error:
-        raise TypeError(f"Expected a dtype that np.dtype takes. Received: {given!r} ({error})") from None
-    if dtype.hasobject:
-        raise TypeError(f"Expected a dtype of numbers: memory has no Python objects. Received: {given!r}")
-    count = math.prod(sizes)
-    raw = np.empty(count * dtype.itemsize + 64, np.uint8)
+    size_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+    raw = np.empty(size_bytes + 64, np.uint8)
     begin = -raw.ctypes.data % 64
-    return raw[begin : begin + count * dtype.itemsize].view(dtype).reshape(shape)
+    return raw[begin : begin + size_bytes].view(dtype).reshape(shape)
 
 
 class Buffers:
@@ -89,11 +55,10 @@ class Buffers:
     __slots__ = ("_alive", "count", "dtype", "pointers", "what")
 
     def __init__(self, buffers: Sequence[Any], what: str, devices: Mapping[int, str], writable: bool) -> None:
-        """Read one buffer per rank.
+        """Read one buffer per rank; the same object may stand for several ranks.
 
         Args:
-            buffers: per rank a NumPy array, an object with ``__dlpack__`` or a tuple
-                ``(pointer, count, dtype)``. The same object may stand for several ranks.
+            buffers: see `Communicator`.
             what: the argument's name, for messages.
             devices: DLPack device types to accept, ``HOST`` or ``CUDA``. A tuple does not say
                 where it points to: for GPUs CUDA is asked, later, on which one it is.
@@ -263,7 +228,7 @@ def _read_dlpack(buffer: Any, what: str, rank: int, devices: Mapping[int, str]) 
     except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:
         _raise_unshared(buffer, what, rank, error)
     shape = [tensor.shape[i] for i in range(tensor.ndim)]
-    dtype = _DLPACK_CODES.get((tensor.dtype.code, tensor.dtype.bits))
+    dtype = DTYPES.get(f"{_DLPACK_KINDS.get(tensor.dtype.code)}{tensor.dtype.bits}")
     if dtype is None or tensor.dtype.lanes != 1:
         raise TypeError(
             f"Expected {what}[{rank}] of a dtype that NCCL has ({', '.join(DTYPES)}). Received: "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ncclsync.communicator import native
 from ncclsync.communicator.base import (
@@ -23,27 +24,18 @@ class CpuCommunicator(Communicator):
 
     Results are bitwise the same whatever the number of cores and threads: ranks are combined in order;
     float16 and bfloat16 accumulate in float32 and are rounded once. ``recvs`` that are to hold the same may
-    all be one array, which is then written once. It owns nothing but a share in the process-wide worker
-    pool.
+    all be one array, which is then written once. Worker threads, one per usable core, are shared by all
+    communicators of the process.
     """
 
     memory = HOST
 
-    def __init__(self, size: int, *, pool: native.Pool | None = None) -> None:
-        """Make `size` ranks. Raises TypeError or ValueError for bad arguments.
-
-        Args:
-            size: number of ranks.
-            pool: worker threads of the caller's own, which must outlive the communicator;
-                by default those that all communicators share, one per usable core.
-        """
+    def __init__(self, size: int) -> None:
+        """Make `size` ranks. Raises ValueError for a bad number."""
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"Expected size to be a number of ranks, at least 1. Received: {size!r}")
-        if pool is not None and not isinstance(pool, native.Pool):
-            raise TypeError(f"Expected pool to be a native.Pool or None. Received: {pool!r}")
         self.size = self.world_size = size
         self.ranks = range(size)
-        self._pool = pool
 
     def _run_group(self, collectives: Sequence[AnyCollective]) -> None:
         """Run the collectives one after another: there is no launch to be saved."""
@@ -52,7 +44,7 @@ class CpuCommunicator(Communicator):
         if not single:  # a single call of C's is checked there, before it writes
             for collective, (reads, writes) in zip(collectives, runs, strict=True):
                 _check(collective, reads, writes)
-        pool = self._pool or native.process_pool()
+        pool = native.process_pool().handle
         for collective, (reads, writes) in zip(collectives, runs, strict=True):
             status = _run(pool, collective, reads, writes)
             if status != 0:
@@ -60,21 +52,21 @@ class CpuCommunicator(Communicator):
                 native.check(status, "ncs_cpu_all_reduce or ncs_cpu_broadcast")
 
 
-def _run(pool: native.Pool, collective: AnyCollective, reads: Buffers, writes: Buffers) -> int:
+def _run(pool: Any, collective: AnyCollective, reads: Buffers, writes: Buffers) -> int:
     """Return the worst status of the calls that make up a collective."""
     pointers, n, dtype = writes.pointers, len(writes.pointers), reads.dtype
     if isinstance(collective, Broadcast):
-        return lib.ncs_cpu_broadcast(pool.handle, pointers, n, writes.count, dtype, collective.root)
+        return lib.ncs_cpu_broadcast(pool, pointers, n, writes.count, dtype, collective.root)
     if isinstance(collective, AllGather):
         count = reads.count
         # A set: what stands for several ranks is written once.
         copies = ([reads.pointers[r], *set(writes.block(r, count))] for r in range(n))
-        return max(lib.ncs_cpu_broadcast(pool.handle, copy, len(copy), count, dtype, 0) for copy in copies)
+        return max(lib.ncs_cpu_broadcast(pool, copy, len(copy), count, dtype, 0) for copy in copies)
     count, op = writes.count, native.OPS[collective.op]
     if isinstance(collective, AllReduce):
-        return lib.ncs_cpu_all_reduce(pool.handle, reads.pointers, pointers, n, count, dtype, op)
+        return lib.ncs_cpu_all_reduce(pool, reads.pointers, pointers, n, count, dtype, op)
     parts = ((reads.block(r, count), [recv] * n) for r, recv in enumerate(pointers))
-    return max(lib.ncs_cpu_all_reduce(pool.handle, *part, n, count, dtype, op) for part in parts)
+    return max(lib.ncs_cpu_all_reduce(pool, *part, n, count, dtype, op) for part in parts)
 
 
 def _check(collective: AnyCollective, reads: Buffers, writes: Buffers) -> None:

@@ -12,36 +12,10 @@ from typing import Any
 
 from ncclsync.communicator import native
 from ncclsync.communicator.native import ffi, lib
-from ncclsync.communicator.nccl_calls import Progress
 
 _FAILURE, _LAUNCHER = ffi.typeof("ncs_launch_failure*"), ffi.typeof("ncs_launcher**")
 
-OWN_WORK, LAUNCHING, RUNNING = lib.NCS_OWN_WORK, lib.NCS_LAUNCHING, lib.NCS_RUNNING
-
-
-class LaunchFailure:
-    """Describe a group that has failed, or that is pending; see ``ncs_launch_failure``, whose numbers it has.
-
-    Attributes:
-        status: NCCL's; `native.TIMEOUT` if the group did not end in time, `native.IN_PROGRESS` if it was cancelled.
-        stage: what the group was waiting for: OWN_WORK, LAUNCHING or RUNNING; `waited_s` for how many seconds.
-        group, first: the numbers of the first group that has failed, and of its first collective, from 1.
-        label: as given at its launch.
-        was_delivered: whether an op may have computed with the failed group's results.
-        call, words: the call that failed and its own words; "" if none did.
-        sizes: (elements, NCCL's number of the dtype) of its collectives; of the first few, if there are many.
-        progress: [N] how far each rank had come; ABSENT if the GPU's own work before the group had not ended.
-    """
-
-    def __init__(self, reported: Any, size: int) -> None:
-        """Read it, as of a launcher of `size` ranks."""
-        self.status, self.stage, self.waited_s = reported.status, reported.stage, reported.waited_s
-        self.group, self.label, self.first = reported.group, reported.label, reported.first
-        self.was_delivered = bool(reported.was_delivered)
-        self.call, self.words = ffi.string(reported.failure.call).decode(), native.words(reported.failure)
-        named = range(min(reported.n_collectives, lib.NCS_MOST_NAMED))
-        self.sizes = [(reported.counts[i], reported.dtypes[i]) for i in named]
-        self.progress = [Progress(reported.progress[r]) for r in range(size)]
+OWN_WORK = lib.NCS_OWN_WORK
 
 
 class Launcher:
@@ -49,22 +23,20 @@ class Launcher:
 
     Attributes:
         address: of the C object, for an input of an op; valid as long as the process lives.
-        blocks: whether the host waits for groups: buffers are in host memory, or the driver cannot let a GPU wait
-            for them. Known once the launcher is open.
+        blocks: whether the host waits for groups, since the driver cannot let a GPU wait for them. Known once the
+            launcher is open.
     """
 
-    def __init__(self, size: int, timeout_s: float | None, on_host: bool) -> None:
+    def __init__(self, size: int, timeout_s: float | None) -> None:
         """Make a closed launcher for so many ranks.
 
-        Args:
-            timeout_s: the limit for a group, and for the GPUs' own work before it; None for none.
-            on_host: whether buffers are in host memory.
+        `timeout_s` is the limit for a group, and for the GPUs' own work before it; None for none.
         """
         if size > lib.NCS_MOST_RANKS:
             raise ValueError(f"Expected at most {lib.NCS_MOST_RANKS} ranks in a process. Received: {size}")
         handle = ffi.new(_LAUNCHER)
-        native.check(lib.ncs_launcher_create(size, timeout_s or 0.0, on_host, handle), "ncs_launcher_create")
-        self._size, self._handle = size, handle[0]
+        native.check(lib.ncs_launcher_create(size, timeout_s or 0.0, handle), "ncs_launcher_create")
+        self._handle = handle[0]
         self.address = int(ffi.cast("intptr_t", self._handle))
         self.blocks = True
 
@@ -89,7 +61,7 @@ class Launcher:
                 lib.ncs_launcher_release(self._handle)
 
     def count(self, collectives: int) -> int:
-        """Count collectives that were not launched here; return the number of the first."""
+        """Count collectives that the caller runs itself; return the number of the first."""
         first = ffi.new("int64_t*")
         native.check(lib.ncs_launcher_count(self._handle, collectives, first), "ncs_launcher_count")
         return first[0]
@@ -112,22 +84,15 @@ class Launcher:
         """Give up the groups under way unless one of them ends within a second."""
         lib.ncs_launcher_interrupt(self._handle)
 
-    def failure(self) -> LaunchFailure | None:
-        """Return the failure since the launcher was opened, None if there is none."""
+    def failure(self) -> Any:
+        """Return the ``ncs_launch_failure`` since the launcher was opened, None if there is none."""
         return self._read(lib.ncs_launcher_get_failure, "ncs_launcher_get_failure")
 
-    def pending(self) -> LaunchFailure | None:
-        """Return the first group that has not ended, None if all have. `waited_s` counts from its stage."""
+    def pending(self) -> Any:
+        """Return the same of the first group that has not ended, None if all have. `waited_s` counts from its stage."""
         return self._read(lib.ncs_launcher_get_pending, "ncs_launcher_get_pending")
 
-    def _read(self, get: Any, name: str) -> LaunchFailure | None:
+    def _read(self, get: Any, name: str) -> Any:
         reported = ffi.new(_FAILURE)
         native.check(get(self._handle, reported), name)
-        return LaunchFailure(reported, self._size) if reported.status else None
-
-
-def alive() -> dict[str, int]:
-    """Return the process' numbers of arrivals, launched groups and events; for tests."""
-    counts = [ffi.new("int64_t*") for _ in range(3)]
-    native.check(lib.ncs_launcher_alive(*counts), "ncs_launcher_alive")
-    return dict(zip(("arrivals", "groups", "events"), (count[0] for count in counts), strict=True))
+        return reported if reported.status else None

@@ -1,8 +1,7 @@
 """Call the C library; this module alone imports the cffi extension.
 
-Owns the tables of dtypes and operations, ``check()``, through which every status passes, the
-process-wide worker pool, and the search for libnccl and libcudart. Knows neither arrays nor
-TensorFlow. NCCL's spelling stays in here.
+Owns the tables of dtypes and operations, ``check()``, through which every status passes, the process-wide worker pool,
+and the search for libnccl and libcudart.
 """
 
 from __future__ import annotations
@@ -55,21 +54,15 @@ TIMEOUT = _STATUSES["ncclTimeout"]
 
 
 def check(status: int, call: str, last_error: str = "") -> None:
-    """Raise NcclError unless a native call returned success.
-
-    Args:
-        status: what the call returned.
-        call: its name, for the message.
-        last_error: the library's own words.
-    """
+    """Raise NcclError unless a call's status is success; `last_error`: the library's own words."""
     if status != 0:
         raise NcclError(status, call, last_error, STATUS_NAMES.get(status, "unknown status"))
 
 
 def check_failure(status: int, failure: Any) -> None:
-    """Raise NcclError unless a native call succeeded; its ``ncs_failure`` describes the call."""
+    """Raise NcclError, as an ``ncs_failure`` describes the call, unless its status is success."""
     if status != 0:
-        check(status, ffi.string(failure.call).decode() or "malloc", words(failure))
+        check(status, name_of_call(failure) or "malloc", words(failure))
 
 
 def call(function: Any, inputs: Sequence[Any], *outputs: Any) -> None:
@@ -78,45 +71,27 @@ def call(function: Any, inputs: Sequence[Any], *outputs: Any) -> None:
     check_failure(function(*inputs, failure, *outputs), failure)
 
 
+def name_of_call(failure: Any) -> str:
+    """Return the call that an ``ncs_failure`` is of; "" if there is none."""
+    return ffi.string(failure.call).decode()
+
+
 def words(failure: Any) -> str:
     """Return the message of an ``ncs_failure``."""
     return ffi.string(failure.message).decode(errors="replace")
 
 
 class Pool:
-    """Run collectives over host memory by worker threads, which sleep between jobs.
+    """Hold worker threads, which live as long as the process; see ``ncs_pool``."""
 
-    Close it, or use it as a context manager. Any number of threads may share a pool.
-    """
-
-    def __init__(self, threads: int, instruction_set: int = lib.NCS_INSTRUCTION_SET_BEST) -> None:
-        """Start the workers.
-
-        Args:
-            threads: how many threads work on a job, the calling one included.
-            instruction_set: ``NCS_INSTRUCTION_SET_…``; others than the best are for tests.
-
-        Raises NcclError: no such instruction set on this machine, ``threads < 1``, or no thread to be had.
-        """
+    def __init__(self, threads: int) -> None:
+        """Start the workers: `threads` counts the calling thread, too. Raises NcclError."""
         handle = ffi.new("ncs_pool**")
-        check(lib.ncs_pool_create(threads, instruction_set, handle), "ncs_pool_create")
+        check(lib.ncs_pool_create(threads, lib.NCS_INSTRUCTION_SET_BEST, handle), "ncs_pool_create")
         self.handle = handle[0]
-        self.threads = threads
-
-    def close(self) -> None:
-        """End the workers; blocks until they have ended. No job may be running. Idempotent."""
-        handle, self.handle = self.handle, ffi.NULL
-        check(lib.ncs_pool_destroy(handle), "ncs_pool_destroy")
-
-    def __enter__(self) -> Pool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
-# The one piece of shared state: N communicators with a pool each would have N × cores threads.
-# It is made on first use and lives as long as the process.
+# Shared: N communicators with a pool each would have N × cores threads.
 _process_pool: Pool | None = None
 _process_pool_lock = threading.Lock()
 
@@ -160,15 +135,12 @@ os.register_at_fork(after_in_child=_forget_process_pool)
 
 
 def register_tensorflow(path: str) -> None:
-    """Register the ops of ``csrc/tf`` with TensorFlow, whose functions they find in its library at ``path``.
-
-    Raises NcclError if this TensorFlow lacks a function, or refuses.
-    """
+    """Register the ops of ``csrc/tf`` with TensorFlow's library at ``path``; see ``ncs_tf_register``."""
     call(lib.ncs_tf_register, [path.encode(), process_pool().handle])
 
 
 def find_gpu_streams(path: str) -> None:
-    """Let the ops find TensorFlow's streams by the library at ``path``; see ``csrc/ncclsync.h``. Raises NcclError."""
+    """Let the ops find TensorFlow's streams by the library at ``path``; see ``ncs_tf_find_streams``."""
     call(lib.ncs_tf_find_streams, [path.encode()])
 
 
@@ -194,11 +166,11 @@ class Timestamps:
 
     @property
     def address(self) -> int:
-        """Return the address where C finds it, for an attribute of an op."""
+        """Return where C finds it, for an attribute of an op."""
         return int(ffi.cast("intptr_t", self.handle))
 
     def record(self, span: int, ends: bool, value: int = 0) -> None:
-        """Record that a span begins or ends, now. Raises NcclError if there is no memory."""
+        """Record that a span begins or ends, now."""
         check(lib.ncs_meter_record(self.handle, span, ends, value), "ncs_meter_record")
 
     def listen(self, hear: Any) -> None:
@@ -253,11 +225,7 @@ class Beat:
 
 
 def _candidates(variable: str, package: str, file: str) -> list[str]:
-    """Return what to give to ``dlopen``, in order of preference.
-
-    A variable that is set decides alone: whoever sets it wants that library or an error, not a
-    silent second choice.
-    """
+    """Return what to give to ``dlopen``, in order of preference. A variable that is set decides alone."""
     chosen = os.environ.get(variable)
     if chosen:
         return [chosen]
@@ -302,9 +270,8 @@ class NcclLibrary:
     """Hold a loaded libnccl. NCCL itself is never unloaded: it leaves threads."""
 
     def __init__(self) -> None:
-        """Load the first libnccl that can be loaded.
+        """Load the first libnccl that can be loaded; see `_candidates`.
 
-        ``NCCLSYNC_NCCL_LIBRARY`` decides if it is set; otherwise the nvidia-nccl wheel's file, then the loader's path.
         Raises NcclUnavailableError, which names all that were tried, if none is there, or none that is new enough.
         """
         failure, handle = ffi.new("ncs_failure*"), ffi.new("ncs_nccl**")
@@ -324,9 +291,8 @@ class NcclLibrary:
         """Return NCCL's version, e.g. ``(2, 32, 3)``. Needs no GPU."""
         version = ffi.new("int*")
         call(lib.ncs_nccl_get_version, [self.handle], version)
-        code = version[0]
-        thousand = 10000 if code >= 10000 else 1000  # until 2.8 the minor version had one digit
-        return code // thousand, code % thousand // 100, code % 100
+        code = version[0]  # of NCCL 2.9 or newer: before, the minor version had one digit
+        return code // 10000, code % 10000 // 100, code % 100
 
 
 def nccl_version() -> tuple[int, int, int]:

@@ -31,7 +31,7 @@ from ncclsync.communicator.base import (
     read_buffers,
 )
 from ncclsync.communicator.buffers import CUDA, Buffers
-from ncclsync.communicator.launcher import OWN_WORK, Launcher, LaunchFailure
+from ncclsync.communicator.launcher import OWN_WORK, Launcher
 from ncclsync.communicator.nccl_calls import Progress
 from ncclsync.communicator.peers import Peers
 from ncclsync.communicator.preflight import check_paths
@@ -149,12 +149,8 @@ class NcclCommunicator(Communicator):
         """Join GPUs of several processes, which look after each other. Collective; blocks until all ranks are up.
 
         Processes' ranks follow each other: 0 and 1 of the first. A process that fails, ends or is silent ends what the
-        others wait for by a ProcessError that names it. After a failure `reopen` joins all anew. Raises as the class.
-
-        Args:
-            peers: the processes.
-            devices: CUDA ordinals of this one's.
-            timeout_s, preflight, repeatable: as of `from_unique_id`.
+        others wait for by a ProcessError that names it. After a failure `reopen` joins all anew. Arguments, and what is
+        raised, are as of `from_unique_id`.
         """
         self = cls.__new__(cls)
         self.peers = peers
@@ -202,10 +198,10 @@ class NcclCommunicator(Communicator):
         self._failure: BaseException | None = None
         self._refused: NcclSyncError | None = None  # what the last agreement has raised
         self.agreed = math.inf if self.peers is None else 0
-        self._launcher: Launcher | None = None
+        self._launcher = Launcher(self.size, timeout_s)
+        self._is_launched = self._on_host = False  # whether ops launch groups; on buffers in host memory
         self._ending = threading.Event()
         self._labels: list[tuple[tuple[type, str], ...]] = [()]  # of groups that ops launch
-        self._n_collectives = 0  # without those that were launched
         self._aborting: timeouts.Aside | None = None  # an abort that nobody waits for
         self._lock = threading.Lock()  # NCCL: never two threads at once on one communicator
         self._user: int | None = None  # the thread that has the lock, in a call
@@ -224,22 +220,22 @@ class NcclCommunicator(Communicator):
 
     def _take_failure(self) -> None:
         """Take over the failure of a launched group; the launcher has aborted the communicator."""
-        found = None if self._launcher is None or self._handle is None else self._launcher.failure()
+        found = None if self._handle is None else self._launcher.failure()
         if found is None:
             return
         self._handle, self._failure = None, self._explain(found)
-        self.failed_group, self.was_delivered = found.group, found.was_delivered
+        self.failed_group, self.was_delivered = found.group, bool(found.was_delivered)
         if self._failure is not None:
             self.report_failure(self._failure)
 
     @property
     def enqueues(self) -> bool:  # type: ignore[override]
         """Return whether groups are launched without anybody waiting for their ends."""
-        return self._launcher is not None and not self._launcher.blocks
+        return self._is_launched and not self._on_host and not self._launcher.blocks
 
     def groups(self) -> tuple[int, int]:
         """Return how many groups were launched, and how many of them are known to have ended well."""
-        return (0, 0) if self._launcher is None else self._launcher.groups()
+        return self._launcher.groups()
 
     def launcher(self, *, on_host: bool = False) -> Launcher:
         """Return what launches groups on this communicator without waiting for them; one for its life.
@@ -248,16 +244,14 @@ class NcclCommunicator(Communicator):
         class keeps launches away until it has ended.
 
         Args:
-            on_host: whether the buffers are in host memory.
+            on_host: whether the buffers are in host memory, so that who takes a group's results waits for its end.
         """
         with self._lock:
-            if self._launcher is None:
-                self._launcher = Launcher(self.size, self.timeout_s, on_host)
+            if not self._is_launched:
+                self._is_launched, self._on_host = True, on_host
                 every_s = timeouts.WARN_AFTER_S / 12 if self.peers is None else timeouts.SLICE_S
                 arguments = (weakref.ref(self), self._ending, every_s)
                 threading.Thread(target=_warn_of_pending, args=arguments, name="ncclsync pending", daemon=True).start()
-                if self._handle is not None:
-                    self._launcher.open(self._handle)
             return self._launcher
 
     def label(self, collectives: Sequence[AnyCollective]) -> int:
@@ -267,20 +261,18 @@ class NcclCommunicator(Communicator):
 
     def interrupt(self) -> None:
         """Give up launched groups unless one ends within a second: somebody pressed Ctrl-C."""
-        if self._launcher is not None:
-            self._launcher.interrupt()
+        self._launcher.interrupt()
 
     def wait(self) -> None:
         """Wait until all launched groups have ended; see `Communicator.wait`. Ctrl-C ends it."""
-        launcher = self._launcher
-        if launcher is None:
+        if not self._is_launched:
             return
-        with timeouts.interruptible(launcher.interrupt):
-            while not launcher.wait(timeouts.SLICE_S):
+        with timeouts.interruptible(self._launcher.interrupt):
+            while not self._launcher.wait(timeouts.SLICE_S):
                 pass
         if self.failure is not None:
             raise self.failure
-        if launcher.failure() is not None:  # another thread has closed it, and given up the groups
+        if self._launcher.failure() is not None:  # another thread has closed it, and given up the groups
             self.raise_closed()
 
     def agree(self, value: Any, what: str) -> list[Any]:
@@ -298,7 +290,7 @@ class NcclCommunicator(Communicator):
         except NcclSyncError as error:
             self._refused = error
             self.report_failure(error)
-            while self._launcher is not None and not self._launcher.wait(timeouts.SLICE_S):
+            while not self._launcher.wait(timeouts.SLICE_S):
                 pass  # what fails with it has then failed, too
             raise
         self.agreed = launched
@@ -311,14 +303,13 @@ class NcclCommunicator(Communicator):
 
     def heed(self) -> None:
         """Give up launched groups that other processes do not launch: they, or this one, have failed."""
-        launcher, peers = self._launcher, self.peers
-        pending = None if launcher is None or peers is None else launcher.pending()
-        if launcher is None or peers is None or pending is None:
+        pending = self._launcher.pending()
+        if self.peers is None or pending is None:
             return
-        if peers.have_ended() or (pending.group > self.agreed and peers.failures != self._failures_before):
-            launcher.interrupt()
+        if self.peers.have_ended() or (pending.group > self.agreed and self.peers.failures != self._failures_before):
+            self._launcher.interrupt()
 
-    def _explain(self, found: LaunchFailure) -> BaseException | None:
+    def _explain(self, found: Any) -> BaseException | None:
         """Return the error of a launched group's failure, in the words of one that was waited for.
 
         None if it was given up since this process has failed, which is known.
@@ -332,7 +323,8 @@ class NcclCommunicator(Communicator):
             if self.peers.failures != self._failures_before:
                 return self._refused or self.peers.raised
         kinds = self._labels[found.label]
-        call = found.call or (nccl_calls.CALLS[KINDS[kinds[0][0]][0]] if kinds else "ncclGroupEnd")
+        usual = nccl_calls.CALLS[KINDS[kinds[0][0]][0]] if kinds else "ncclGroupEnd"
+        call = native.name_of_call(found.failure) or usual
         if found.status == native.IN_PROGRESS:
             return NcclSyncError(
                 f"Expected {what} to end. Received: an interrupt (Ctrl-C) after {found.waited_s:.1f} s"
@@ -341,23 +333,22 @@ class NcclCommunicator(Communicator):
             words = f"it has not within {self.timeout_s:g} s: {arrived}. The communicator is aborted"
             return NcclTimeoutError(native.TIMEOUT, call, words, "ncclTimeout", what)
         name = native.STATUS_NAMES.get(found.status, "unknown status")
-        return NcclError(found.status, call, found.words, name, what)
+        return NcclError(found.status, call, native.words(found.failure), name, what)
 
-    def _words_of(self, found: LaunchFailure) -> tuple[str, str]:
+    def _words_of(self, found: Any) -> tuple[str, str]:
         """Return what a launched group is, and who has arrived."""
         kinds = self._labels[found.label]
-        names = [
-            _name(kind, found.first + index, label, *size)
-            for index, ((kind, label), size) in enumerate(zip(kinds, found.sizes, strict=False))
-        ]
+        sizes = zip(kinds, found.counts, found.dtypes, strict=False)  # of a large group the first ones
+        names = [_name(kind, found.first + i, label, *size) for i, ((kind, label), *size) in enumerate(sizes)]
         what = _list(len(names), names.__getitem__) if names else "a group of collectives"
         own_work = found.stage == OWN_WORK
         what = f"the GPUs' own work before {what}" if own_work else what
-        return what, self._progress_words(found.progress, own_work)
+        progress = [Progress(found.progress[r]) for r in range(self.size)]
+        return what, self._progress_words(progress, own_work)
 
     def warn_of_pending(self, warned: int) -> int:
         """Log a launched group that has been pending for long; return its number, or that of the last one, `warned`."""
-        pending = None if self._launcher is None else self._launcher.pending()
+        pending = self._launcher.pending()
         if pending is None or pending.group <= warned or pending.waited_s < timeouts.WARN_AFTER_S:
             return warned
         timeouts.warn_of_pending(*self._words_of(pending), pending.waited_s, self.timeout_s)
@@ -382,9 +373,6 @@ class NcclCommunicator(Communicator):
     @contextlib.contextmanager
     def _reserved(self) -> Iterator[None]:
         """Keep groups that ops launch, and their failures, away from the communicator; under the lock."""
-        if self._launcher is None or self._handle is None:
-            yield
-            return
         with self._launcher.reserved() as is_open:
             if not is_open:
                 self._take_failure()
@@ -411,8 +399,7 @@ class NcclCommunicator(Communicator):
             if self._aborting is not None:
                 self._wait_for_abort(self._aborting.wait)
                 self._aborting = None
-            if self._launcher is not None:
-                self._wait_for_abort(self._launcher.wait_for_abort)
+            self._wait_for_abort(self._launcher.wait_for_abort)
             if self.peers is not None:
                 self._meet()
             self._join()
@@ -442,10 +429,7 @@ class NcclCommunicator(Communicator):
     def _wait_for_agreed(self) -> None:
         """Wait until the groups have ended that all processes have launched: weights rest on them."""
         assert self.peers is not None
-        launcher = self._launcher
-        while launcher is not None and launcher.groups()[1] < self.agreed:
-            if self.peers.have_ended() or launcher.failure() is not None:
-                return
+        while self.groups()[1] < self.agreed and not self.peers.have_ended() and self._launcher.failure() is None:
             time.sleep(1e-3)
 
     def raise_closed(self) -> NoReturn:
@@ -467,8 +451,7 @@ class NcclCommunicator(Communicator):
             self._ending.set()
             if handle is None:
                 return
-            if self._launcher is not None:
-                self._launcher.close()
+            self._launcher.close()
 
             def begin(handle, slice_s):
                 nccl_calls.finalize(handle)
@@ -500,8 +483,7 @@ class NcclCommunicator(Communicator):
             except NcclError as error:
                 nccl_calls.raise_explained(error, self.devices)
         self._handle, self._failure = handle, None
-        if self._launcher is not None:
-            self._launcher.open(handle)
+        self._launcher.open(handle)
 
     def _run_group(self, collectives: Sequence[AnyCollective]) -> None:
         buffers = [read_buffers(one, self.memory, self.world_size) for one in collectives]
@@ -510,7 +492,7 @@ class NcclCommunicator(Communicator):
             handle = self._handle
             if handle is None:  # closed by another thread meanwhile
                 self.raise_closed()
-            first = self._n_collectives + 1 if self._launcher is None else self._launcher.count(group.size)
+            first = self._launcher.count(0)
 
             def name(index: int) -> str:
                 kind, label = type(collectives[index]), collectives[index].label
@@ -521,7 +503,7 @@ class NcclCommunicator(Communicator):
                 return nccl_calls.run_group(handle, group, slice_s, name)
 
             nccl_calls.check_group(handle, group, name)
-            self._n_collectives += group.size
+            self._launcher.count(group.size)
             with self._aborted_on_error(handle):
                 self._launch(handle, lambda: _list(group.size, name), group.call, begin)
 
@@ -573,8 +555,7 @@ class NcclCommunicator(Communicator):
 
     def _abort(self, handle: Any, cause: BaseException | None) -> None:
         """Free the communicator aside: CUDA frees memory after the GPUs' own work, which may never end."""
-        if self._launcher is not None:
-            self._launcher.close(getattr(cause, "status", 0) or native.INVALID_USAGE)
+        self._launcher.close(getattr(cause, "status", 0) or native.INVALID_USAGE)
         aborting = timeouts.Aside(functools.partial(nccl_calls.abort, handle), "ncclsync abort")
         try:
             self._aborting = None if aborting.wait(ABORT_WAIT_S) else aborting

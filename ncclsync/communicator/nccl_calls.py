@@ -1,7 +1,6 @@
 """Call NCCL over the GPUs of this process: begin a call, wait for it in slices, end it.
 
 One function for each of the C library's; statuses become exceptions here, with advice where there is any.
-Nothing here waits for longer than it is asked to: `timeouts` waits for the limit.
 """
 
 from __future__ import annotations
@@ -72,16 +71,8 @@ def create(
 ) -> Any:
     """Begin to join CUDA devices; see ``ncs_nccl_create``. `wait` ends it, `destroy` or `abort` frees the handle.
 
-    Args:
-        library: the NCCL to use.
-        joined_by: the unique id that all processes were given; None if this is the only one.
-        world_size: the number of ranks in all processes.
-        ranks: those of this process.
-        devices: CUDA ordinals, one for each of `ranks`.
-
-    Raises:
-        NcclUnavailableError: no driver, or no CUDA runtime.
-        NcclError: anything else that failed.
+    `joined_by` is the unique id that all processes were given; None if this is the only one. Raises
+    NcclUnavailableError if there is no driver, or no CUDA runtime, NcclError for anything else that failed.
     """
     failure, handle = ffi.new(_FAILURE), ffi.new("ncs_nccl_comm**")
     found = ffi.NULL if joined_by is None else ffi.from_buffer("char[]", joined_by)
@@ -94,7 +85,7 @@ def create(
         status = lib.ncs_nccl_create(library.handle, path.encode(), driver.encode(), own, failure, handle)
         if status == 0:
             return handle[0]
-        call = ffi.string(failure.call).decode()
+        call = native.name_of_call(failure)
         if call not in ("dlopen", "dlsym"):
             break
         tried.append(f"{path} ({native.words(failure)})")
@@ -133,17 +124,22 @@ def raise_explained(error: NcclError, devices: Sequence[int]) -> NoReturn:
     raise type(error)(error.status, error.call, f"{words}.{remedy}", error.status_name, error.during) from error
 
 
-def _is_done(status: int, failure: Any) -> bool:
-    if status == native.IN_PROGRESS:
-        return False
-    native.check_failure(status, failure)
-    return True
-
-
 def wait(comm: Any, slice_s: float) -> bool:
     """Wait for the current call, for so many seconds; return whether it has ended. Raises NcclError."""
+    return _has_ended(lib.ncs_nccl_wait, comm, slice_s)
+
+
+def wait_for_devices(comm: Any, slice_s: float) -> bool:
+    """Begin, or go on, to wait for the GPUs' own work; return whether it has ended. Raises NcclError."""
+    return _has_ended(lib.ncs_nccl_wait_for_devices, comm, slice_s)
+
+
+def _has_ended(wait: Any, *arguments: Any) -> bool:
     failure = ffi.new(_FAILURE)
-    return _is_done(lib.ncs_nccl_wait(comm, slice_s, failure), failure)
+    status = wait(*arguments, failure)
+    if status != native.IN_PROGRESS:
+        native.check_failure(status, failure)
+    return status != native.IN_PROGRESS
 
 
 class Group:
@@ -172,13 +168,7 @@ class Group:
 
 
 def check_group(comm: Any, group: Group, name: Callable[[int], str]) -> None:
-    """Raise ValueError unless ``ncs_nccl_check_group`` finds a group in order.
-
-    Args:
-        comm: the communicator's handle.
-        group: what is to be run.
-        name: says which collective of the group is meant, by its index.
-    """
+    """Raise ValueError unless ``ncs_nccl_check_group`` finds a group in order; `name` names its i-th collective."""
     status = lib.ncs_nccl_check_group(comm, group.array, group.size, group.failure)
     if status == native.INVALID_ARGUMENT:
         which = f", in {name(group.failure.index)}" if group.size > 1 else ""
@@ -192,18 +182,15 @@ def run_group(comm: Any, group: Group, slice_s: float, name: Callable[[int], str
     Raises NcclError, which names the collective, if one's call failed.
     """
     status = lib.ncs_nccl_run_group(comm, group.array, group.size, slice_s, group.failure)
+    if status == native.IN_PROGRESS:
+        return False
     try:
-        return _is_done(status, group.failure)
+        native.check_failure(status, group.failure)
     except NcclError as error:
         if group.failure.index < 0:
             raise
         raise error.within(name(group.failure.index)) from None
-
-
-def wait_for_devices(comm: Any, slice_s: float) -> bool:
-    """Begin, or go on, to wait for the GPUs' own work; return whether it has ended. Raises NcclError."""
-    failure = ffi.new(_FAILURE)
-    return _is_done(lib.ncs_nccl_wait_for_devices(comm, slice_s, failure), failure)
+    return True
 
 
 def progress(comm: Any, size: int) -> list[Progress]:
@@ -229,10 +216,7 @@ def abort(comm: Any) -> None:
 
 
 def scratch(comm: Any, index: int, size_bytes: int) -> Any:
-    """Return a pointer to memory on the index-th device, which the communicator frees; 0 bytes: frees it now.
-
-    Raises NcclError.
-    """
+    """Return memory on the index-th device, which the communicator frees; 0 bytes: frees it now. Raises NcclError."""
     pointer = ffi.new("void**")
     native.call(lib.ncs_nccl_scratch, [comm, index, size_bytes], pointer)
     return pointer[0]

@@ -1,8 +1,8 @@
 """Turn NVLS off in NCCL where sums must be repeatable: equal bits in every call and every run.
 
 NVLS lets the NVSwitch add up, in an order that differs from call to call (NVIDIA/nccl#1497). NCCL reads
-``NCCL_NVLS_ENABLE`` once per process, when it makes its first communicator. ``NCCL_ALGO=^NVLS`` would do
-too, but would replace the user's own value; NCCL_NVLS_ENABLE=0 goes with any NCCL_ALGO that allows another algorithm.
+``NCCL_NVLS_ENABLE`` once per process, when it makes its first communicator. ``NCCL_ALGO=^NVLS`` would replace the
+user's own value; NCCL_NVLS_ENABLE=0 goes with any NCCL_ALGO that allows another algorithm.
 """
 
 from __future__ import annotations
@@ -23,17 +23,11 @@ _read: list[str | None] = []
 
 @dataclasses.dataclass(frozen=True)
 class Nvls:
-    """Say whether NCCL may use NVLS in communicators that are made now.
+    """Say whether NCCL may use NVLS in communicators that are made now."""
 
-    Attributes:
-        allowed: whether it may. It does only where the GPUs and the NVSwitch can.
-        reason: why, as a clause.
-        variable: "NAME=value" of the variable that asks for NVLS although sums must be repeatable; None if none does.
-    """
-
-    allowed: bool
-    reason: str
-    variable: str | None = None
+    allowed: bool  # it does only where the GPUs and the NVSwitch can
+    reason: str  # why, as a clause
+    variable: str | None = None  # "NAME=value" of the variable that asks for NVLS although sums must be repeatable
 
 
 def in_force(variable: Callable[[str], str | None], repeatable: bool) -> Nvls:

@@ -31,13 +31,8 @@ def check_paths(comm: Any, ranks: Sequence[int], world_size: int, run: Callable[
     """Send known numbers between all ranks and compare what this process' ranks receive. Collective.
 
     Raises NcclPreflightError, which names the pair, if a rank received something else; NcclTimeoutError if nothing
-    came; and whatever `run` raises.
-
-    Args:
-        comm: a communicator's handle; it holds the device memory that is used, also after a failure.
-        ranks: this process' ranks.
-        world_size: the number of ranks in all processes.
-        run: `run(what, call, begin)` begins a task after the GPUs' own work, and waits for its end.
+    came; and whatever `run(what, call, begin)` raises, which begins a task after the GPUs' own work, and waits for its
+    end. The handle `comm` holds the device memory that is used, also after a failure.
     """
     size_bytes = world_size * COUNT * 4
     memory = [nccl_calls.scratch(comm, i, 2 * size_bytes) for i in range(len(ranks))]

@@ -1,7 +1,5 @@
 """Wait without a hang: in slices, with a warning after a while, up to a limit, and until Ctrl-C.
 
-A task that cannot be waited for in slices runs aside.
-
 Python handles signals in the main thread only, and only where that thread runs Python. `interruptible` is for
 a main thread that goes into native code which waits for other threads: these see the Ctrl-C in its place.
 """
@@ -60,21 +58,17 @@ def wait(
     arrived: Callable[[], str],
     check: Callable[[str], None] | None = None,
 ) -> None:
-    """Wait until something has ended.
+    """Wait until something has ended; raise NcclTimeoutError if it has not within the limit.
+
+    A Ctrl-C is a KeyboardInterrupt in the main thread, elsewhere a NcclSyncError; see `interruptible`.
 
     Args:
         go_on: waits for so many seconds; returns whether it has ended. The first call may begin it.
         call: NCCL's, for messages.
         what: says what it is, for messages.
         timeout_s: the limit; None for none.
-        arrived: says which ranks have arrived.
+        arrived: says which ranks have arrived, for messages.
         check: raises if waiting has become futile; its argument is `what()`.
-
-    Raises:
-        NcclTimeoutError: it has not ended within the limit.
-        NcclSyncError: somebody pressed Ctrl-C, see `interruptible`.
-        KeyboardInterrupt: the same, in the main thread.
-        Exception: whatever `go_on` and `check` raise.
     """
     limit_s = math.inf if timeout_s is None else timeout_s
     slice_s = min(SLICE_S, limit_s)

@@ -17,7 +17,7 @@ DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
 def fill_buckets(
     sizes_bytes: Sequence[int], kinds: Sequence[Hashable], bucket_bytes: int, first_bytes: int | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """Assign tensors to buckets, last created first.
+    """Assign tensors to buckets, last created first; return [B] tuples of their indices.
 
     Back-propagation yields the gradients of the last layers first, so that a bucket that is filled in
     reverse order of creation is complete early.
@@ -27,14 +27,7 @@ def fill_buckets(
         kinds: [N] tensors share a bucket only if their kinds are equal (dtype and operation, say).
         bucket_bytes: the most that a bucket holds, positive; a larger tensor gets a bucket of its own.
         first_bytes: the most that the first bucket of each kind holds; None: `bucket_bytes`.
-
-    Returns:
-        [B] buckets, each a tuple of tensor indices; every index occurs exactly once.
     """
-    if len(sizes_bytes) != len(kinds):
-        raise ValueError(f"Expected as many kinds as sizes. Received: {len(kinds)} kinds, {len(sizes_bytes)} sizes.")
-    if bucket_bytes < 1:
-        raise ValueError(f"Expected bucket_bytes to be at least 1. Received: {bucket_bytes}")
     buckets: list[list[int]] = []
     open_bucket: dict[Hashable, tuple[list[int], int]] = {}
     limits = dict.fromkeys(kinds, bucket_bytes if first_bytes is None else first_bytes)

@@ -44,19 +44,12 @@ class Purpose(str, enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """Describe how a tensor is joined with the other towers' tensors.
-
-    Attributes:
-        kind: what every tower gets.
-        op: an element of `REDUCE_OPS`; "mean" weighs each tower by its samples. A broadcast does not use it.
-        root: the tower that a broadcast starts from.
-        empty_too: whether towers without samples take part, with values kept from earlier batches.
-    """
+    """Describe how a tensor is joined with the other towers' tensors."""
 
     kind: CollectiveKind
-    op: str = "sum"
-    root: int = 0
-    empty_too: bool = False
+    op: str = "sum"  # an element of `REDUCE_OPS`; "mean" weighs each tower by its samples
+    root: int = 0  # the tower that a broadcast starts from
+    empty_too: bool = False  # whether towers without samples take part, with values kept from earlier batches
 
     @property
     def concatenates(self) -> bool:
@@ -91,21 +84,13 @@ SCATTERED = Collective(CollectiveKind.REDUCE_SCATTER)
 
 
 class Share(NamedTuple):
-    """Hold a tower's part of the batch.
+    """Hold a tower's part of the batch, as scalars: `fraction` is float64, the others are int32."""
 
-    Attributes:
-        fraction: its share of the batch's samples, a float64 scalar; 0 for a tower without samples.
-        tower: the tower's number. This and the following are int32 scalars.
-        rows: the number of rows that it computes on: its samples; or 1, a copy of the batch's first row, without any.
-        begin: the index in the batch of its first row.
-        total: the number of samples in the batch.
-    """
-
-    fraction: tf.Tensor
-    tower: tf.Tensor
-    rows: tf.Tensor
-    begin: tf.Tensor
-    total: tf.Tensor
+    fraction: tf.Tensor  # its share of the batch's samples; 0 for a tower without samples
+    tower: tf.Tensor  # its number
+    rows: tf.Tensor  # that it computes on: its samples; or 1, a copy of the batch's first row, without any
+    begin: tf.Tensor  # the index in the batch of its first row
+    total: tf.Tensor  # samples in the batch
 
     def of_samples(self, tensor: tf.Tensor) -> tf.Tensor:
         """Return a tower's addend of a sum over the samples: zeros for a tower without samples.
@@ -116,23 +101,16 @@ class Share(NamedTuple):
 
 
 class Context(Protocol):
-    """Decide what a collective becomes in a step that is traced for towers.
-
-    Attributes:
-        share: the tower's part of the batch.
-    """
+    """Decide what a collective becomes in a step that is traced for towers."""
 
     share: Share
 
     def exchange(
         self, tensors: Sequence[tf.Tensor], collective: Collective, when: tf.Tensor | None = None
     ) -> list[tf.Tensor]:
-        """Join tensors with the other towers' and return the results; called once per collective, in the step's order.
+        """Join the tower's tensors with the others'; called once per collective, in the step's order.
 
-        Args:
-            tensors: the tower's.
-            collective: how to join them.
-            when: a bool scalar, equal on all towers; if False, the tensors stay as they are.
+        `when` is a bool scalar, equal on all towers; if False, the tensors stay as they are.
         """
         ...
 
@@ -258,9 +236,7 @@ def stack(tensor: tf.Tensor) -> tf.Tensor:
 def to_local(tensors: Sequence[tf.Tensor], *, by_choice: bool = False) -> list[tf.Tensor]:
     """Take a tower's rows out of the batch; results computed from them are this tower's alone. Differentiable.
 
-    Args:
-        tensors: of the batch.
-        by_choice: whether the numbers may differ from one device's, since the user chose so.
+    `by_choice`: whether the numbers may differ from one device's, since the user chose so.
     """
     return [_both_ways(Purpose.LOCAL, Purpose.ROWS, by_choice)(tensor) for tensor in tensors]
 

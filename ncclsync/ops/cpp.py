@@ -32,15 +32,10 @@ ERRORS = (NcclError, OSError, RuntimeError, ValueError, subprocess.SubprocessErr
 
 
 def load(name: str, source: str, opens: Callable[[str], _Opened]) -> _Opened:
-    """Return what `opens` makes of the path of the compiled source, which lies in the user's cache.
+    """Return what `opens` makes of the path of the compiled source, the file `name` in the user's cache.
 
-    Raises what is in `ERRORS` if it cannot be compiled, kept or loaded.
-
-    Args:
-        name: of the file.
-        source: in C++.
-        opens: raises NcclError or OSError if the library does not load, such as another machine's. It is then compiled
-            again, once.
+    If `opens` raises NcclError or OSError, as for another machine's library, it is compiled again, once. Raises what is
+    in `ERRORS` if it cannot be compiled, kept or loaded.
     """
     folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "ncclsync"
     kept = {*folder.glob("*.so")}
@@ -55,11 +50,7 @@ def load(name: str, source: str, opens: Callable[[str], _Opened]) -> _Opened:
 
 
 def compiled(name: str, source: str, folder: pathlib.Path) -> pathlib.Path:
-    """Return the library, for the installed TensorFlow; compile it unless the folder has it.
-
-    Raises OSError if there is no C++ compiler, or the folder cannot be written to, or belongs to another user; and
-    subprocess.SubprocessError if it does not compile.
-    """
+    """Return the library, for the installed TensorFlow; compile it unless the folder has it. Raises as `load`."""
     flags = [*_FLAGS, *tf.sysconfig.get_compile_flags()]
     built = [tf.version.VERSION, tf.version.GIT_VERSION, tf.version.COMPILER_VERSION, platform.machine()]
     key = hashlib.sha256("\n".join([*built, source, *flags]).encode()).hexdigest()[:16]

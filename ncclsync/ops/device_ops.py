@@ -1,11 +1,7 @@
-"""Join the tensors of all towers in one graph, by ops in C that only enqueue.
+"""Join the tensors of all towers in one graph, by ops in C that only enqueue: arrive, launch, deliver.
 
-Three kinds of op share the work. None of them runs Python, and none waits for a GPU or for another tower:
-
-- *arrive*, on each tower's device: holds the tensors to send, allocates the results, and captures the work that the GPU
-  has been given so far;
-- *launch*, one op on the CPU: lets NCCL's streams wait for the captured work of all towers, and runs one group;
-- *deliver*, on each tower's device: lets the GPU's later work wait for the group's end.
+``csrc/README.md`` has the three steps, ``csrc/nccl/launcher.c`` does the work, ``csrc/tf/exchange.c`` declares the ops.
+None of them runs Python, and none waits for a GPU or for another tower.
 
 Tokens in the host's memory join them. A control dependency from one device to another would go through the GPU's memory
 and its stream, and TensorFlow would wait for the GPU. So towers wait for each other by these ops alone: a launch
@@ -13,8 +9,6 @@ without tensors is a barrier on the host.
 
 Several processes have a launch each for the GPUs that they have, and NCCL joins the launches in the order in which each
 process makes them: so a graph's launches follow each other (`group_ops.Turns`).
-
-``csrc/nccl/launcher.c`` does the work, ``csrc/tf/exchange.c`` declares the ops.
 """
 
 from collections.abc import Sequence
@@ -38,11 +32,7 @@ from ncclsync.ops import gpu_streams, host_ops
 
 
 class Launched:
-    """Hold a launched group, in the graph that is being built.
-
-    Attributes:
-        token: of the op that launches it, in the host's memory.
-    """
+    """Hold a launched group, in the graph that is being built; `token` is of the op that launches it, on the host."""
 
     def __init__(self, token: tf.Tensor, columns: Sequence[Sequence[tf.Tensor]], devices: Sequence[str], shapes: Any):
         self.token = token
@@ -62,11 +52,13 @@ class Launched:
         """Return the tensors that a tower receives, [B]; later calls return the same tensors.
 
         Args:
-            tower: its number.
+            tower: the tower's number.
             after: ops and tensors on its device; work enqueued before them does not wait for the group.
-            waits: whether the host waits for the group's end, and the op fails if the group has failed.
+            waits: whether the host waits for the group's end, and the op fails if the group has failed; on the CPU it
+                always does.
         """
         if tower not in self._delivered:
+            waits = waits or "CPU" in self._devices[tower]
             with tf.control_dependencies(after):
                 op = self._deliver(tower, [column[tower].dtype for column in self._columns], waits=int(waits))
             for result, shape in zip(op.outputs, self._shapes, strict=True):
@@ -101,7 +93,7 @@ def launch(
         in_place: whether all-reduces write into the tensors, and broadcasts into those of the towers other than the
             root. The tensors must share their memory with nothing else.
     """
-    assert takes(communicator) and isinstance(communicator, NcclCommunicator)
+    assert isinstance(communicator, NcclCommunicator)
     after = after or [()] * len(devices)
     on_host = any("CPU" in device for device in devices)
     launcher = communicator.launcher(on_host=on_host)
@@ -109,23 +101,22 @@ def launch(
         gpu_streams.missing()  # looks for them, once
     attributes = {
         "launcher": launcher.address,
+        "ranks": communicator.world_size,
+        "in_place": int(in_place),
         "kinds": [KINDS[type(one)][0] for one in collectives],
         "ops": [native.OPS[one.op] if isinstance(one, AllReduce | ReduceScatter) else 0 for one in collectives],
+        "roots": [one.root if isinstance(one, Broadcast) else 0 for one in collectives],
     }
-    roots = [one.root if isinstance(one, Broadcast) else 0 for one in collectives]
-    places = {rank: place for place, rank in enumerate(communicator.ranks)}  # -1: another process has it
-    of_arrival = {"ranks": communicator.world_size, "roots": [places.get(root, -1) for root in roots]}
     tokens = []
-    for tower, device in enumerate(devices):
+    for tower, (device, number) in enumerate(zip(devices, communicator.ranks, strict=True)):
         sends = [column[tower] for column in columns]
-        own = of_arrival | {"rank": tower, "in_place": int(in_place), "T": [send.dtype for send in sends]}
+        own = {"rank": tower, "number": number, "T": [send.dtype for send in sends]}
         with tf.control_dependencies(after[tower]):
-            arrival = _create("NcclsyncArrive", sends, [tf.int64], attributes | own, device)
-        tokens += arrival.outputs
+            tokens += _create("NcclsyncArrive", sends, [tf.int64], attributes | own, device).outputs
     label = communicator.label(collectives) if collectives else 0
-    own = {"ranks": len(devices), "roots": roots, "label": label}
+    own = {"launcher": launcher.address, "ranks": len(devices), "label": label}
     with tf.control_dependencies(launched_after):
-        op = _create("NcclsyncLaunch", tokens, [tf.int64], attributes | own, "CPU:0")
+        op = _create("NcclsyncLaunch", tokens, [tf.int64], own, "CPU:0")
     pairs = zip(columns, collectives, strict=True)
     shapes = [shape_received(collective, column[0].shape, communicator.world_size) for column, collective in pairs]
     return Launched(op.outputs[0], columns, devices, shapes)

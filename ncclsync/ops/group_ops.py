@@ -28,9 +28,8 @@ from ncclsync.ops.device_ops import shape_received
 class Turns:
     """Keep the order in which processes join tensors in one graph: each call comes after the previous call.
 
-    All processes build the graph of the same program, so that this order is the same in all. GPUs' launches wait for
-    `last` alone, on the host. CPU towers' calls take a tensor of it: TensorFlow's optimiser drops a control dependency
-    together with an op that it folds.
+    All processes build the same program's graph, and so have the same order. GPUs' launches wait for `last`; calls of
+    CPU towers take it as an input: TensorFlow's optimiser drops a control dependency together with an op that it folds.
 
     Attributes:
         batch: tensors of the batch that processes compare.
@@ -115,19 +114,10 @@ def group_all_reduce(
 
 
 def gather_rows(tensors: Sequence[tf.Tensor], communicator: Communicator, label: str, turns: Turns) -> list[tf.Tensor]:
-    """Concatenate tensors of the towers of several processes along their first axis, in a graph.
+    """Concatenate tensors of the towers of several processes along their first axis, in a graph; [n] in, [n] out.
 
-    The numbers of rows are gathered, of GPUs between hosts alone, then the rows, padded to the largest number. Raises
-    NcclSyncError if the tensors hold no numbers; only numbers travel between processes.
-
-    Args:
-        tensors: [n] of this process' towers, of one dtype; only their numbers of rows may differ.
-        communicator: of N ranks.
-        label: see `Communicator.all_reduce`.
-        turns: see `group_exchange`.
-
-    Returns:
-        [n] tensors, on the same devices.
+    The numbers of rows are gathered, of GPUs between hosts alone, then the rows, padded to the largest number. Only the
+    numbers of rows may differ between the tensors. Raises NcclSyncError if they hold no numbers, such as words.
     """
     dtype = tensors[0].dtype
     if dtype == tf.bool:
@@ -164,14 +154,10 @@ def gather_rows(tensors: Sequence[tf.Tensor], communicator: Communicator, label:
 
 
 def agree(communicator: Communicator, text: str, turns: Turns, numbers: Sequence[tf.Tensor] = ()) -> tf.Tensor:
-    """Return the numbers of all processes, as soon as each has launched what comes before; no GPU is waited for.
+    """Return the numbers of all processes, as soon as each has launched what comes before; see `Communicator.agree`.
 
-    Args:
-        communicator: see `Communicator.agree`.
-        text: what has been launched, equal in all processes.
-        turns: see `group_exchange`.
-        numbers: int64 vectors of this process, in the host's memory, such as sizes of tensors yet to be computed. The
-            result is such a vector, too.
+    `text` is what has been launched, equal in all processes; `numbers` are int64 vectors of this process, in the host's
+    memory, such as sizes of tensors yet to be computed. The result is such a vector, too.
     """
     borrowed = weakref.ref(communicator)
 

@@ -61,15 +61,7 @@ def create(
     attributes: Mapping[str, Any],
     device: str = "/CPU:0",
 ) -> tf.Operation:
-    """Add an op of ncclsync's to the graph that is being built. Raises as `register`.
-
-    Args:
-        op: its type.
-        inputs: its inputs.
-        dtypes: of its outputs.
-        attributes: dtypes, ints, or lists of either.
-        device: where it runs.
-    """
+    """Add an op of ncclsync's, with outputs of these dtypes, to the graph that is being built. Raises as `register`."""
     register()
     node = tf.compat.v1.NodeDef()
     for name, value in attributes.items():

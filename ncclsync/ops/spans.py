@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
@@ -31,17 +31,11 @@ class NoBatchLeft(tf.errors.OutOfRangeError):
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Name a part of a step.
+    """Name a part of a step."""
 
-    Attributes:
-        row: the number of the tower at work, or `STEPS` or `COMMUNICATION`.
-        name: one word.
-        details: facts known when the graph is built.
-    """
-
-    row: int | str
-    name: str
-    details: Mapping[str, Any]
+    row: int | str  # the number of the tower at work, or `STEPS` or `COMMUNICATION`
+    name: str  # one word
+    details: Mapping[str, Any]  # facts known when the graph is built
 
     @property
     def full_name(self) -> str:
@@ -59,40 +53,24 @@ class TimedSpan(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredStep:
-    """Hold the recorded spans of one step.
+    """Hold the recorded spans of one step."""
 
-    Attributes:
-        complete: whether it ended; False if it failed, or if there was no batch for it.
-        samples: the rows of its batch; 0 if it is not complete.
-        spans: the ended spans, in the order of their ends.
-    """
-
-    complete: bool
-    samples: int
-    spans: tuple[TimedSpan, ...]
+    complete: bool  # whether it ended; False if it failed, or if there was no batch for it
+    samples: int  # the rows of its batch; 0 if it is not complete
+    spans: tuple[TimedSpan, ...]  # that ended, in the order of their ends
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """Hold the recording of one call of a step's graph.
+    """Hold the recording of one call of a step's graph."""
 
-    Attributes:
-        traced: whether the graph was made for this call, which takes most of such a call.
-        failed: whether the call raised.
-        completed: the number of steps that ended.
-        samples: the rows of their batches.
-        step_ns: how long these steps took, without waiting for data.
-        waiting_ns: how long the call waited for batches.
-        communicating_ns: how long at least one collective was under way.
-    """
-
-    traced: bool
-    failed: bool
-    completed: int
-    samples: int
-    step_ns: int
-    waiting_ns: int
-    communicating_ns: int
+    traced: bool  # whether the graph was made for this call, which takes most of such a call
+    failed: bool  # whether the call raised
+    completed: int  # steps that ended
+    samples: int  # the rows of their batches
+    step_ns: int  # how long these steps took, without waiting for data
+    waiting_ns: int  # how long the call waited for batches
+    communicating_ns: int  # how long at least one collective was under way
     _expand: Callable[[], tuple[MeasuredStep, ...]]
 
     @functools.cached_property
@@ -107,16 +85,16 @@ class Begun:
 
     Attributes:
         ops: the work within the span must depend on these.
-        end: `end(after=(), tokens=(), samples=None)` lets it end after `after` (tensors or ops), and after
-            `tokens` (float32 scalars) have arrived in the host's memory; `samples` are the step's. Returns ops that
-            later work must depend on; otherwise a thread may run that work before recording the end.
+        end: `end(after=(), tokens=(), samples=None)` lets it end, `after` and `tokens` as of `begin`; `samples` are the
+            step's. Returns ops that later work must depend on; else a thread may run it before recording the end.
     """
 
     ops: list[tf.Operation]
     end: Callable[..., list[tf.Operation]]
 
 
-_NOTHING = Begun([], lambda *_, **__: [])
+# What one timestamp, or both of a feeding span, say: the span's number, the value, when it began and ended, in ns.
+_Recorded: TypeAlias = tuple[int, int, int | None, int | None]
 
 
 def hold(structure: Any, ops: Sequence[tf.Operation]) -> Any:
@@ -146,25 +124,8 @@ class Meter:
         self._kinds: list[str | None] = []  # [spans] the total that a span counts in
         self._of_any_tower: set[int] = set()  # spans whose timestamps have the tower as their value
         self._by_python: dict[tuple[Any, str], int] = {}  # numbers of the spans that Python records
-        self._feeding: set[int] = set()  # numbers of `SHARD`s and `COPY`s
-        self._open: list[tuple[int, int, int, int]] = []  # begins of feeding spans that have not ended yet
+        self._feeding: dict[int, collections.deque[int]] = {}  # `SHARD`s and `COPY`s: when those under way began
         self._profiled: dict[Any, collections.deque] = collections.defaultdict(collections.deque)
-
-    def begin(self, row: Any, name: str, after: Sequence[Any], tokens: Sequence[tf.Tensor], details: Any) -> Begun:
-        """Begin a span; see the function `begin`."""
-        of_any = tf.is_tensor(row)
-        number = self._add(Span(0 if of_any else row, name, details))
-        if of_any:
-            self._of_any_tower.add(number)
-        about = [tf.cast(row, tf.int64)] if of_any else []
-
-        def end(
-            after: Sequence[Any] = (), tokens: Sequence[tf.Tensor] = (), samples: tf.Tensor | None = None
-        ) -> list[tf.Operation]:
-            values = about if samples is None else [tf.cast(samples, tf.int64)]
-            return [self._record(number, True, after, tokens, values)]
-
-        return Begun([self._record(number, False, after, tokens, about)], end)
 
     def _add(self, span: Span) -> int:
         number = len(self._spans)
@@ -172,18 +133,8 @@ class Meter:
         kinds = {STEPS: span.name, COMMUNICATION: COMMUNICATION}
         self._kinds.append(kinds[span.row] if isinstance(span.row, str) else None)
         if span.name in (SHARD, COPY):
-            self._feeding.add(number)
+            self._feeding[number] = collections.deque()
         return number
-
-    @contextlib.contextmanager
-    def measured(self, row: Any, name: str) -> Iterator[None]:
-        """Record a span by Python; see the function `measured`."""
-        key = row, name
-        if key not in self._by_python:
-            self._by_python[key] = self._add(Span(row, name, {}))
-        self._timestamps.record(self._by_python[key], False)
-        yield
-        self._timestamps.record(self._by_python[key], True)
 
     def _record(
         self, span: int, ends: bool, after: Sequence[Any], tokens: Sequence[tf.Tensor], values: Sequence[tf.Tensor]
@@ -200,21 +151,19 @@ class Meter:
 
     def take(self, traced: bool, failed: bool) -> Measured:
         """Return the recording since the last call."""
-        timestamps = [*self._open, *self._timestamps.take()]
-        begun: dict[int, list[tuple[int, int, int, int]]] = collections.defaultdict(list)
-        for timestamp in timestamps:
-            if timestamp[2] in self._feeding:
-                if not timestamp[3]:
-                    begun[timestamp[2]].append(timestamp)
-                elif begun[timestamp[2]]:
-                    begun[timestamp[2]].pop(0)
-        self._open = [one for some in begun.values() for one in some]
-        for timestamp in self._open:
-            timestamps.remove(timestamp)
+        recorded: list[_Recorded] = []
         totals = {STEP: 0, WAIT: 0, COMMUNICATION: 0}
         begins, under_way = dict(totals), dict(totals)
         completed = samples = 0
-        for time_ns, value, number, ends in timestamps:
+        for time_ns, value, number, ends in self._timestamps.take():
+            feeding = self._feeding.get(number)
+            if feeding is not None:  # perhaps for a later step: it counts for the step in which it ends
+                if not ends:
+                    feeding.append(time_ns)
+                elif feeding:
+                    recorded.append((number, value, feeding.popleft(), time_ns))
+                continue
+            recorded.append((number, value, None, time_ns) if ends else (number, value, time_ns, None))
             kind = self._kinds[number]
             if kind is None:
                 continue
@@ -225,33 +174,28 @@ class Meter:
                 totals[kind] += time_ns - begins[kind]
                 if kind == STEP:
                     completed, samples = completed + 1, samples + value
-        expand = functools.partial(self._expand, timestamps)
+        expand = functools.partial(self._expand, recorded)
         times = totals[STEP], totals[WAIT], totals[COMMUNICATION]
         return Measured(traced, failed, completed, samples, *times, expand)
 
-    def _expand(self, timestamps: Sequence[tuple[int, int, int, int]]) -> tuple[MeasuredStep, ...]:
+    def _expand(self, recorded: Sequence[_Recorded]) -> tuple[MeasuredStep, ...]:
         steps: list[_Step] = []
         early: list[TimedSpan] = []  # that ended before the first step began
-        feeding: dict[int, collections.deque[int]] = collections.defaultdict(collections.deque)
         pending: dict[Any, collections.deque[tuple[_Step, int]]] = collections.defaultdict(collections.deque)
-        for time_ns, value, number, ends in timestamps:
+        for number, value, begin_ns, end_ns in recorded:
             span = self._span(number, value)
             key = number, span.row
-            if number in self._feeding:  # perhaps for a later step: it counts for the step in which it ends
-                if not ends:
-                    feeding[number].append(time_ns)
-                elif feeding[number]:
-                    spans = steps[-1].spans if steps else early
-                    spans.append(TimedSpan(span, feeding[number].popleft(), time_ns))
-            elif not ends:
+            if begin_ns is not None and end_ns is not None:
+                (steps[-1].spans if steps else early).append(TimedSpan(span, begin_ns, end_ns))
+            elif begin_ns is not None:
                 # A step begins with waiting for a batch, if it waits at all; the other spans are within `STEP`.
                 if not steps or span.name == WAIT or (span.name == STEP and steps[-1].began):
                     steps.append(_Step())
                 steps[-1].began |= span.name == STEP
-                pending[key].append((steps[-1], time_ns))
-            elif pending[key]:
+                pending[key].append((steps[-1], begin_ns))
+            elif end_ns is not None and pending[key]:
                 step, begin_ns = pending[key].popleft()
-                step.spans.append(TimedSpan(span, begin_ns, time_ns))
+                step.spans.append(TimedSpan(span, begin_ns, end_ns))
                 if span.name == STEP:
                     step.complete, step.samples = True, value
         if steps:
@@ -261,7 +205,8 @@ class Meter:
     def forget(self) -> None:
         """Drop timestamps that were not taken."""
         self._timestamps.take()
-        self._open = []
+        for begins in self._feeding.values():
+            begins.clear()
 
     @contextlib.contextmanager
     def reported_to(self, watchers: Sequence[Callable[[Measured], None]], traced: bool) -> Iterator[None]:
@@ -327,9 +272,32 @@ def begin(
         tokens: float32 scalars; it begins when they have arrived in the host's memory. For tokens on a GPU, the kernels
             that compute them have then ended, and are not only queued.
     """
-    return _NOTHING if meter is None else meter.begin(row, name, after, tokens, details)
+    if meter is None:
+        return Begun([], lambda *_, **__: [])
+    of_any = tf.is_tensor(row)
+    number = meter._add(Span(0 if of_any else row, name, details))
+    if of_any:
+        meter._of_any_tower.add(number)
+    about = [tf.cast(row, tf.int64)] if of_any else []
+
+    def end(
+        after: Sequence[Any] = (), tokens: Sequence[tf.Tensor] = (), samples: tf.Tensor | None = None
+    ) -> list[tf.Operation]:
+        values = about if samples is None else [tf.cast(samples, tf.int64)]
+        return [meter._record(number, True, after, tokens, values)]
+
+    return Begun([meter._record(number, False, after, tokens, about)], end)
 
 
-def measured(meter: Meter | None, row: Any, name: str) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def measured(meter: Meter | None, row: Any, name: str) -> Iterator[None]:
     """Record the body, outside any graph, as a span unless it raises. Do nothing without a meter."""
-    return contextlib.nullcontext() if meter is None else meter.measured(row, name)
+    if meter is None:
+        yield
+        return
+    key = row, name
+    if key not in meter._by_python:
+        meter._by_python[key] = meter._add(Span(row, name, {}))
+    meter._timestamps.record(meter._by_python[key], False)
+    yield
+    meter._timestamps.record(meter._by_python[key], True)

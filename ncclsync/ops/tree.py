@@ -35,15 +35,9 @@ def nodes_within(leaves: int, begin: int, end: int) -> list[Node]:
 def reduce_nodes(
     combine: Callable[[Value, Value], Value], leaves: int, begin: int, values: Sequence[Value]
 ) -> dict[Node, Value]:
-    """Combine the values of some neighbouring leaves as far as the tree does without other leaves.
+    """Combine the values of neighbouring leaves, from the leaf `begin` on, as far as the tree does without others.
 
-    Args:
-        combine: of two values.
-        leaves: of the whole tree.
-        begin: the first leaf.
-        values: of the leaves from there on.
-
-    Returns the values of `nodes_within`.
+    Returns the values of `nodes_within`, in a tree of so many leaves.
     """
     given = {Node(0, begin + i): value for i, value in enumerate(values)}
     return {node: _value(combine, leaves, node, given) for node in nodes_within(leaves, begin, begin + len(values))}

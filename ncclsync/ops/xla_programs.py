@@ -29,13 +29,10 @@ _WORDS = {
 
 @functools.cache
 def share(devices: tuple[str, ...]) -> bool:
-    """Let these devices share what XLA compiles, as far as they are of a kind; return whether all do.
+    """Let these devices, such as "GPU:0", share what XLA compiles, as far as they are of a kind; return whether all do.
 
     Decided once, and logged. NCCLSYNC_XLA_PROGRAMS=own in the environment says that each compiles for itself; other
     words than that and "shared" are a NcclSyncError.
-
-    Args:
-        devices: such as "GPU:0", of this process.
     """
     devices = tuple(dict.fromkeys(devices))  # CPU towers are on one
     if len(devices) < 2:

@@ -170,8 +170,7 @@ def connect(
             join = functools.partial(NcclCommunicator.from_peers, peers_of(process, timeout_s))
         communicator = join(ordinals, timeout_s=timeout_s, preflight=preflight, repeatable=repeatable)
         on_host = any(device.startswith("CPU") for device in placement.devices)
-        launcher = communicator.launcher(on_host=on_host)
-        if launcher.blocks and not on_host:
+        if communicator.launcher(on_host=on_host).blocks and not on_host:
             _logger.warning(
                 "The host waits for each collective: the driver cannot let a GPU wait for one, as of CUDA 12.5"
             )

@@ -199,11 +199,11 @@ def enqueued():
         kept.append(arrays)
         for rank, (pointer, count, dtype) in enumerate(given):
             memory, arrival = ffi.cast("void*", pointer), ffi.new("ncs_arrival**")
-            rows = ffi.new("ncs_buffer[]", [(memory, memory, count, native.DTYPES[str(dtype)])])
+            rows = ffi.new("ncs_buffer[]", [(0, 0, 0, memory, memory, count, native.DTYPES[str(dtype)])])
             sent = ffi.new("ncs_buffers*", (rows, 1))
             assert lib.ncs_arrive(launcher, rank, ffi.NULL, sent, failure, arrival) == 0
             arrivals.append(arrival[0])
-        lib.ncs_launch(launcher, label, arrivals, ffi.new("ncs_collective[]", 1), 1, failure, launched)
+        lib.ncs_launch(launcher, label, arrivals, failure, launched)
         for arrival in arrivals:
             lib.ncs_arrival_release(arrival)
         groups.append(launched[0])

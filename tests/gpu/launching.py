@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from device_memory import check, is_standin, open_runtime
 
-from ncclsync.communicator import NcclCommunicator, launcher, native
+from ncclsync.communicator import NcclCommunicator, native
 from ncclsync.communicator.native import ffi, lib
 
 NOT_READY, CAPTURE_INVALIDATED = 600, 901  # of cudaError
@@ -164,10 +164,13 @@ class Driver:
     def arrive(
         self, rank: int, stream: Stream | None, buffers: list[tuple], react: Callable[[], None] = lambda: None
     ) -> object:
-        """Arrive with buffers, (send, recv, count, dtype) each; `react` is called when they are let go."""
+        """Arrive with buffers, (kind, op, root, send, recv, count, dtype) each; `react` when they are let go."""
         number = self.n_arrived + 1
         self._reactions[number] = react
-        sides = [(_pointer(send), _pointer(recv), count, native.DTYPES[dtype]) for send, recv, count, dtype in buffers]
+        sides = [
+            (*what, _pointer(send), _pointer(recv), count, native.DTYPES[dtype])
+            for *what, send, recv, count, dtype in buffers
+        ]
         rows, kept = ffi.new("ncs_buffer[]", sides), _pointer(number)
         failure, arrival = ffi.new("ncs_failure*"), ffi.new("ncs_arrival**")
         all_rows = ffi.new("ncs_buffers*", (rows, len(rows), kept, self._hear))
@@ -176,16 +179,11 @@ class Driver:
         self.n_arrived = number  # else nobody has the buffers but the caller
         return arrival[0]
 
-    def launch(self, arrivals: list, collectives: list[tuple[int, int, int]]) -> object:
-        """Launch a group of collectives, (kind, op, root) each; gives the arrivals up."""
-        rows = ffi.new("ncs_collective[]", len(collectives))
-        for row, (kind, op, root) in zip(rows, collectives, strict=True):
-            row.kind, row.op, row.root = kind, op, root
+    def launch(self, arrivals: list) -> object:
+        """Launch a group; gives the arrivals up."""
         failure, launched = ffi.new("ncs_failure*"), ffi.new("ncs_launched**")
         try:
-            native.check_failure(
-                lib.ncs_launch(self._handle, 0, arrivals, rows, len(collectives), failure, launched), failure
-            )
+            native.check_failure(lib.ncs_launch(self._handle, 0, arrivals, failure, launched), failure)
         finally:
             for arrival in arrivals:
                 lib.ncs_arrival_release(arrival)
@@ -205,11 +203,10 @@ class Driver:
         native.check(lib.ncs_launched_wait(launched), "ncs_launched_wait")
 
     def check_nothing_is_left(self) -> None:
-        """Check that each arrival's buffers were let go once, and that nothing is alive, within some seconds."""
-        nothing, until = {"arrivals": 0, "groups": 0, "events": 0}, time.monotonic() + 10
-        while launcher.alive() != nothing and time.monotonic() < until:
+        """Check that each arrival's buffers were let go once, within some seconds."""
+        until = time.monotonic() + 10
+        while len(self.let_go) < self.n_arrived and time.monotonic() < until:
             time.sleep(0.001)  # a group that has ended is forgotten by the thread that watches
-        assert launcher.alive() == nothing, launcher.alive()
         assert self.let_go == dict.fromkeys(range(1, self.n_arrived + 1), 1), self.let_go
 
 

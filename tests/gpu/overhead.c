@@ -146,23 +146,22 @@ static void join_launcher(void) {
   for (int r = 0; r < n; ++r) ranks[r] = r;
   check(ncs_nccl_create(nccl, cudart_path, driver_path, &own, &failure, &comm), &failure);
   wait_for_comm();
-  if (ncs_launcher_create(n, 60.0, 0, &launcher) != ncclSuccess) fail("ncs_launcher_create", "no memory");
+  if (ncs_launcher_create(n, 60.0, &launcher) != ncclSuccess) fail("ncs_launcher_create", "no memory");
   ncs_launcher_open(launcher, comm, &blocks);
 }
 
 static void let_go(void* kept) { (void)kept; }
 
 static void all_reduce_by_launcher(size_t count) {
-  const ncs_collective sum = {.kind = NCS_ALL_REDUCE, .op = ncclSum};
   ncs_failure failure;
   ncs_arrival* arrivals[MAX_RANKS];
   ncs_launched* launched;
   for (int r = 0; r < n; ++r) {
-    const ncs_buffer buffer = {sends[r], recvs[r], count, ncclFloat32};
+    const ncs_buffer buffer = {NCS_ALL_REDUCE, ncclSum, 0, sends[r], recvs[r], count, ncclFloat32};
     const ncs_buffers buffers = {&buffer, 1, NULL, let_go};
     check(ncs_arrive(launcher, r, streams[r], &buffers, &failure, &arrivals[r]), &failure);
   }
-  check(ncs_launch(launcher, 0, arrivals, &sum, 1, &failure, &launched), &failure);
+  check(ncs_launch(launcher, 0, arrivals, &failure, &launched), &failure);
   for (int r = 0; r < n; ++r) {
     ncs_arrival_release(arrivals[r]);
     check(ncs_deliver(launched, r, streams[r], 0, &failure), &failure);

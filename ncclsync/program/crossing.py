@@ -15,7 +15,6 @@ import tensorflow as tf
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.source_lines import user_line
 from ncclsync.program.graph import StepGraph, op_name
-from ncclsync.program.program import Segment
 from ncclsync.semantics.axes import SMALL
 from ncclsync.semantics.functions import BRANCHES, LOOPS, Functions, change_functions
 
@@ -217,17 +216,17 @@ def _declared(shape: tf.TensorShape) -> int | list[int]:
     return _ANY_SHAPE if shape.rank is None else [_ANY_SHAPE if n is None else n for n in shape.as_list()]
 
 
-def find_uncrossable(graph: StepGraph, segments: Sequence[Segment]) -> Iterator[str]:
+def find_uncrossable(graph: StepGraph, plans: Sequence[Any]) -> Iterator[str]:
     """Yield, in words, the tensors that these segments cannot exchange if XLA compiles them."""
-    for segment in segments:
-        for name in segment.sources:
+    for plan in plans:
+        for name in plan.sources:
             element = list_element(graph, name)
             if op_name(name) in graph.placeholders or graph.spec(name).dtype != tf.variant:
                 continue
             op = graph.by_name[op_name(name)]
             if element is None or element.dtype == tf.variant:  # of such lists a graph may know nothing
                 yield f"the list of lists that {op.name} keeps, at {user_line(op.traceback)}"
-            elif any(_pushes(graph, user, name) for user in segment.plan.ops):
+            elif any(_pushes(graph, user, name) for user in plan.ops):
                 yield f"the list that {op.name} has not filled, at {user_line(op.traceback)}"
 
 

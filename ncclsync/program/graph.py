@@ -12,31 +12,11 @@ from typing import Any
 import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.ops import Collective
 from ncclsync.program.program import Exchange
 from ncclsync.program.trace import Trace
 from ncclsync.semantics.functions import in_order
 from ncclsync.semantics.placements import LOCAL, PIECE, REPLICATE, Kind, Placement, rows, shard
 from ncclsync.semantics.roles import Role, role_of
-
-
-@dataclasses.dataclass(frozen=True)
-class Fold:
-    """Name a variable whose values on the towers become one at the end of the step.
-
-    The first tower of a process keeps it; the others start again from zero.
-
-    Attributes:
-        handle: name of the variable's handle.
-        source: name of its value after its last write, to be read; None if the step reads it there itself.
-        result: name of the combined value.
-        writers: names of the ops that write it.
-    """
-
-    handle: str
-    source: str | None
-    result: str
-    writers: tuple[str, ...]
 
 
 class StepGraph:
@@ -49,8 +29,8 @@ class StepGraph:
     _frozen = False
 
     def __init__(self, trace: Trace, home_device: str, same_seeds: bool = False):
-        self._trace = trace
         function = trace.function
+        self.share, self.site = trace.share, trace.site
         self.home_device, self.jit_compile = home_device, trace.jit_compile
         definition = function.graph.as_graph_def()
         self.versions = definition.versions
@@ -102,8 +82,7 @@ class StepGraph:
         self.local: set[str] = set()  # ops that compute on what differs between towers
         self.differing: set[str] = set()  # tensors that may differ
         self.exchanges: dict[str, Exchange] = {}  # by name of the result
-        self._result_of: dict[tuple[str, Collective, str | None], str] = {}
-        self.folds: list[Fold] = []
+        self.folds: set[str] = set()  # ops that write the sums of all towers' metric state, at the end of the step
         self.structure = function.graph.structured_outputs
         self.outputs: list[tuple[str, str]] = []
         self.by_name = {op.name: op for op in self.ops}
@@ -129,7 +108,7 @@ class StepGraph:
 
     def _place_arguments(self, trace: Trace) -> dict[str, Placement]:
         """Place what a tower is given: its rows of the batch, and what it knows of them."""
-        placed = {tensor.name: LOCAL for tensor in trace.share}
+        placed = {tensor.name: LOCAL for tensor in (*trace.share, *trace.site)}
         placed[trace.share.total.name] = REPLICATE
         for leaf in tf.nest.flatten(trace.batch):
             if isinstance(leaf, tf.Tensor):
@@ -186,8 +165,6 @@ class StepGraph:
 
     def spec(self, name: str) -> tf.TensorSpec:
         """Return shape and dtype of a tensor of the trace, or of an exchange's result."""
-        if name in self.exchanges:
-            return tf.TensorSpec(self.exchanges[name].shape, self.exchanges[name].dtype)
         tensor = self.tf_graph.get_tensor_by_name(name)
         shape = tf.TensorShape([]) if tensor.dtype == tf.resource else tensor.shape
         if name in self.open_axes:
@@ -214,31 +191,11 @@ class StepGraph:
         for name, controls in self.controls.items():
             if op in controls and name not in but_not_to:
                 self.controls[name] = [other if control == op else control for control in controls]
-        definitions = self.tf_graph.as_graph_def().library.function
-        self.functions.update((f.signature.name, f) for f in definitions)
 
     def is_constant(self, name: str) -> bool:
         """Return whether a tensor is a constant; each segment that uses it gets a copy."""
         op = self.by_name.get(op_name(name))
         return op is not None and op.type == "Const" and not op.control_inputs
-
-    def exchange(self, source: str, collective: Collective, when: str | None = None, line: str = "") -> str:
-        """Put an exchange after the tensor `source`, if there is none yet; return the result's name.
-
-        Args:
-            source: name of a tensor.
-            collective: what happens to it.
-            when: see `Exchange`.
-            line: the user's that asks for it.
-        """
-        if result := self._result_of.get((source, collective, when)):
-            return result
-        spec = self.spec(source)
-        result = f"@exchange_{len(self.exchanges)}:0"
-        shape = collective.shape(spec.shape)
-        self.exchanges[result] = Exchange(source, result, collective, shape, spec.dtype, when, line=line)
-        self._result_of[source, collective, when] = result
-        return result
 
     def origin(self, name: str) -> tuple[str, int]:
         """Return the op that a tensor comes from, and how many exchanges lie between."""

@@ -8,7 +8,7 @@ its ends from the host's memory. So the host can be a whole step ahead.
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,29 +30,28 @@ _CHECKED |= dict.fromkeys(("Div", "FloorDiv", "FloorMod", "Mod", "TruncateDiv", 
 
 
 def keep_on_host(
-    definition: tf.compat.v1.GraphDef, graph: StepGraph, outside: Mapping[str, str], needed: Collection[str]
+    definition: tf.compat.v1.GraphDef, graph: StepGraph, outside: Collection[str], needed: Collection[str]
 ) -> None:
     """Change the nodes of a segment in place.
 
     Args:
         definition: inputs before consumers.
         graph: that the nodes are from.
-        outside: what the segment calls tensors that come from outside.
+        outside: names of tensors that come from outside.
         needed: names of ops whose results others take from the GPU.
     """
     _Pass(definition, graph, outside).run(needed)
 
 
 class _Pass:
-    def __init__(self, definition: tf.compat.v1.GraphDef, graph: StepGraph, outside: Mapping[str, str]) -> None:
+    def __init__(self, definition: tf.compat.v1.GraphDef, graph: StepGraph, outside: Collection[str]) -> None:
         self._definition, self._graph = definition, graph
         self._nodes = {node.name: node for node in definition.node}
-        names = {placeholder: name for name, placeholder in outside.items()}
-        self._specs = {placeholder: graph.spec(name) for placeholder, name in names.items()}
         # Tensors in the host's memory. TensorFlow passes int32 to functions there.
-        self._host = {placeholder for placeholder, spec in self._specs.items() if spec.dtype == tf.int32}
+        self._host = {name for name in outside if graph.spec(name).dtype == tf.int32}
         # Names, and the scopes that names are in.
-        self._taken = {name[: end.start()] for name in self._nodes for end in re.finditer("/|$", name)}
+        names = {*self._nodes, *map(op_name, outside)}
+        self._taken = {name[: end.start()] for name in names for end in re.finditer("/|$", name)}
         self._on_host: dict[str, str] = {}  # what an op of the host takes, by what others take
         self._entered: dict[str, str] = {}  # what an op of the GPU takes, by what the host has
 
@@ -74,7 +73,7 @@ class _Pass:
                 if moves or i not in copied:
                     node.input[i] = self._on_host.get(source, source)
                 elif self._is_number(source) and source not in self._on_host:
-                    node.input[i] = self._enter(source, self._spec(source))
+                    node.input[i] = self._enter(source, self._graph.spec(source))
             made = [output for i, output in enumerate(op.outputs) if moves or i in memory.outputs]
             self._host.update(output.name for output in made)
             if node.name in needed and len(op.outputs) == len(made) == 1 and self._is_number(made[0].name):
@@ -86,14 +85,8 @@ class _Pass:
         self._taken.add(name)
         return name
 
-    def _spec(self, source: str) -> tf.TensorSpec:
-        return self._specs[source] if source in self._specs else self._graph.spec(source)
-
-    def _is_constant(self, source: str) -> bool:
-        return source not in self._specs and self._graph.is_constant(source)
-
     def _is_number(self, source: str) -> bool:
-        spec = self._spec(source)
+        spec = self._graph.spec(source)
         return spec.shape.is_fully_defined() and spec.shape.num_elements() == 1 and spec.dtype in ENTERING
 
     def _can_move(self, node: Any, op: tf.Operation, sources: list[str]) -> bool:
@@ -106,7 +99,7 @@ class _Pass:
         return (
             small
             and len(sources) == len(node.input)
-            and all(source in self._host or self._is_constant(source) for source in sources)
+            and all(source in self._host or self._graph.is_constant(source) for source in sources)
             and not tf_compat.is_stateful(op)
             and not tf_compat.calls_functions(op)
             and tf_compat.runs_on_cpu(op)

@@ -19,9 +19,9 @@ from ncclsync.communicator import native
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.source_lines import user_line
 from ncclsync.errors import NcclSyncError
-from ncclsync.ops import Collective, CollectiveKind, Purpose, Share
+from ncclsync.ops import Collective, CollectiveKind, Purpose
 from ncclsync.program.cost import Costs
-from ncclsync.program.graph import Fold, StepGraph, op_name
+from ncclsync.program.graph import StepGraph, op_name
 from ncclsync.program.program import Exchange, Results
 from ncclsync.program.roofline import Size, product
 from ncclsync.program.trace import Mark
@@ -39,6 +39,7 @@ logger = logging.getLogger("ncclsync")
 # TensorFlow refuses them of a tensor of open shape, as that of gathered rows is where the trace's is not.
 _OF_KNOWN_SHAPES = frozenset({"MatrixDiagV2", "MatrixDiagV3"})
 GATHER, FOLLOW = Collective(CollectiveKind.ALL_GATHER), Collective(CollectiveKind.BROADCAST)
+ADD_UP = Collective(CollectiveKind.ALL_REDUCE, "sum")
 
 # Placed as what cannot be exchanged: computed again, of whole inputs.
 _RECOMPUTED = frozenset({Kind.AXES, Kind.PENDING, Kind.PIECE, Kind.PLACES, Kind.INDICES})
@@ -58,12 +59,11 @@ class Unshared(Exception):
 class Partition(Placer):
     """Walk over one traced step; afterwards the graph holds its exchanges, and its ops in their order."""
 
-    def __init__(self, graph: StepGraph, share: Share, results: Results, exact: bool = False) -> None:
+    def __init__(self, graph: StepGraph, results: Results, exact: bool = False) -> None:
         """Prepare.
 
         Args:
             graph: the step; is changed.
-            share: its second argument, a tower's part of the batch.
             results: how the towers' results are combined.
             exact: whether what a choice makes local is to be the batch's.
         """
@@ -80,7 +80,7 @@ class Partition(Placer):
         self.row_splits = graph.row_splits
         self._extents: dict[str, tuple[tf.Tensor, tf.Tensor, tf.Tensor]] = {}
         self.graph = graph
-        self.share = share
+        self.share, self._site = graph.share, graph.site
         self._on_gpus = "GPU" in graph.home_device and not tf_compat.is_op_determinism_enabled()
         self._results = results
         self._exact = exact
@@ -91,8 +91,7 @@ class Partition(Placer):
         self._rows_of: dict[str, Placement] = {}  # of PARTIAL tensors that have as many rows as the batch, once whole
         self._local: dict[str, tf.Tensor] = {}
         self._altered: set[str] = set()  # traced tensors that rest on what was made whole on the way
-        self._received: dict[str, str] = {}  # placeholders' names: what exchanges give
-        self._receivers: dict[str, tf.Tensor] = {}  # and back
+        self._exchanged: dict[tuple[str, Collective, str | None], tf.Tensor] = {}
         # Lengths that are fixed, of so many rows for each sample.
         self.declared = {(int(variable.shape[0]), each) for _, variable, each in graph.opened}
         self._order: list[tf.Operation] = []
@@ -117,9 +116,9 @@ class Partition(Placer):
         for op in list(self.graph.ops):
             self._step(op)
         self._settle_results()
+        self._fold_metrics()
         self.graph.ops = self._order
         self.graph.by_name = {op.name: op for op in self._order}
-        _find_folds(self.graph, self._sums)
         self.graph.freeze()
 
     # One op.
@@ -168,7 +167,7 @@ class Partition(Placer):
             with self._building():
                 added = added_up(call.tensors[indices], call.tensors[slices])
             call.tensors[indices], call.tensors[slices] = added
-        graph.inputs[op.name] = [self._name(tensor) for tensor in call.tensors]
+        graph.inputs[op.name] = [tensor.name for tensor in call.tensors]
         self._append(op)
         if op.name in self._joins_slices and all(placed.whole for placed in made):
             self.costs.leave_out(op)
@@ -253,9 +252,9 @@ class Partition(Placer):
     def _put(self, output: tf.Tensor, tensor: tf.Tensor, placed: Placement) -> None:
         self.placed[output.name] = tensor, placed
         if placed.kind is Kind.SHARD and tensor.shape.rank and tensor.shape[placed.axis] is not None:
-            self.graph.open_axes[self._name(tensor)] = placed.axis  # the traced length is the batch's
+            self.graph.open_axes[tensor.name] = placed.axis  # the traced length is the batch's
         if not placed.whole:
-            self._differs.add(self._name(tensor))
+            self._differs.add(tensor.name)
 
     def variables_of_rows(self) -> tuple[tuple[tf.Variable, int], ...]:
         """Return variables whose number of rows the trace has taken for the batch's; and how many for each sample."""
@@ -264,13 +263,6 @@ class Partition(Placer):
             for _, variable in self.graph.variables
             if variable.shape.rank and variable.shape[0] in self.fixed and not (variable.trainable or self.graph.opened)
         )
-
-    def name_of(self, traced: str) -> str:
-        """Return what a traced tensor is called in the step: perhaps an exchange's result."""
-        return self._name(self.placed[traced][0])
-
-    def _name(self, tensor: tf.Tensor) -> str:
-        return self._received.get(tensor.name, tensor.name)
 
     def _append(self, op: tf.Operation) -> None:
         """Compute an op next, unless it was computed before."""
@@ -290,9 +282,7 @@ class Partition(Placer):
         made = graph.tf_graph.get_operations()[self._seen :]
         self._seen += len(made)
         for op in made:
-            if op.outputs and op.outputs[0].name in self._received:
-                continue
-            graph.take_in(op, [self._name(tensor) for tensor in op.inputs])
+            graph.take_in(op, [tensor.name for tensor in op.inputs])
             self._append(op)
             if op.name in graph.local:
                 self._differs.update(output.name for output in op.outputs)
@@ -308,21 +298,21 @@ class Partition(Placer):
             op: for which it does.
             when: see `Exchange`.
         """
+        graph, key = self.graph, (tensor.name, collective, when)
+        if key in self._exchanged:
+            return self._exchanged[key]
         if op.name not in self._line_of:
-            mark = self.graph.marks.get(op.name)
+            mark = graph.marks.get(op.name)
             self._line_of[op.name] = user_line(op.traceback) if mark is None else mark.line
-        source = self._name(tensor)
-        result = self.graph.exchange(source, collective, when, self._line_of[op.name])
-        if result in self._receivers:
-            return self._receivers[result]
-        with self.graph.tf_graph.as_default(), tf.name_scope("ncclsync_received/"):
-            placeholder = tf.compat.v1.placeholder(tensor.dtype, self.graph.exchanges[result].shape)
-        self._received[placeholder.name] = result
-        self._receivers[result] = placeholder
-        self._seen = len(self.graph.tf_graph.get_operations())
+        shape = collective.shape(graph.spec(tensor.name).shape)
+        with graph.tf_graph.as_default(), tf.name_scope(""):
+            result = tf.compat.v1.placeholder(tensor.dtype, shape, name=f".exchange_{len(graph.exchanges)}")
+        self._seen += 1
+        line = self._line_of[op.name]
+        graph.exchanges[result.name] = Exchange(tensor.name, result.name, collective, shape, tensor.dtype, when, line)
         if collective.differs:
-            self._differs.add(result)
-        return placeholder
+            self._differs.add(result.name)
+        return self._exchanged.setdefault(key, result)
 
     # Conversions.
 
@@ -360,7 +350,7 @@ class Partition(Placer):
         if after.kind is Kind.SHARD:
             return self._rows_of_tower(tensor, rules.counted(after), op)
         if after == SUM:
-            if tensor.name not in self._received and is_zero(tensor):
+            if tensor.name not in self.graph.exchanges and is_zero(tensor):
                 return tensor
             with self._building():
                 return tf.where(tf.equal(self.share.tower, 0), tensor, tf.zeros_like(tensor))
@@ -393,7 +383,7 @@ class Partition(Placer):
         if before.kind is Kind.COUNTS:
             counts = np.reshape(before.counts, tensor.shape if tensor.shape.is_fully_defined() else [-1])
             if before.unit and np.any(counts < 0):  # a tower may have none of the unit
-                summed = self.exchange(tensor, Collective(CollectiveKind.ALL_REDUCE, "sum"), op)
+                summed = self.exchange(tensor, ADD_UP, op)
                 with self._building():
                     return tf.where(np.equal(counts, 0), tensor, summed)
             _, *extent = self._extent(before.unit, op)
@@ -584,7 +574,7 @@ class Partition(Placer):
     def _follow(self, call: Call) -> None:
         """Give all towers what tower 0 computes: `call.op` is appended, and its results are placed."""
         op = call.op
-        self.graph.inputs[op.name] = [self._name(tensor) for tensor in call.tensors]
+        self.graph.inputs[op.name] = [tensor.name for tensor in call.tensors]
         self._append(op)
         self._differs.update(output.name for output in op.outputs)
         for output in op.outputs:
@@ -637,7 +627,7 @@ class Partition(Placer):
         for i in range(len(call.inputs)):
             self._require_whole(call, i)
         if graph.jit_compile and any(
-            tensor.dtype == tf.resource and self._name(tensor) not in graph.variable_of for tensor in call.tensors
+            tensor.dtype == tf.resource and tensor.name not in graph.variable_of for tensor in call.tensors
         ):  # of such, within a branch, XLA would not say which op it does not compile
             self._follow(call)
             return [REPLICATE] * len(op.outputs)
@@ -674,6 +664,8 @@ class Partition(Placer):
             sent = tf.cond(tf.equal(self.share.tower, 0), run, receive)
             # By a result, since TensorFlow prunes what a branch does and none needs.
             done = tf.identity(sent[0])
+        definitions = graph.tf_graph.as_graph_def().library.function
+        graph.functions.update((definition.signature.name, definition) for definition in definitions)
         for made in self._order[before:]:
             if made.type in BRANCHES:
                 graph.controls[made.name] += graph.controls[op.name]
@@ -754,7 +746,7 @@ class Partition(Placer):
         when = None
         if mark.conditional:
             condition, placed = pairs.pop()
-            when = self._name(self.convert(condition, placed, REPLICATE, op))
+            when = self.convert(condition, placed, REPLICATE, op).name
         for i, (tensor, placed) in enumerate(pairs[:count]):
             result, after = self._meet(op, mark, names[i], tensor, placed, when)
             # From here on its placement no longer depends on how it was computed.
@@ -839,7 +831,7 @@ class Partition(Placer):
         with self._building():
             count = tf.shape(slices)[0]
             counted = tf.cast(count, tf.int64)
-        total = self.exchange(counted, Collective(CollectiveKind.ALL_REDUCE, "sum"), op)
+        total = self.exchange(counted, ADD_UP, op)
         height = int(mark.height)
         # By a gather a tower receives what all others have: (N - 1) / N of all slices, values and indices. An
         # all-reduce moves 2 (N - 1) / N of the dense tensor. One of the two exchanges is then of nothing.
@@ -850,7 +842,7 @@ class Partition(Placer):
             few, where = slices[:kept], places[:kept]
             summed = tf.math.unsorted_segment_sum(slices[kept:], places[kept:], rest)
         few, where = self.exchange(few, GATHER, op), self.exchange(where, GATHER, op)
-        summed = self.exchange(summed, Collective(CollectiveKind.ALL_REDUCE, "sum"), op)
+        summed = self.exchange(summed, ADD_UP, op)
         with self._building():
             every = tf.cast(tf.range(rest), places.dtype)
             return [tf.concat([few, summed], 0), tf.concat([where, every], 0)]
@@ -862,13 +854,42 @@ class Partition(Placer):
         for result in graph.results:
             tensor, placed = self.placed[result.name]
             if self._results is Results.EACH:
-                graph.outputs.append((self._name(self._local_value(result.name)), "first"))
+                graph.outputs.append((self._local_value(result.name).name, "first"))
                 continue
             if placed == rules.shard():
-                graph.outputs.append((self._name(tensor), "concat"))
+                graph.outputs.append((tensor.name, "concat"))
                 continue
             whole = self.convert(tensor, placed, REPLICATE, result.op)
-            graph.outputs.append((self._name(whole), "first"))
+            graph.outputs.append((whole.name, "first"))
+
+    def _fold_metrics(self) -> None:
+        """Add up metric state at the end of a step: the first tower of a process keeps the sum, the others zero."""
+        graph = self.graph
+        users: dict[str, list[tf.Operation]] = {name: [] for name, _ in graph.variables if graph.role[name] is Role.SUM}
+        for op in self._order:
+            for name in users.keys() & set(graph.inputs[op.name]):
+                users[name].append(op)
+        for name, ops in users.items():
+            writers = [op for op in ops if name in graph.writes[op.name]]
+            if not writers:
+                continue
+            resource, last = graph.tf_graph.get_tensor_by_name(name), writers[-1]
+            # What the step itself reads after its last write, and adds up, serves as well.
+            reads = (op for op in ops if op.name in self._sums and last.name in graph.controls[op.name])
+            read = next(reads, None)
+            if read is None:
+                with self._building():
+                    read = tf.raw_ops.ReadVariableOp(resource=resource, dtype=graph.variable_of[name].dtype).op
+                graph.controls[read.name] = [op.name for op in writers]
+            total = self.exchange(read.outputs[0], ADD_UP, last)
+            before = len(self._order)
+            with self._building():
+                kept = tf.where(self._site.is_first, total, tf.zeros_like(total))
+                write = tf.raw_ops.AssignVariableOp(resource=resource, value=kept)
+            graph.folds.update(op.name for op in self._order[before:])
+            graph.writes[write.name] = {name}
+            graph.controls[write.name] = [op.name for op in (*ops, read)]
+            graph.must_run.add(write.name)
 
 
 def _swapped(tensor: tf.Tensor, rank: Any) -> tf.Tensor:
@@ -876,42 +897,8 @@ def _swapped(tensor: tf.Tensor, rank: Any) -> tf.Tensor:
     return tf.transpose(tensor, tf.concat([[1, 0], tf.range(2, rank + 1)], 0))
 
 
-def partition(graph: StepGraph, share: Share, results: Results, exact: bool = False) -> Partition:
+def partition(graph: StepGraph, results: Results, exact: bool = False) -> Partition:
     """Place a step; see `Partition`."""
-    placing = Partition(graph, share, results, exact)
+    placing = Partition(graph, results, exact)
     placing.run()
     return placing
-
-
-def _find_folds(graph: StepGraph, reads: set[str]) -> None:
-    """Find the metric state that is folded at the end of the step: tower 0 keeps the sum."""
-    variables = dict(graph.variables)
-    writers: dict[str, list[str]] = {}
-    for op in graph.ops:
-        for handle in graph.writes[op.name]:
-            writers.setdefault(handle, []).append(op.name)
-    for handle, names in writers.items():
-        if graph.role[handle] is not Role.SUM:
-            continue
-        variable = variables[handle]
-        if read := _final_read(graph, handle, names[-1], reads):
-            result = next(
-                name
-                for name, e in graph.exchanges.items()
-                if op_name(e.source) == read and e.collective == Collective(CollectiveKind.ALL_REDUCE, "sum")
-            )
-            graph.folds.append(Fold(handle, None, result, ()))
-            continue
-        source, result = f"@fold_{len(graph.folds)}:0", f"@folded_{len(graph.folds)}:0"
-        line = user_line(graph.by_name[names[-1]].traceback)
-        collective = Collective(CollectiveKind.ALL_REDUCE, "sum")
-        graph.exchanges[result] = Exchange(source, result, collective, variable.shape, variable.dtype, line=line)
-        graph.folds.append(Fold(handle, source, result, tuple(names)))
-
-
-def _final_read(graph: StepGraph, handle: str, writer: str, reads: set[str]) -> str | None:
-    """Return the name of a read of metric state after its last write, which serves the fold as well."""
-    for op in graph.ops:
-        if op.name in reads and graph.inputs[op.name][0] == handle and writer in graph.controls[op.name]:
-            return op.name
-    return None

@@ -42,7 +42,6 @@ def divide(graph: StepGraph, scheduled: Schedule) -> Schedule:
         {result: numbers[number, parts[number].receives[result]] for result, number in scheduled.received.items()},
         len(numbers),
         tuple(phase % 2 == 0 for _, phase in numbers),
-        numbers[scheduled.count - 1, 1] if graph.folds else 0,
     )
 
 
@@ -94,7 +93,6 @@ class _Part:
         self._sent = [e for result, e in graph.exchanges.items() if scheduled.sent[result] == number]
         self._arrives = {result for result, of in scheduled.received.items() if of == number}
         final = number == scheduled.count - 1
-        self._folds = final and bool(graph.folds)
         needed = self._needed_by_shards()
         # Of the ops that shards need: those for which something other than shards waits.
         self._awaited = {
@@ -107,7 +105,7 @@ class _Part:
         self.sends = max([1, *(self.phase.get(name, 0) for name in self._roots_sent())])
         self.sends += self.sends % 2 == 0
         own = self._arrives & kinds.own
-        shards = any(phase % 2 for phase in self.phase.values()) or self._sent or self._folds or own
+        shards = any(phase % 2 for phase in self.phase.values()) or self._sent or own
         top = max([*self.phase.values(), *([self.sends] if self._sent else []), 1 if shards else 0])
         last = top + top % 2
         for op in graph.ops:
@@ -122,8 +120,6 @@ class _Part:
         for exchange in self._sent:
             for name in self._arrives.intersection([exchange.source, exchange.when or ""]):
                 used_in[name].append(self.sends)
-        for fold in graph.folds if self._folds else ():
-            used_in.setdefault(fold.result, []).append(1)
         # In the phase that uses it first, or once before the shards do.
         self.receives = {result: min(used_in[result], default=last) // 2 * 2 for result in self._arrives}
         self.receives.update(dict.fromkeys(own, 1))
@@ -131,7 +127,7 @@ class _Part:
     def used(self) -> set[int]:
         """Return the phases that there are."""
         used = {*self.phase.values(), *self.receives.values()}
-        return used | ({self.sends} if self._sent else set()) | ({1} if self._folds else set())
+        return used | ({self.sends} if self._sent else set())
 
     def _roots_sent(self) -> Iterator[str]:
         for exchange in self._sent:

@@ -33,7 +33,6 @@ class Schedule:
         count: number of segments.
         once: [count] whether a segment runs once for each tower, not for each of its shards; empty where every
             tower has one shard. See `phases.py`.
-        folds: with `once`: the segment that writes what `Fold`s combine; else it is the last one.
     """
 
     segments: dict[str, int]
@@ -41,7 +40,6 @@ class Schedule:
     received: dict[str, int]
     count: int
     once: tuple[bool, ...] = ()
-    folds: int = 0
 
 
 def schedule(graph: StepGraph, bucket_bytes: int | None) -> Schedule:
@@ -137,9 +135,10 @@ def _assign_levels(graph: StepGraph) -> dict[str, int]:
     last = max(
         [levels[name] for name in levels] + [_available(graph, levels, result) for result in graph.exchanges] + [0]
     )
-    weight_writes = [name for name in levels if graph.writes[name] & graph.kept]
-    if weight_writes:
+    late = [name for name in levels if graph.writes[name] & graph.kept]
+    if late:
         last = max(last, 1)
+    late += graph.folds & levels.keys()
     latest = _latest(graph, levels, last)
     # A variable is read where its value is used: held meanwhile, the value would have to be copied before the
     # variable can be written in place.
@@ -148,7 +147,7 @@ def _assign_levels(graph: StepGraph) -> dict[str, int]:
         for name in levels
         if graph.by_name[name].type == "ReadVariableOp" and graph.role[graph.inputs[name][0]] is Role.SAME
     ]
-    for name in [*weight_writes, *reads]:
+    for name in [*late, *reads]:
         floors[name] = latest[name]
     return _earliest(graph, floors)
 
@@ -168,9 +167,6 @@ def _earliest(graph: StepGraph, floors: dict[str, int]) -> dict[str, int]:
 
 def _latest(graph: StepGraph, levels: dict[str, int], last: int) -> dict[str, int]:
     latest = dict.fromkeys(levels, last)
-    for fold in graph.folds:
-        for name in fold.writers:
-            latest[name] = min(latest[name], last - 1)
     bounds = [(name, last) for name, _ in graph.outputs]
     for result, exchange in graph.exchanges.items():
         # The layout must have these when it joins the towers.
@@ -203,10 +199,5 @@ def dependencies(graph: StepGraph, name: str) -> Iterable[tuple[str, int]]:
 
 def _available(graph: StepGraph, levels: dict[str, int], name: str) -> int:
     """Return the first level that can use tensor `name`."""
-    for fold in graph.folds:
-        if fold.source is not None and name == fold.source:
-            return max(levels[writer] for writer in fold.writers)
-        if fold.source is not None and name == fold.result:
-            return _available(graph, levels, fold.source) + 1
     origin, hops = graph.origin(name)
     return levels.get(origin, 0) + hops

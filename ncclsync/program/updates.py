@@ -19,8 +19,6 @@ def find_updates(graph: StepGraph) -> dict[str, str]:
     for op in graph.ops:
         for handle in graph.writes[op.name]:
             writers[handle].append(op.name)
-    for fold in graph.folds:
-        writers[fold.handle].append(fold.result)
     # Weights first, as a gradient is theirs.
     found: dict[str, str] = {}
     taken: set[str] = set()
@@ -50,7 +48,8 @@ def _nearest(graph: StepGraph, writers: list[str]) -> list[str]:
             handle = graph.inputs[child][0]
             parents += [name for name in graph.controls[child] if handle in graph.writes.get(name, ())]
         for parent in parents:
-            if parent in graph.inputs and parent not in seen and parent not in graph.local:
+            followed = parent not in graph.local or parent in graph.folds
+            if parent in graph.inputs and parent not in seen and followed:
                 seen.add(parent)
                 queue.append(parent)
     return list(dict.fromkeys(results))

@@ -23,7 +23,6 @@ from ncclsync.program.graph import StepGraph, op_name
 from ncclsync.program.partition import Partition, Unshared, partition
 from ncclsync.program.program import Results
 from ncclsync.program.trace import Site, Trace
-from ncclsync.semantics.functions import Functions
 from ncclsync.semantics.placements import Kind, Placement
 from ncclsync.semantics.placing import PRINTS, is_unrepeatable
 from ncclsync.semantics.roles import Role, declare_role
@@ -86,9 +85,8 @@ def _place(trace: Trace, home_device: str, results: Results) -> tuple[StepGraph,
     """Return the step as one device runs it, and as towers do where nothing else was chosen for speed."""
     while True:
         alone, graph = (StepGraph(trace, home_device, same_seeds=True) for _ in range(2))
-        functions = Functions(alone.functions, alone.tf_graph)
         for op in alone.ops:
-            if op.name not in alone.placeholders and op.type not in PRINTS and is_unrepeatable(op, functions):
+            if op.name not in alone.placeholders and op.type not in PRINTS and is_unrepeatable(op, alone.calls):
                 raise Unchecked(f"{op.type}, at {user_line(op.traceback)}, must not run twice")
         try:
             return alone, partition(graph, results, exact=True)

@@ -13,6 +13,7 @@ from ncclsync.compat.source_lines import user_line
 from ncclsync.ops import Collective, CollectiveKind
 from ncclsync.ops.buckets import fill_buckets
 from ncclsync.ops.spans import Meter
+from ncclsync.program.conversion import ADD_UP
 from ncclsync.program.crossing import Forms, find_uncrossable
 from ncclsync.program.graph import StepGraph, op_name
 from ncclsync.program.partition import Partition, Unshared, partition
@@ -22,21 +23,12 @@ from ncclsync.program.schedule import Schedule, schedule
 from ncclsync.program.segment import SegmentPlan, compile_segment
 from ncclsync.program.trace import Trace
 from ncclsync.program.updates import find_updates
-from ncclsync.semantics.functions import Functions
 from ncclsync.semantics.placing import is_unrepeatable
 from ncclsync.semantics.roles import Role, declare_role
 
-SUM = Collective(CollectiveKind.ALL_REDUCE, "sum")
-
 
 def cut(
-    trace: Trace,
-    target: Target,
-    results: Results,
-    *,
-    undone: bool = False,
-    traceless: bool = False,
-    meter: Meter | None = None,
+    trace: Trace, target: Target, results: Results, *, undone: bool, traceless: bool, meter: Meter | None
 ) -> Program:
     """Cut `trace` into a program of segments.
 
@@ -57,15 +49,14 @@ def cut(
         scheduled = divide(graph, scheduled)
     warnings = dict.fromkeys(placed.warned)
     forms = Forms(graph, trace.jit_compile)
-    plans = _plan_segments(graph, scheduled, target, forms, trace.jit_compile)
-    jit_compile = trace.jit_compile
-    if jit_compile and (uncrossable := next(find_uncrossable(graph, plans), None)):
+    plans = _plan_segments(graph, scheduled, target, forms)
+    if trace.jit_compile and (uncrossable := next(find_uncrossable(graph, plans), None)):
         warnings[
             "XLA does not compile this step, since towers meet in the middle of it, and XLA cannot give on "
             f"{uncrossable}. compile(jit_compile=False) says so from the start"
         ] = None
-        jit_compile, forms = False, Forms(graph, jit_compile=False)
-        plans = _plan_segments(graph, scheduled, target, forms, jit_compile=False)
+        forms = Forms(graph, jit_compile=False)
+        plans = _plan_segments(graph, scheduled, target, forms)
     for improve in target.passes:
         plans = [improve(plan) for plan in plans]
     crossing = {name: forms.of(name) for plan in plans for name in plan.sources}
@@ -85,7 +76,7 @@ def cut(
         work=placed.costs.step_work(),
         rollback=_rollback(graph, scheduled, undone, traceless),
         updates=tuple(find_updates(graph).items()),
-        jit_compile=jit_compile,
+        jit_compile=forms.jit_compile,
     )
 
 
@@ -121,16 +112,13 @@ def _rollback(graph: StepGraph, scheduled: Schedule, undone: bool, traceless: bo
     return tuple((handle, undone and handle in restored) for handle in sorted(every if traceless else restored))
 
 
-def _plan_segments(
-    graph: StepGraph, scheduled: Schedule, target: Target, forms: Forms, jit_compile: bool
-) -> list[SegmentPlan]:
+def _plan_segments(graph: StepGraph, scheduled: Schedule, target: Target, forms: Forms) -> list[SegmentPlan]:
     count = scheduled.count
     ops: list[list[str]] = [[] for _ in range(count)]
     for op in graph.ops:
         if op.name in scheduled.segments:
             ops[scheduled.segments[op.name]].append(op.name)
-    if jit_compile:
-        ops = [[*forms.made_where_used(names), *names] for names in ops]
+    ops = [[*forms.made_where_used(names), *names] for names in ops]
     sent: list[list[Exchange]] = [[] for _ in range(count)]
     for result, exchange in graph.exchanges.items():
         sent[scheduled.sent[result]].append(exchange)
@@ -145,15 +133,14 @@ def _plan_segments(
         used = {*(name for op in names for name in graph.inputs[op]), *(exchange.source for exchange in exchanges)}
         own = set(names)
         uses.append({name for name in used if op_name(name) not in own and not graph.is_constant(name)})
-    outputs, functions = _asked_outside(graph), Functions(graph.functions, graph.tf_graph)
-    inputs = {*graph.arguments, *(name for name, _ in graph.captures), *(name for name, _ in graph.variables)}
-    plans = []
+    outputs, plans = _asked_outside(graph), []
     for number, names in enumerate(ops):
         later, own = {*outputs, *itertools.chain(*uses[number + 1 :])}, set(names)
         received = {exchange.result for bucket in incoming[number] for exchange in bucket.exchanges}
-        made = received | {name for name in later - inputs if op_name(name) in own}
+        made = received | {name for name in later if op_name(name) in own}
         constants = {n for n in outputs if graph.is_constant(n)} if number == 0 else set()
-        packing = [graph.site.rank, graph.site.has_samples, graph.share.fraction][: 3 if outgoing[number] else 1]
+        packing = [] if forms.jit_compile else [graph.site.rank]
+        packing += [graph.site.has_samples, graph.share.fraction] if outgoing[number] else []
         plans.append(
             SegmentPlan(
                 graph,
@@ -163,8 +150,8 @@ def _plan_segments(
                 fetches=tuple(sorted((made & later) | constants)),
                 outgoing=outgoing[number],
                 once=bool(scheduled.once) and scheduled.once[number],
-                unrepeatable=_unrepeatable(graph, names, functions),
-                jit_compile=jit_compile,
+                unrepeatable=_unrepeatable(graph, names),
+                jit_compile=forms.jit_compile,
                 shares_memory=target.shares_memory,
             )
         )
@@ -177,10 +164,10 @@ def _asked_outside(graph: StepGraph) -> list[str]:
     return [*(name for name, _ in graph.outputs), *sorted(name for name in conditions if name)]
 
 
-def _unrepeatable(graph: StepGraph, names: list[str], functions: Functions) -> str:
+def _unrepeatable(graph: StepGraph, names: list[str]) -> str:
     """Return `Segment.unrepeatable`."""
     ops = (graph.by_name[name] for name in names)
-    return next((f"{op.type}, at {user_line(op.traceback)}" for op in ops if is_unrepeatable(op, functions)), "")
+    return next((f"{op.type}, at {user_line(op.traceback)}" for op in ops if is_unrepeatable(op, graph.calls)), "")
 
 
 def _fill_buckets(exchanges: list[Exchange], bucket_bytes: int, scheduled: Schedule) -> tuple[Bucket, ...]:
@@ -201,6 +188,5 @@ def _fill_buckets(exchanges: list[Exchange], bucket_bytes: int, scheduled: Sched
 
 def _wire(collective: Collective) -> Collective:
     """Return the communicator's collective: a mean is weighted before, and is a sum on the wire."""
-    if collective.kind == CollectiveKind.ALL_REDUCE and collective.op == "mean":
-        return SUM
-    return collective
+    is_mean = collective.kind == CollectiveKind.ALL_REDUCE and collective.op == "mean"
+    return ADD_UP if is_mean else collective

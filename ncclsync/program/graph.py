@@ -14,7 +14,7 @@ import tensorflow as tf
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.program.program import Exchange
 from ncclsync.program.trace import Trace
-from ncclsync.semantics.functions import in_order
+from ncclsync.semantics.functions import Functions, in_order
 from ncclsync.semantics.placements import LOCAL, PIECE, REPLICATE, Kind, Placement, rows, shard
 from ncclsync.semantics.roles import Role, role_of
 
@@ -36,6 +36,7 @@ class StepGraph:
         self.versions = definition.versions
         self.nodes = {node.name: node for node in definition.node}
         self.functions = {f.signature.name: f for f in definition.library.function}
+        self.calls = Functions(self.functions, function.graph)
         self.gradients = list(definition.library.gradient)
         self.tf_graph = function.graph
         flat_inputs = [tensor.name for tensor in function.inputs]
@@ -173,15 +174,19 @@ class StepGraph:
             shape = tf.TensorShape(lengths)
         return tf.TensorSpec(shape, tensor.dtype)
 
+    def producer(self, name: str) -> tf.Operation | None:
+        """Return the op that a tensor comes from; None for the result of an exchange."""
+        return self.by_name.get(op_name(name))
+
     def producer_type(self, name: str) -> str | None:
-        """Return the type of the op that a tensor comes from; None for the result of an exchange."""
-        op = self.by_name.get(op_name(name))
+        """Return the type of that op; None for the result of an exchange."""
+        op = self.producer(name)
         return None if op is None else op.type
 
-    def take_in(self, op: tf.Operation, inputs: list[str]) -> None:
+    def take_in(self, op: tf.Operation) -> None:
         """Make an op that was added to the traced graph a part of the step."""
         self.nodes[op.name] = op.node_def
-        self.inputs[op.name] = inputs
+        self.inputs[op.name] = [tensor.name for tensor in op.inputs]
         self.controls[op.name] = [control.name for control in op.control_inputs]
         self.writes[op.name] = set()
         self.by_name[op.name] = op
@@ -194,7 +199,7 @@ class StepGraph:
 
     def is_constant(self, name: str) -> bool:
         """Return whether a tensor is a constant; each segment that uses it gets a copy."""
-        op = self.by_name.get(op_name(name))
+        op = self.producer(name)
         return op is not None and op.type == "Const" and not op.control_inputs
 
     def origin(self, name: str) -> tuple[str, int]:

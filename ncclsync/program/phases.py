@@ -14,8 +14,7 @@ from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.source_lines import user_line
 from ncclsync.errors import NcclSyncError
 from ncclsync.program.graph import StepGraph, op_name
-from ncclsync.program.schedule import Schedule, dependencies
-from ncclsync.semantics.functions import Functions
+from ncclsync.program.schedule import Schedule, ancestors, dependencies
 from ncclsync.semantics.placing import REPEATABLE
 from ncclsync.semantics.roles import Role
 
@@ -51,7 +50,6 @@ class _Kinds:
     def __init__(self, graph: StepGraph) -> None:
         self.shards: set[str] = set()
         self.once: set[str] = set()
-        functions = Functions(graph.functions, graph.tf_graph)
         # If an exchange has a condition, its result is the shard's own where the condition is False.
         own = {result for result, exchange in graph.exchanges.items() if exchange.when or exchange.collective.differs}
         self.own = frozenset(own)
@@ -74,7 +72,7 @@ class _Kinds:
                 self.shards.add(op.name)
                 if any(name in own for name in inputs):
                     own.update(results)
-            elif tf_compat.is_stateful(op) and functions.hides_state(op, REPEATABLE):
+            elif tf_compat.is_stateful(op) and graph.calls.hides_state(op, REPEATABLE):
                 self.once.add(op.name)
 
 
@@ -93,7 +91,9 @@ class _Part:
         self._sent = [e for result, e in graph.exchanges.items() if scheduled.sent[result] == number]
         self._arrives = {result for result, of in scheduled.received.items() if of == number}
         final = number == scheduled.count - 1
-        needed = self._needed_by_shards()
+        # The ops that shards compute, and all that these wait for.
+        computed = [name for name in self._here if name in kinds.shards]
+        needed = ancestors(graph, computed + [name for name in self._roots_sent() if name in self._here], self._here)
         # Of the ops that shards need: those for which something other than shards waits.
         self._awaited = {
             parent for name in needed - kinds.shards for parent, _ in dependencies(graph, name) if parent in needed
@@ -134,18 +134,6 @@ class _Part:
             for name in (exchange.source, exchange.when):
                 if name is not None:
                     yield op_name(name)
-
-    def _needed_by_shards(self) -> set[str]:
-        """Return the segment's ops that shards compute, and all that these wait for."""
-        queue = [name for name in self._here if name in self._kinds.shards]
-        queue += [name for name in self._roots_sent() if name in self._here]
-        found: set[str] = set()
-        while queue:
-            name = queue.pop()
-            if name not in found:
-                found.add(name)
-                queue += [parent for parent, _ in dependencies(self._graph, name) if parent in self._here]
-        return found
 
     def _earliest(self, name: str) -> int:
         before = [self.phase[parent] for parent, _ in dependencies(self._graph, name) if parent in self.phase]

@@ -10,7 +10,7 @@ section 3.2.3, which does this by hooks as gradients come; here the traced graph
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from ncclsync.ops import CollectiveKind
 from ncclsync.ops.buckets import fill_buckets
@@ -58,10 +58,11 @@ def schedule(graph: StepGraph, bucket_bytes: int | None) -> Schedule:
     parts: dict[str, int] = {}  # of ops and exchanges' results; a level's last part where nothing stands
     begins = [0]  # of levels, and the end
     for level in range(count):
+        inside = {name for name, own in levels.items() if own == level}
         buckets = _overlapping(graph, levels, level, of_level[level], bucket_bytes)
         for part, bucket in reversed(list(enumerate(buckets))):  # an earlier one needs it earlier
             sources = [graph.origin(result)[0] for result in bucket]
-            parts.update(dict.fromkeys([*bucket, *_ancestors(graph, levels, level, sources)], part))
+            parts.update(dict.fromkeys([*bucket, *ancestors(graph, sources, inside)], part))
         begins.append(begins[level] + max(len(buckets), 1))
 
     def segment(name: str, level: int) -> int:
@@ -110,16 +111,15 @@ def _travels_early(graph: StepGraph, levels: dict[str, int], level: int, exchang
     )
 
 
-def _ancestors(graph: StepGraph, levels: dict[str, int], level: int, names: Sequence[str]) -> set[str]:
-    """Return these ops and all of the same level that they wait for."""
+def ancestors(graph: StepGraph, names: Iterable[str], inside: Collection[str]) -> set[str]:
+    """Return these ops and all that they wait for `inside` a part of the step."""
     found: set[str] = set()
     queue = list(names)
     while queue:
         name = queue.pop()
         if name not in found:
             found.add(name)
-            parents = dependencies(graph, name)
-            queue += [parent for parent, _ in parents if levels.get(parent) == level]
+            queue += [parent for parent, _ in dependencies(graph, name) if parent in inside]
     return found
 
 

@@ -93,10 +93,8 @@ def compile_segment(
         if not plan.shares_memory:
             keep_on_host(definition, graph, outside, plan.needed_ops)
         read_rows_only(definition, sparse_reads(graph, plan.ops), plan.needed_ops)
-    # By names under which they are given on: of what tensor, and which of what its form makes of that.
-    given_on: dict[str, tuple[str, int | None]] = {name: (name, None) for name in plan.fetches if name in taken}
-    for name in plan.fetches:
-        given_on.update((each, (name, i)) for i, each in enumerate(forms[name].names if name in forms else ()))
+    crossing = {name: forms[name] for name in plan.fetches if name in forms}
+    fetches = {*plan.fetches}.intersection(taken).union(*(form.names for form in crossing.values()))
     written = {handle for op in plan.ops for handle in graph.writes[op]}
     held = {name: graph.variable_of[name] for name in sorted(written)} if plan.jit_compile else {}
     signature = [
@@ -127,8 +125,9 @@ def compile_segment(
         sent, packed = pack_all(plan.outgoing, values, fraction, has_samples, plan.shares_memory, meter, rank)
         with tf.control_dependencies([*imported[len(wanted) :], *packed]):
             token = tf.constant(0.0)
-        made = {name: forms[name].give(values[name]) for name in plan.fetches if name in forms}
-        fetched = {each: values[name] if i is None else made[name][i] for each, (name, i) in given_on.items()}
+        fetched = {name: values[name] for name in fetches & values.keys()}
+        for name, form in crossing.items():
+            fetched.update(zip(form.names, form.give(values[name]), strict=True))
         return Outcome(tf.nest.map_structure(tf.identity, fetched), sent, tf.identity(token))
 
     # On GPUs a segment has ops of the host's, too, and towers have a GPU each: none calls it twice at once.
@@ -138,7 +137,7 @@ def compile_segment(
     return Segment(
         tuple(each for name in plan.sources for each in forms[name].names),
         plan.incoming,
-        tuple(given_on),
+        tuple(sorted(fetches)),
         plan.outgoing,
         function,
         plan.once,

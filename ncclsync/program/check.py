@@ -20,7 +20,7 @@ from ncclsync.compat.source_lines import user_line
 from ncclsync.ops import Collective, CollectiveKind, Purpose, Share
 from ncclsync.ops.comparing import distance
 from ncclsync.program.graph import StepGraph, op_name
-from ncclsync.program.partition import Partition, Unshared, partition
+from ncclsync.program.partition import Partition, Unshared
 from ncclsync.program.program import Results
 from ncclsync.program.trace import Site, Trace
 from ncclsync.semantics.placements import Kind, Placement
@@ -89,7 +89,7 @@ def _place(trace: Trace, home_device: str, results: Results) -> tuple[StepGraph,
             if op.name not in alone.placeholders and op.type not in PRINTS and is_unrepeatable(op, alone.calls):
                 raise Unchecked(f"{op.type}, at {user_line(op.traceback)}, must not run twice")
         try:
-            return alone, partition(graph, results, exact=True)
+            return alone, Partition(graph, results, exact=True).run()
         except Unshared as found:
             for handle in found.handles:
                 declare_role(graph.variable_of[handle], Role.SAME)

@@ -102,14 +102,7 @@ class Conversions(Placer):
     def exchange(
         self, tensor: tf.Tensor, collective: Collective, op: tf.Operation, when: str | None = None
     ) -> tf.Tensor:
-        """Exchange a tensor with its counterparts on the other towers; return the tensor that stands for the result.
-
-        Args:
-            tensor: each tower's.
-            collective: what happens to it.
-            op: for which it does.
-            when: see `Exchange`.
-        """
+        """Exchange a tensor with its counterparts, for `op`; return what stands for the result; see `Exchange`."""
         graph, key = self.graph, (tensor.name, collective, when)
         if key in self._exchanged:
             return self._exchanged[key]
@@ -140,12 +133,7 @@ class Conversions(Placer):
         return self._rows_of.get(tensor.name, REPLICATE)
 
     def spares(self, tensor: tf.Tensor, placed: Placement, depth: int = 8) -> bool:
-        """Return whether every tower can compute all of a tensor, element by element, of what it has whole.
-
-        Args:
-            tensor, placed: see `Placer`.
-            depth: of how many ops, one behind the other, at most.
-        """
+        """Return whether every tower can compute all of a tensor by so many element-wise ops of what it has whole."""
         if placed.whole or (placed.kind is not Kind.LOCAL and (tensor.name, placed, REPLICATE) in self._converted):
             return True
         op, given = tensor.op, self.graph.traced_inputs.get(tensor.op.name)
@@ -286,12 +274,7 @@ class Conversions(Placer):
         return whole if tensor.shape.rank is None else tf.ensure_shape(whole, opened(tensor.shape, before.axis))
 
     def _extent(self, unit: str, op: tf.Operation) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Return the first of the tower's samples, or of another unit, in the batch; how many it has, and the batch.
-
-        Args:
-            unit: see `Placement`.
-            op: for which it is asked.
-        """
+        """Return the first of the tower's samples, or of another unit, in the batch; how many it has, and the batch."""
         if not unit:
             return self.share.begin, self.share.rows, self.share.total
         if unit not in self._extents:

@@ -45,11 +45,7 @@ class Form:
 
 
 class Forms:
-    """Choose the forms in which a step's tensors cross from one segment to another.
-
-    Attributes:
-        jit_compile: whether XLA compiles the segments: else all cross as they are.
-    """
+    """Choose the forms in which a step's tensors cross from one segment to another: as they are without XLA."""
 
     def __init__(self, graph: StepGraph, jit_compile: bool) -> None:
         """Find which tensors' lengths rest on numbers, in a step that is placed."""

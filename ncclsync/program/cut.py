@@ -16,7 +16,7 @@ from ncclsync.ops.spans import Meter
 from ncclsync.program.conversion import ADD_UP
 from ncclsync.program.crossing import Forms, find_uncrossable
 from ncclsync.program.graph import StepGraph, op_name
-from ncclsync.program.partition import Partition, Unshared, partition
+from ncclsync.program.partition import Partition, Unshared
 from ncclsync.program.phases import divide
 from ncclsync.program.program import Bucket, Exchange, Program, Results, Target
 from ncclsync.program.schedule import Schedule, schedule
@@ -89,7 +89,7 @@ def place(
         if many_shards:  # what the partition computes of them alone is a shard's, too
             graph.differing.update(name for name, placed in graph.argument_placements.items() if not placed.whole)
         try:
-            return graph, partition(graph, results)
+            return graph, Partition(graph, results).run()
         except Unshared as found:
             for handle in found.handles:
                 declare_role(graph.variable_of[handle], Role.SAME)

@@ -22,8 +22,9 @@ from ncclsync.semantics.roles import Role, role_of
 class StepGraph:
     """Describe the traced graph by names: ops, inputs, and the exchanges that are put between them.
 
-    `inputs[op]` are tensor names, in which an exchange's result may replace what the trace had. The partition adds to
-    it, and then freezes it: all passes after that read one description, which none of them changes.
+    The partition adds to it, and then freezes it: all passes after that read one description, which none changes. A
+    tensor has the name that TensorFlow gave it. Names, not a type of their own, since dictionaries of every layer have
+    them as keys; only `op_name` parses them.
     """
 
     _frozen = False
@@ -46,17 +47,12 @@ class StepGraph:
         self.row_splits: set[str] = set()  # of ragged leaves whose values lie in rows, not in rows of rows
         self.argument_placements = self._place_arguments(trace)
         by_handle = {id(variable.handle): variable for variable in function.variables}
-        self.variables: list[tuple[str, tf.Variable]] = []
-        captures = []
-        for name, tensor in zip(flat_inputs[count:], captured, strict=True):
-            if id(tensor) in by_handle:
-                self.variables.append((name, by_handle[id(tensor)]))
-            else:
-                captures.append((name, tensor))
-        self.captures = tuple(captures)
+        pairs = list(zip(flat_inputs[count:], captured, strict=True))
+        self.captures = tuple((name, tensor) for name, tensor in pairs if id(tensor) not in by_handle)
+        self.variables = [(name, by_handle[id(tensor)]) for name, tensor in pairs if id(tensor) in by_handle]
         self.variable_of = dict(self.variables)
-        rows = {id(variable): each for variable, each in trace.opened}
-        self.opened = [(name, v, rows[id(v)]) for name, v in self.variables if id(v) in rows]  # see `trace.trace`
+        each = {id(variable): rows for variable, rows in trace.opened}
+        self.opened = [(name, v, each[id(v)]) for name, v in self.variables if id(v) in each]  # see `trace.trace`
         self.role = {name: role_of(variable, same_seeds) for name, variable in self.variables}
         # A failed step must leave these as they were. (Metric state starts anew with the next epoch.)
         self.kept = {
@@ -68,7 +64,11 @@ class StepGraph:
         # tf.function returns identities that wait for every side effect; what they wait for says the layout.
         self.results = [tensor.op.inputs[0] if tensor.op.type == "Identity" else tensor for tensor in function.outputs]
         self.must_run = {op.name for op in self.tf_graph.control_outputs}
-        self.ops = self._live_ops(function)
+        # Creation order is not topological: automatic control dependencies are added later. Walking what outputs and
+        # side effects need in creation order keeps as much of it as there can be.
+        created = {op.name: i for i, op in enumerate(self.tf_graph.get_operations())}
+        roots = [*self.tf_graph.control_outputs, *(tensor.op for tensor in self.results)]
+        self.ops = in_order(sorted(roots, key=lambda op: created[op.name]))
         self.inputs = {op.name: [tensor.name for tensor in op.inputs] for op in self.ops}
         self.controls = {op.name: [control.name for control in op.control_inputs] for op in self.ops}
         self._merge_duplicates()
@@ -90,6 +90,9 @@ class StepGraph:
 
     def freeze(self) -> None:
         """Let nothing change it from now on: attributes cannot be set, nor collections be added to."""
+        self.free_prefix = "ncclsync"  # of names that a segment may give to nodes
+        while any(name.startswith(self.free_prefix) for name in self.nodes):
+            self.free_prefix += "_"
         views: dict[type, Any] = {dict: types.MappingProxyType, list: tuple, set: frozenset}
         for name, value in vars(self).items():
             if type(value) in views and name != "structure":  # which is the user's
@@ -127,14 +130,6 @@ class StepGraph:
                     self.row_splits |= {others[0].name} if len(others) == 1 else set()
         return placed
 
-    def _live_ops(self, function: Any) -> list[tf.Operation]:
-        """Return the ops that outputs and side effects need, inputs before consumers."""
-        roots = [*function.graph.control_outputs, *(tensor.op for tensor in self.results)]
-        # Creation order is not topological: automatic control dependencies are added later. Walking the
-        # roots in creation order keeps as much of it as there can be.
-        created = {op.name: i for i, op in enumerate(function.graph.get_operations())}
-        return in_order(sorted(roots, key=lambda op: created[op.name]))
-
     def _merge_duplicates(self) -> None:
         """Merge ops that compute the same, such as the learning rate for each variable.
 
@@ -153,14 +148,12 @@ class StepGraph:
                 continue
             attributes = self.nodes[op.name].attr
             described = tuple((name, attributes[name].SerializeToString()) for name in sorted(attributes))
-            key = (op.type, op.device, described, tuple(inputs), tuple(sorted(controls)))
-            same = kept.setdefault(key, op)
+            same = kept.setdefault((op.type, op.device, described, tuple(inputs), tuple(sorted(controls))), op)
             if same is op or op.type == "IdentityN":
                 ops.append(op)
-            else:
-                pairs = zip(op.outputs, same.outputs, strict=True)
-                renamed.update((tensor.name, other.name) for tensor, other in pairs)
-                renamed[op.name] = same.name
+                continue
+            renamed[op.name] = same.name
+            renamed.update((one.name, other.name) for one, other in zip(op.outputs, same.outputs, strict=True))
         self.ops = ops
         self.results = [self.tf_graph.get_tensor_by_name(renamed.get(t.name, t.name)) for t in self.results]
 

@@ -7,7 +7,6 @@ host, and a number that an op of the GPU needs gets there as a kernel's paramete
 its ends from the host's memory. So the host can be a whole step ahead.
 """
 
-import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -32,13 +31,9 @@ _CHECKED |= dict.fromkeys(("Div", "FloorDiv", "FloorMod", "Mod", "TruncateDiv", 
 def keep_on_host(
     definition: tf.compat.v1.GraphDef, graph: StepGraph, outside: Collection[str], needed: Collection[str]
 ) -> None:
-    """Change the nodes of a segment in place.
+    """Change the nodes of a segment, inputs before consumers, in place.
 
-    Args:
-        definition: inputs before consumers.
-        graph: that the nodes are from.
-        outside: names of tensors that come from outside.
-        needed: names of ops whose results others take from the GPU.
+    Others take tensors from `outside` to it, and from the GPU the results of the `needed` ops.
     """
     _Pass(definition, graph, outside).run(needed)
 
@@ -49,9 +44,6 @@ class _Pass:
         self._nodes = {node.name: node for node in definition.node}
         # Tensors in the host's memory. TensorFlow passes int32 to functions there.
         self._host = {name for name in outside if graph.spec(name).dtype == tf.int32}
-        # Names, and the scopes that names are in.
-        names = {*self._nodes, *map(op_name, outside)}
-        self._taken = {name[: end.start()] for name in names for end in re.finditer("/|$", name)}
         self._on_host: dict[str, str] = {}  # what an op of the host takes, by what others take
         self._entered: dict[str, str] = {}  # what an op of the GPU takes, by what the host has
 
@@ -78,12 +70,6 @@ class _Pass:
             self._host.update(output.name for output in made)
             if node.name in needed and len(op.outputs) == len(made) == 1 and self._is_number(made[0].name):
                 self._divide(node, made[0])
-
-    def _free_name(self, name: str) -> str:
-        while name in self._taken:
-            name += "_"
-        self._taken.add(name)
-        return name
 
     def _is_number(self, source: str) -> bool:
         spec = self._graph.spec(source)
@@ -114,7 +100,7 @@ class _Pass:
             if source not in self._on_host:
                 constant = self._definition.node.add()
                 constant.CopyFrom(self._nodes[op_name(source)])
-                constant.name, constant.device = self._free_name(f"{constant.name}/on_host"), _CPU
+                constant.name, constant.device = f"{self._graph.free_prefix}/on_host_{len(self._on_host)}", _CPU
                 self._on_host[source] = f"{constant.name}:0"
             node.input[i] = self._on_host[source]
 
@@ -122,7 +108,7 @@ class _Pass:
         """Turn a node into the GPU's copy of its result, and add one that computes the result on the host."""
         twin = self._definition.node.add()
         twin.CopyFrom(node)
-        twin.name = self._free_name(f"{node.name}/on_host")
+        twin.name = f"{self._graph.free_prefix}/on_host_{len(self._on_host)}"
         self._on_host[output.name] = f"{twin.name}:0"
         node.Clear()
         node.name, node.op = op_name(output.name), "Identity"
@@ -132,7 +118,7 @@ class _Pass:
     def _enter(self, source: str, spec: Any) -> str:
         """Return what the segment calls a number of the host's, on the GPU."""
         if source not in self._entered:
-            prefix = self._free_name(f"{op_name(source)}/entered")
+            prefix = f"{self._graph.free_prefix}/entered_{len(self._entered)}"
             self._entered[source] = enter(self._definition, prefix, source, spec.dtype, spec.shape)
         return self._entered[source]
 
@@ -140,17 +126,9 @@ class _Pass:
 def enter(
     definition: tf.compat.v1.GraphDef, prefix: str, source: str, dtype: tf.DType, shape: Sequence[int] = ()
 ) -> str:
-    """Add nodes that copy a number from the host's memory to the GPU's without a copy: as a kernel's parameter.
+    """Bring a number, in a shape of one element, from the host's memory to the GPU's: as a kernel's parameter.
 
-    Args:
-        definition: of the graph.
-        prefix: of the nodes' names.
-        source: the number's name.
-        dtype: of the number.
-        shape: of one element.
-
-    Returns:
-        The name of its copy, which has every bit of it.
+    Return the name of the tensor there, which has every bit of it; nodes of names that begin with `prefix` make it.
     """
 
     def add(op: str, sources: list[str], device: str, **attributes: Any) -> str:

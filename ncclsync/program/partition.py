@@ -54,13 +54,7 @@ class Partition(Conversions):
     """
 
     def __init__(self, graph: StepGraph, results: Results, exact: bool = False) -> None:
-        """Prepare.
-
-        Args:
-            graph: the step; is changed.
-            results: how the towers' results are combined.
-            exact: whether what a choice makes local is to be the batch's.
-        """
+        """Prepare to change the graph; `exact`: whether what a choice makes local is to be the batch's."""
         super().__init__(graph)
         self._results, self._exact = results, exact
         self._on_gpus = "GPU" in graph.home_device and not tf_compat.is_op_determinism_enabled()
@@ -69,8 +63,8 @@ class Partition(Conversions):
         self._local: dict[str, tf.Tensor] = {}
         self._altered: set[str] = set()  # traced tensors that rest on what was made whole on the way
 
-    def run(self) -> None:
-        """Place the step.
+    def run(self) -> "Partition":
+        """Place the step; return itself.
 
         Raises:
             Unshared: variables are to be the same on all towers; begin anew with them so.
@@ -82,6 +76,7 @@ class Partition(Conversions):
         self.graph.ops = self._order
         self.graph.by_name = {op.name: op for op in self._order}
         self.graph.freeze()
+        return self
 
     # One op.
 
@@ -332,22 +327,20 @@ class Partition(Conversions):
 
         def run():
             made = tf_compat.copied_op(op, [tf.identity(tensor) for tensor in call.tensors])
-            if not outputs:
-                with tf.control_dependencies([made]):
-                    return [tf.constant(0)]
             given = [made.outputs[output.value_index] for output in outputs]
-            return [part for one in given for part in (tf.reshape(one, [-1]), tf.shape(one))]
+            with tf.control_dependencies([made]):
+                done = tf.constant(0)
+            return [done, *(part for one in given for part in (tf.reshape(one, [-1]), tf.shape(one)))]
 
         def receive():
-            if not outputs:
-                return [tf.constant(0)]
-            return [part for one in outputs for part in (tf.zeros([0], one.dtype), tf.zeros([0], tf.int32))]
+            nothing = (part for one in outputs for part in (tf.zeros([0], one.dtype), tf.zeros([0], tf.int32)))
+            return [tf.constant(0), *nothing]
 
         before = len(self._order)
         with self._building():
-            sent = tf.cond(tf.equal(self.share.tower, 0), run, receive)
+            done, *sent = tf.cond(tf.equal(self.share.tower, 0), run, receive)
             # By a result, since TensorFlow prunes what a branch does and none needs.
-            done = tf.identity(sent[0])
+            done = tf.identity(done)
         for made in self._order[before:]:
             if made.type in BRANCHES:
                 graph.controls[made.name] += graph.controls[op.name]
@@ -356,7 +349,7 @@ class Partition(Conversions):
         self._appended.add(op.name)  # it is run there
         for output in others:
             self._put(output, call.tensors[output.value_index], REPLICATE)
-        for output, flat, shape in zip(outputs, sent[::2], sent[1::2], strict=False):
+        for output, flat, shape in zip(outputs, sent[::2], sent[1::2], strict=True):
             self._put(output, self._received_whole(flat, shape, output, op), REPLICATE)
         return [REPLICATE] * len(op.outputs)
 
@@ -537,10 +530,3 @@ class Partition(Conversions):
             graph.writes[write.name] = {name}
             graph.controls[write.name] = [op.name for op in (*ops, read)]
             graph.must_run.add(write.name)
-
-
-def partition(graph: StepGraph, results: Results, exact: bool = False) -> Partition:
-    """Place a step; see `Partition`."""
-    placing = Partition(graph, results, exact)
-    placing.run()
-    return placing

@@ -20,11 +20,7 @@ from ncclsync.semantics.roles import Role
 
 
 def divide(graph: StepGraph, scheduled: Schedule) -> Schedule:
-    """Return a schedule whose segments run either for each shard or once for a tower.
-
-    Args:
-        graph: the step, placed.
-        scheduled: its segments, each of which may become several.
+    """Return a schedule whose segments, of which one may become several, run for each shard or once for a tower.
 
     Raises:
         NcclSyncError: an op writes both what towers share and what belongs to a shard.
@@ -67,11 +63,11 @@ class _Kinds:
                     )
                 self.once.add(op.name)
                 continue
-            results = [output.name for output in op.outputs]
-            if any(name in graph.differing for name in (*inputs, *results)) or any(name in own for name in inputs):
+            results = {output.name for output in op.outputs}
+            rests_on_own = not own.isdisjoint(inputs)
+            if rests_on_own or not graph.differing.isdisjoint(results.union(inputs)):
                 self.shards.add(op.name)
-                if any(name in own for name in inputs):
-                    own.update(results)
+                own.update(results if rests_on_own else ())
             elif tf_compat.is_stateful(op) and graph.calls.hides_state(op, REPEATABLE):
                 self.once.add(op.name)
 
@@ -126,8 +122,7 @@ class _Part:
 
     def used(self) -> set[int]:
         """Return the phases that there are."""
-        used = {*self.phase.values(), *self.receives.values()}
-        return used | ({self.sends} if self._sent else set())
+        return {*self.phase.values(), *self.receives.values(), *([self.sends] if self._sent else [])}
 
     def _roots_sent(self) -> Iterator[str]:
         for exchange in self._sent:

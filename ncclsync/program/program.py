@@ -5,14 +5,12 @@
 
 import dataclasses
 import enum
-import functools
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops import Collective, CollectiveKind
 from ncclsync.program.cost import StepWork
 
@@ -120,11 +118,11 @@ class Segment:
         function: returns an `Outcome`.
         once: whether it runs once for each tower where a tower has several shards; else it runs for each shard.
         unrepeatable: an op of it that must run once, as Python and prints, and its line; "" if there is none.
-        held: names of handles of variables whose values the function is given last, and does not use. Where XLA
-            compiles, those that it writes: if such a program fails, TensorFlow frees the memory of each variable that
-            it was to write, which still uses it, unless somebody else holds that memory, too.
+        written: names of the handles that its function may write to, sorted.
+        hold: where XLA compiles, see `segment.holding`: what the written variables hold is given to the function last,
+            which does not use it. If such a program fails, TensorFlow frees the memory of each variable that it was to
+            write, which still uses it, unless somebody else holds that memory, too.
             Source: tensorflow/compiler/jit/xla_launch_util.cc, PopulateExecutionInputBuffer.
-        hold: see `segment.holding`; None: it holds none.
     """
 
     sources: tuple[str, ...]
@@ -134,13 +132,13 @@ class Segment:
     function: Any
     once: bool = False
     unrepeatable: str = ""
-    held: tuple[str, ...] = ()
+    written: tuple[str, ...] = ()
     hold: Any = None
 
     def run(self, values: Mapping[str, tf.Tensor], incoming: Sent) -> Outcome:
         """Call its function with tensors and handles by name, and with what has been received."""
         sources = [values[name] for name in self.sources]
-        held = [] if self.hold is None else self.hold(*(values[name] for name in self.held))
+        held = [] if self.hold is None else self.hold(*(values[name] for name in self.written))
         return self.function(*sources, *itertools.chain(*incoming), *held)
 
     @property
@@ -148,16 +146,6 @@ class Segment:
         """Return whether its function takes tensors whose shapes follow the batch's rows."""
         tensors = (tensor for tensor in self.function.inputs if tensor.dtype != tf.resource)
         return not all(tensor.shape.is_fully_defined() for tensor in tensors)
-
-    @functools.cached_property
-    def written(self) -> frozenset[str]:
-        """Return the names of the handles that its function may write to."""
-        if not self.sources:  # as of what `bench` ends a step with, a function of Python's
-            return frozenset()
-        graph = self.function.graph
-        handles = set().union(*(tf_compat.written_handles(op) for op in graph.get_operations()))
-        sources = zip(self.sources, graph.inputs, strict=False)
-        return frozenset(name for name, tensor in sources if tensor.name in handles)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -132,9 +132,7 @@ def _assign_levels(graph: StepGraph) -> dict[str, int]:
     """
     floors: dict[str, int] = collections.defaultdict(int)
     levels = _earliest(graph, floors)
-    last = max(
-        [levels[name] for name in levels] + [_available(graph, levels, result) for result in graph.exchanges] + [0]
-    )
+    last = max([*levels.values(), *(_available(graph, levels, result) for result in graph.exchanges), 0])
     late = [name for name in levels if graph.writes[name] & graph.kept]
     if late:
         last = max(last, 1)
@@ -142,12 +140,9 @@ def _assign_levels(graph: StepGraph) -> dict[str, int]:
     latest = _latest(graph, levels, last)
     # A variable is read where its value is used: held meanwhile, the value would have to be copied before the
     # variable can be written in place.
-    reads = [
-        name
-        for name in levels
-        if graph.by_name[name].type == "ReadVariableOp" and graph.role[graph.inputs[name][0]] is Role.SAME
-    ]
-    for name in [*late, *reads]:
+    reads = [name for name in levels if graph.by_name[name].type == "ReadVariableOp"]
+    late += [name for name in reads if graph.role[graph.inputs[name][0]] is Role.SAME]
+    for name in late:
         floors[name] = latest[name]
     return _earliest(graph, floors)
 
@@ -168,10 +163,8 @@ def _earliest(graph: StepGraph, floors: dict[str, int]) -> dict[str, int]:
 def _latest(graph: StepGraph, levels: dict[str, int], last: int) -> dict[str, int]:
     latest = dict.fromkeys(levels, last)
     bounds = [(name, last) for name, _ in graph.outputs]
-    for result, exchange in graph.exchanges.items():
-        # The layout must have these when it joins the towers.
-        sent = _available(graph, levels, result) - 1
-        bounds += [(exchange.when, sent)] if exchange.when else []
+    # The layout must have conditions when it joins the towers.
+    bounds += [(e.when, _available(graph, levels, result) - 1) for result, e in graph.exchanges.items() if e.when]
     for name, bound in bounds:
         origin, hops = graph.origin(name)
         if origin in latest:

@@ -95,12 +95,12 @@ def compile_segment(
         read_rows_only(definition, sparse_reads(graph, plan.ops), plan.needed_ops)
     crossing = {name: forms[name] for name in plan.fetches if name in forms}
     fetches = {*plan.fetches}.intersection(taken).union(*(form.names for form in crossing.values()))
-    written = {handle for op in plan.ops for handle in graph.writes[op]}
-    held = {name: graph.variable_of[name] for name in sorted(written)} if plan.jit_compile else {}
+    written = sorted({handle for op in plan.ops for handle in graph.writes[op]})
+    held = [graph.variable_of[name] for name in written] if plan.jit_compile else []
     signature = [
         [forms[name].specs for name in plan.sources],
         [bucket.specs for bucket in plan.incoming],
-        [tf.TensorSpec(variable.shape, variable.dtype) for variable in held.values()],
+        [tf.TensorSpec(variable.shape, variable.dtype) for variable in held],
     ]
 
     def body(*args):
@@ -142,8 +142,8 @@ def compile_segment(
         function,
         plan.once,
         plan.unrepeatable,
-        held=tuple(held),
-        hold=holding([variable.dtype for variable in held.values()]) if held else None,
+        tuple(written),
+        holding([variable.dtype for variable in held]) if held else None,
     )
 
 
@@ -186,11 +186,8 @@ def _graph_def(plan: SegmentPlan) -> tuple[tf.compat.v1.GraphDef, set[str], list
     added = close_branches(definition)
     if plan.shares_memory and not plan.jit_compile:
         added += own_memory(definition)
-    prefix = "ncclsync"
-    while any(name.startswith(prefix) for name in graph.nodes):
-        prefix += "_"
     for i, rewrite in enumerate(plan.rewrites):
-        definition.node.extend(rewrite.nodes(f"{prefix}/rewritten_{i}"))
+        definition.node.extend(rewrite.nodes(f"{graph.free_prefix}/rewritten_{i}"))
     inside.update(constants)
     return definition, {name for name in used if op_name(name) not in inside}, added
 

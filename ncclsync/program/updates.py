@@ -7,13 +7,10 @@ from ncclsync.semantics.roles import Role
 
 
 def find_updates(graph: StepGraph) -> dict[str, str]:
-    """Follow what is written to each variable back to the nearest exchange of a tensor of its shape.
+    """Follow what is written to each variable back to the nearest exchange of a tensor of its shape; return its result.
 
     An optimizer's slots rest on their weight's gradient too; the exchange is the weight's alone. Where a
     branch writes several variables, as an accumulating optimizer does, order pairs those of one shape.
-
-    Returns:
-        The exchange's result by the variable's handle, for those that have one.
     """
     writers = collections.defaultdict(list)
     for op in graph.ops:

@@ -93,7 +93,7 @@ class Audit:
         for number, segment in enumerate(self._segments, start=1):
             if segment.unrepeatable or written.intersection(segment.sources):
                 found.add(number)
-                written |= segment.written
+                written.update(segment.written)
                 lines.update({segment.unrepeatable: None} if segment.unrepeatable else {})
         if found:
             sent = [len(list(_sent(segment))) for segment in self._segments]

@@ -72,7 +72,7 @@ def test_a_segment_sends_what_its_tower_computes(graph, weight):
     (exchange,) = plan.outgoing[0].exchanges
     assert plan.needed == {exchange.source} and len(plan.needed_ops) == 1
     made = compiled(plan)
-    assert made.takes_rows and not made.written and not made.held
+    assert made.takes_rows and not made.written and made.hold is None
     copy = tf.Variable(weight * 2)
     for variable, expected in ((weight, X @ weight), (copy, X @ copy)):
         outcome = made.run(values(graph, variable), [])
@@ -84,7 +84,7 @@ def test_a_segment_sends_what_its_tower_computes(graph, weight):
 def test_a_segment_writes_what_it_is_given(graph, weight):
     """With what was received, into the copy whose handle its tower gives: not into the one of the trace."""
     made = compiled(planned(graph, 1))
-    assert made.written == {graph.variables[0][0]}
+    assert made.written == (graph.variables[0][0],)
     copy = tf.Variable(weight * 2)
     outcome = made.run(values(graph, copy), [[tf.constant([10.0])]])
     assert outcome.token.shape == [] and outcome.sent == []

@@ -218,14 +218,13 @@ def find_uncrossable(graph: StepGraph, plans: Sequence[Any]) -> Iterator[str]:
 
 def _pushes(graph: StepGraph, user: str, name: str) -> bool:
     """Return whether an op, or a function that it calls, appends to a list: then its length has to be known."""
-    node, places = graph.nodes[user], [i for i, one in enumerate(graph.inputs[user]) if one == name]
-    if node.op.startswith("TensorListPush"):
+    op, places = graph.by_name[user], [i for i, one in enumerate(graph.inputs[user]) if one == name]
+    if op.type.startswith("TensorListPush"):
         return bool(places)
-    for attribute in node.attr.values():
-        called = graph.functions.get(attribute.func.name)
-        if called is not None:
-            given = {called.signature.input_arg[i].name for i in places if i < len(called.signature.input_arg)}
-            pushes = (one for one in called.node_def if one.op.startswith("TensorListPush"))
-            if any(given.intersection(one.input) for one in pushes):
-                return True
+    for called in graph.calls.called_by(op):
+        arguments = graph.functions[called].signature.input_arg
+        given = {arguments[i].name for i in places if i < len(arguments)}
+        pushes = (one for one in graph.functions[called].node_def if one.op.startswith("TensorListPush"))
+        if any(given.intersection(one.input) for one in pushes):
+            return True
     return False

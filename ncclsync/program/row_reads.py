@@ -36,13 +36,11 @@ def read_rows_only(
             _take_from_variable(node, read)
         for node in others:
             _become_constant(node, shapes[read.name])
-        instead = [f"^{node.name}" for node in takers]
-        for node in definition.node:
-            if f"^{read.name}" in node.input:
-                kept = [source for source in node.input if source != f"^{read.name}"]
-                node.ClearField("input")
-                node.input.extend([*kept, *(name for name in instead if name not in kept)])
-        definition.node.remove(read)
+        # What waits for the read waits for these.
+        read.op = "NoOp"
+        read.attr.clear()
+        read.ClearField("input")
+        read.input.extend(f"^{node.name}" for node in takers)
 
 
 def _takes_rows(node: tf.compat.v1.NodeDef, read: str, nodes: dict[str, tf.compat.v1.NodeDef]) -> bool:

@@ -182,7 +182,9 @@ def _graph_def(plan: SegmentPlan) -> tuple[tf.compat.v1.GraphDef, set[str], list
         node.attr.pop("_class", None)
         del node.input[:]
         node.input.extend([*graph.inputs[name], *(f"^{one}" for one in graph.controls[name] if one in inside)])
-    _add_functions(graph, definition)
+    called = graph.calls.reached(definition.node)
+    definition.library.function.extend(graph.functions[name] for name in called)
+    definition.library.gradient.extend(one for one in graph.gradients if one.function_name in called)
     added = close_branches(definition)
     if plan.shares_memory and not plan.jit_compile:
         added += own_memory(definition)
@@ -197,25 +199,6 @@ def sparse_reads(graph: StepGraph, ops: Sequence[str]) -> dict[str, tf.TensorSha
     sparse = {handle for op in graph.ops if op.type.startswith("ResourceScatter") for handle in graph.writes[op.name]}
     reads = [name for name in ops if graph.by_name[name].type == "ReadVariableOp"]
     return {name: graph.variable_of[graph.inputs[name][0]].shape for name in reads if graph.inputs[name][0] in sparse}
-
-
-def _add_functions(graph: StepGraph, definition: tf.compat.v1.GraphDef) -> None:
-    """Copy the functions that a segment's nodes call, directly or not, into its library."""
-    added: set[str] = set()
-    queue = list(definition.node)
-    while queue:
-        node = queue.pop()
-        called = [node.op]
-        for attribute in node.attr.values():
-            called += [attribute.func.name, *(function.name for function in attribute.list.func)]
-        for name in called:
-            if name in graph.functions and name not in added:
-                added.add(name)
-                definition.library.function.add().CopyFrom(graph.functions[name])
-                queue.extend(graph.functions[name].node_def)
-    for gradient in graph.gradients:
-        if gradient.function_name in added:
-            definition.library.gradient.add().CopyFrom(gradient)
 
 
 @functools.cache

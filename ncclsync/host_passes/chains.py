@@ -9,7 +9,7 @@ is a `Rewrite` of a segment.
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -204,7 +204,7 @@ def _chain_of(
 
 
 def chain_nodes(
-    graph: StepGraph, chain: Chain, ops: Collection[str], alone: bool, name: str, named: Callable[[str], str]
+    graph: StepGraph, chain: Chain, ops: Collection[str], alone: bool, name: str
 ) -> Iterator[tf.compat.v1.NodeDef]:
     """Yield the nodes that replace a chain; its outputs keep their names.
 
@@ -212,12 +212,10 @@ def chain_nodes(
         graph, chain, ops: the step, and a chain and the names of the ops of a segment.
         alone: whether it runs on one thread.
         name: of the op that does the arithmetic.
-        named: returns the segment's name of a tensor, given the step's.
     """
     controls = {control for member in chain.members for control in graph.controls[member]}
     waits = [f"^{control}" for control in sorted(controls & set(ops) - set(chain.members))]
-    sources = [named(source) for source in chain.inputs]
-    yield chain.expression.node(name, chain.dtype, sources, waits, alone)
+    yield chain.expression.node(name, chain.dtype, chain.inputs, waits, alone)
     for i, output in enumerate(chain.outputs):
         shape = graph.spec(f"{output}:0").shape
         node = tf.compat.v1.NodeDef(name=output, op="EnsureShape" if shape.rank else "Identity", input=[f"{name}:{i}"])

@@ -1,6 +1,6 @@
 """Read the small variables of a segment by one op: of a thousand of them a step's time is that of its ops."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
@@ -27,9 +27,9 @@ def reads_together(graph: StepGraph, ops: Sequence[str]) -> list[Rewrite]:
         return variable.shape.is_fully_defined() and variable.shape.num_elements() <= _SMALL
 
     reads = [name for name in ops if is_early(name)]
+    handles = tuple(graph.inputs[name][0] for name in reads)
 
-    def nodes(prefix: str, named: Callable[[str], str]) -> Iterator[tf.compat.v1.NodeDef]:
-        handles = [named(graph.inputs[name][0]) for name in reads]
+    def nodes(prefix: str) -> Iterator[tf.compat.v1.NodeDef]:
         every = tf.compat.v1.NodeDef(name=prefix, op="_ReadVariablesOp", input=handles)
         set_attribute(every, "N", len(reads))
         set_attribute(every, "dtypes", [graph.spec(f"{name}:0").dtype for name in reads])
@@ -40,4 +40,4 @@ def reads_together(graph: StepGraph, ops: Sequence[str]) -> list[Rewrite]:
             one.attr["_output_shapes"].list.shape.add().CopyFrom(graph.spec(f"{name}:0").shape.as_proto())
             yield one
 
-    return [Rewrite(frozenset(reads), tuple(graph.inputs[name][0] for name in reads), nodes)] if reads[1:] else []
+    return [Rewrite(frozenset(reads), handles, nodes)] if reads[1:] else []

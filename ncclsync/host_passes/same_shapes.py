@@ -92,10 +92,10 @@ class Shapes:
 
     def _order(self, name: str) -> list[int] | None:
         """Return a permutation of axes, or an inverse permutation if it keeps the first axis; None if not known."""
-        if self._graph.producer_type(name) == "InvertPermutation":
-            order = self._order(self._graph.inputs[op_name(name)][0])
+        producer = self._graph.producer(name)
+        if producer is not None and producer.type == "InvertPermutation":
+            order = self._order(self._graph.inputs[producer.name][0])
             return order if order and order[0] == 0 else None
-        producer = self._graph.by_name.get(op_name(name))
         value = None if producer is None else tf.get_static_value(producer.outputs[0])
         return None if value is None else [int(axis) for axis in value]
 

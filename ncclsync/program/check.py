@@ -20,10 +20,9 @@ from ncclsync.compat.source_lines import user_line
 from ncclsync.ops import Collective, CollectiveKind, Purpose, Share
 from ncclsync.ops.comparing import distance
 from ncclsync.program.graph import StepGraph, op_name
-from ncclsync.program.partition import Partition, Unshared, partition
+from ncclsync.program.partition import Partition, Unshared
 from ncclsync.program.program import Results
-from ncclsync.program.trace import Trace
-from ncclsync.semantics.functions import Functions
+from ncclsync.program.trace import Site, Trace
 from ncclsync.semantics.placements import Kind, Placement
 from ncclsync.semantics.placing import PRINTS, is_unrepeatable
 from ncclsync.semantics.roles import Role, declare_role
@@ -86,12 +85,11 @@ def _place(trace: Trace, home_device: str, results: Results) -> tuple[StepGraph,
     """Return the step as one device runs it, and as towers do where nothing else was chosen for speed."""
     while True:
         alone, graph = (StepGraph(trace, home_device, same_seeds=True) for _ in range(2))
-        functions = Functions(alone.functions, alone.tf_graph)
         for op in alone.ops:
-            if op.name not in alone.placeholders and op.type not in PRINTS and is_unrepeatable(op, functions):
+            if op.name not in alone.placeholders and op.type not in PRINTS and is_unrepeatable(op, alone.calls):
                 raise Unchecked(f"{op.type}, at {user_line(op.traceback)}, must not run twice")
         try:
-            return alone, partition(graph, trace.share, results, exact=True)
+            return alone, Partition(graph, results, exact=True).run()
         except Unshared as found:
             for handle in found.handles:
                 declare_role(graph.variable_of[handle], Role.SAME)
@@ -125,8 +123,8 @@ class _Run:
         self.count = len(sizes)
         self.values: dict[str, Values] = {name: [tensor] * self.count for name, tensor in graph.captures}
         arguments = [
-            [*(leaf for leaf in tf.nest.flatten(batch, expand_composites=True) if leaf is not None), *share]
-            for batch, share in zip(batches, self.shares, strict=True)
+            [*(leaf for leaf in tf.nest.flatten(batch, expand_composites=True) if leaf is not None), *share, *site]
+            for batch, share, site in zip(batches, self.shares, map(_site, range(len(sizes))), strict=True)
         ]
         self.values.update(zip(graph.arguments, map(list, zip(*arguments, strict=True)), strict=True))
         self.state: dict[str, Values] = {}
@@ -240,7 +238,7 @@ class _Check(_Run):
             if not is_sparse and op.type != "Bitcast":
                 for output in op.outputs:
                     if output.name in placing.placed and output.dtype not in (tf.variant, tf.resource):
-                        self._traced.setdefault(placing.name_of(output.name), []).append(output.name)
+                        self._traced.setdefault(placing.placed[output.name][0].name, []).append(output.name)
 
     def run(self) -> str:  # type: ignore[override]
         """Return the first op, and its line, whose result differs; "" if none does."""
@@ -367,6 +365,10 @@ def _shares(sizes: Sequence[int]) -> list[Share]:
         )
         for number, size in enumerate(map(int, sizes))
     ]
+
+
+def _site(number: int) -> Site:
+    return Site(tf.constant(1), tf.constant(number == 0), tf.constant(number))
 
 
 def _rows_between(batch: Any, begin: int, end: int) -> Any:

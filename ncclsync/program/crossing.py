@@ -7,7 +7,7 @@ takes it for each length anew. Here alone is known what crosses the border in a 
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -15,14 +15,16 @@ import tensorflow as tf
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.source_lines import user_line
 from ncclsync.program.graph import StepGraph, op_name
-from ncclsync.program.program import Segment
 from ncclsync.semantics.axes import SMALL
-from ncclsync.semantics.functions import BRANCHES, LOOPS, Functions, change_functions
+from ncclsync.semantics.functions import BRANCHES, LOOPS, change_functions
 
 _ANY_SHAPE = -1
 
 # Ops whose results XLA gives a bound, and a length that is known only when they have run.
 _OF_NUMBERS = frozenset({"Where", "Unique", "UniqueV2", "NonMaxSuppressionV3", "ListDiff"})
+
+# Ops whose first result, or a loop's of the same place, is the list that they were given.
+_PASSING_LISTS = frozenset({"Identity", "TensorListSetItem", "TensorListPushBack", "TensorListPopBack", *LOOPS})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,29 +45,22 @@ class Form:
 
 
 class Forms:
-    """Choose the forms in which a step's tensors cross from one segment to another."""
+    """Choose the forms in which a step's tensors cross from one segment to another: as they are without XLA."""
 
     def __init__(self, graph: StepGraph, jit_compile: bool) -> None:
-        """Find which tensors' lengths rest on numbers.
-
-        Args:
-            graph: the step, placed.
-            jit_compile: whether XLA compiles the segments: else all cross as they are.
-        """
-        self._graph, self._jit_compile = graph, jit_compile
+        """Find which tensors' lengths rest on numbers, in a step that is placed."""
+        self._graph, self.jit_compile = graph, jit_compile
         # Tensors of such lengths, and integers that may be computed of these.
         self._of_numbers: set[str] = set()
-        functions = Functions(graph.functions, graph.tf_graph)
         for op in graph.ops if jit_compile else ():
-            if not (
-                self._of_numbers.isdisjoint(graph.inputs[op.name]) and _OF_NUMBERS.isdisjoint(functions.op_types(op))
-            ):
+            types = graph.calls.op_types(op)
+            if not (self._of_numbers.isdisjoint(graph.inputs[op.name]) and _OF_NUMBERS.isdisjoint(types)):
                 self._of_numbers.update(t.name for t in op.outputs if t.dtype.is_integer or self._open_axes(t.name))
 
     def of(self, name: str) -> Form:
         """Return the form in which a tensor crosses."""
         graph, spec = self._graph, self._graph.spec(name)
-        if not self._jit_compile or name in graph.exchanges or name in graph.variable_of:
+        if not self.jit_compile or name in graph.exchanges or name in graph.variable_of:
             return Form((name,), (spec,))
         if (element := list_element(graph, name)) is not None:
             stacked = tf.TensorSpec(tf.TensorShape([None]).concatenate(element.shape), element.dtype)
@@ -96,13 +91,18 @@ class Forms:
         They make the empty lists that the segment's ops fill, and compute shapes that rest on numbers.
         """
         found: list[str] = []
-        queue = list(ops)
+        queue, known = list(ops) if self.jit_compile else [], set(ops)
         while queue:
             for name in self._graph.inputs[queue.pop()]:
-                if op_name(name) not in (*ops, *found) and (self._is_shape(name) or _is_empty(self._graph, name)):
-                    found.append(op_name(name))
-                    queue.append(op_name(name))
+                op = op_name(name)
+                if op not in known and (self._is_shape(name) or self._is_empty(name)):
+                    known.add(op)
+                    found.append(op)
+                    queue.append(op)
         return found[::-1]
+
+    def _is_empty(self, name: str) -> bool:
+        return _maker(self._graph, name, passed=("Identity",)) in ("EmptyTensorList", "TensorListReserve")
 
     def _is_shape(self, name: str) -> bool:
         if name not in self._of_numbers:
@@ -114,17 +114,14 @@ class Forms:
 
 def _may_be_left_out(graph: StepGraph, name: str) -> bool:
     """Return whether a tensor has no value if its branch is not taken."""
-    op = graph.by_name[op_name(name)]
-    if op.type not in BRANCHES:
+    tensor = graph.tf_graph.get_tensor_by_name(name)
+    if tensor.op.type not in BRANCHES:
         return False
-    for attribute in graph.nodes[op.name].attr.values():
-        for called in (attribute.func, *attribute.list.func):
-            function = graph.functions.get(called.name)
-            if function is None:
-                continue
-            made = function.ret[function.signature.output_arg[int(name.split(":")[1])].name].split(":")[0]
-            if any(node.name == made and node.op == "FakeParam" for node in function.node_def):
-                return True
+    for called in graph.calls.called_by(tensor.op):
+        function = graph.functions[called]
+        made = op_name(function.ret[function.signature.output_arg[tensor.value_index].name])
+        if any(node.name == made and node.op == "FakeParam" for node in function.node_def):
+            return True
     return False
 
 
@@ -178,23 +175,11 @@ def _unstack(tensor: tf.Tensor, element: tf.TensorSpec) -> tf.Tensor:
     return tf.raw_ops.TensorListFromTensor(tensor=tensor, element_shape=shape)
 
 
-def _maker(graph: StepGraph, name: str) -> str | None:
-    """Return the type of the op that has made the list that a tensor was when it was new; None: it is not known."""
-    while (op := graph.by_name.get(op_name(name))) is not None:
-        if op.type in LOOPS:
-            name = graph.inputs[op.name][int(name.split(":")[1])]
-        elif op.type in ("Identity", "TensorListSetItem", "TensorListPushBack", "TensorListPopBack"):
-            name = graph.inputs[op.name][0]
-        else:
-            return op.type
-    return None
-
-
-def _is_empty(graph: StepGraph, name: str) -> bool:
-    op = graph.by_name.get(op_name(name))
-    while op is not None and op.type == "Identity":
-        op = graph.by_name.get(op_name(graph.inputs[op.name][0]))
-    return op is not None and op.type in ("EmptyTensorList", "TensorListReserve")
+def _maker(graph: StepGraph, name: str, *, passed: Collection[str] = _PASSING_LISTS) -> str | None:
+    """Return the type of the op that has made a list, behind ops of the types `passed`; None: it is not known."""
+    while (op := graph.producer(name)) is not None and op.type in passed:
+        name = graph.inputs[op.name][graph.tf_graph.get_tensor_by_name(name).value_index if op.type in LOOPS else 0]
+    return None if op is None else op.type
 
 
 def keep_declared_shapes(graph: StepGraph, definition: tf.compat.v1.GraphDef) -> None:
@@ -217,30 +202,29 @@ def _declared(shape: tf.TensorShape) -> int | list[int]:
     return _ANY_SHAPE if shape.rank is None else [_ANY_SHAPE if n is None else n for n in shape.as_list()]
 
 
-def find_uncrossable(graph: StepGraph, segments: Sequence[Segment]) -> Iterator[str]:
+def find_uncrossable(graph: StepGraph, plans: Sequence[Any]) -> Iterator[str]:
     """Yield, in words, the tensors that these segments cannot exchange if XLA compiles them."""
-    for segment in segments:
-        for name in segment.sources:
+    for plan in plans:
+        for name in plan.sources:
             element = list_element(graph, name)
             if op_name(name) in graph.placeholders or graph.spec(name).dtype != tf.variant:
                 continue
             op = graph.by_name[op_name(name)]
             if element is None or element.dtype == tf.variant:  # of such lists a graph may know nothing
                 yield f"the list of lists that {op.name} keeps, at {user_line(op.traceback)}"
-            elif any(_pushes(graph, user, name) for user in segment.plan.ops):
+            elif any(_pushes(graph, user, name) for user in plan.ops):
                 yield f"the list that {op.name} has not filled, at {user_line(op.traceback)}"
 
 
 def _pushes(graph: StepGraph, user: str, name: str) -> bool:
     """Return whether an op, or a function that it calls, appends to a list: then its length has to be known."""
-    node, places = graph.nodes[user], [i for i, one in enumerate(graph.inputs[user]) if one == name]
-    if node.op.startswith("TensorListPush"):
+    op, places = graph.by_name[user], [i for i, one in enumerate(graph.inputs[user]) if one == name]
+    if op.type.startswith("TensorListPush"):
         return bool(places)
-    for attribute in node.attr.values():
-        called = graph.functions.get(attribute.func.name)
-        if called is not None:
-            given = {called.signature.input_arg[i].name for i in places if i < len(called.signature.input_arg)}
-            pushes = (one for one in called.node_def if one.op.startswith("TensorListPush"))
-            if any(given.intersection(one.input) for one in pushes):
-                return True
+    for called in graph.calls.called_by(op):
+        arguments = graph.functions[called].signature.input_arg
+        given = {arguments[i].name for i in places if i < len(arguments)}
+        pushes = (one for one in graph.functions[called].node_def if one.op.startswith("TensorListPush"))
+        if any(given.intersection(one.input) for one in pushes):
+            return True
     return False

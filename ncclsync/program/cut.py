@@ -6,7 +6,6 @@ needs what a tower has not got (`partition.py`). Every op is *scheduled*: it get
 what it receives. Before that, a target's passes may make the program cheaper.
 """
 
-import dataclasses
 import itertools
 from typing import Any
 
@@ -14,30 +13,22 @@ from ncclsync.compat.source_lines import user_line
 from ncclsync.ops import Collective, CollectiveKind
 from ncclsync.ops.buckets import fill_buckets
 from ncclsync.ops.spans import Meter
+from ncclsync.program.conversion import ADD_UP
 from ncclsync.program.crossing import Forms, find_uncrossable
 from ncclsync.program.graph import StepGraph, op_name
-from ncclsync.program.partition import Partition, Unshared, partition
+from ncclsync.program.partition import Partition, Unshared
 from ncclsync.program.phases import divide
-from ncclsync.program.program import Bucket, Exchange, Program, Results, Segment, Target
+from ncclsync.program.program import Bucket, Exchange, Program, Results, Target
 from ncclsync.program.schedule import Schedule, schedule
 from ncclsync.program.segment import SegmentPlan, compile_segment
 from ncclsync.program.trace import Trace
 from ncclsync.program.updates import find_updates
-from ncclsync.semantics.functions import Functions
 from ncclsync.semantics.placing import is_unrepeatable
 from ncclsync.semantics.roles import Role, declare_role
 
-SUM = Collective(CollectiveKind.ALL_REDUCE, "sum")
-
 
 def cut(
-    trace: Trace,
-    target: Target,
-    results: Results,
-    *,
-    undone: bool = False,
-    traceless: bool = False,
-    meter: Meter | None = None,
+    trace: Trace, target: Target, results: Results, *, undone: bool, traceless: bool, meter: Meter | None
 ) -> Program:
     """Cut `trace` into a program of segments.
 
@@ -58,17 +49,19 @@ def cut(
         scheduled = divide(graph, scheduled)
     warnings = dict.fromkeys(placed.warned)
     forms = Forms(graph, trace.jit_compile)
-    segments = _plan_segments(graph, scheduled, target, forms, trace.jit_compile)
-    jit_compile = trace.jit_compile
-    if jit_compile and (uncrossable := next(find_uncrossable(graph, segments), None)):
+    plans = _plan_segments(graph, scheduled, target, forms)
+    if trace.jit_compile and (uncrossable := next(find_uncrossable(graph, plans), None)):
         warnings[
             "XLA does not compile this step, since towers meet in the middle of it, and XLA cannot give on "
             f"{uncrossable}. compile(jit_compile=False) says so from the start"
         ] = None
-        jit_compile, forms = False, Forms(graph, jit_compile=False)
-        segments = _plan_segments(graph, scheduled, target, forms, jit_compile=False)
-    program = Program(
-        segments=segments,
+        forms = Forms(graph, jit_compile=False)
+        plans = _plan_segments(graph, scheduled, target, forms)
+    for improve in target.passes:
+        plans = [improve(plan) for plan in plans]
+    crossing = {name: forms.of(name) for plan in plans for name in plan.sources}
+    return Program(
+        segments=tuple(compile_segment(plan, crossing, _asked_outside(graph), meter) for plan in plans),
         arguments=graph.arguments,
         captures=graph.captures,
         variables=tuple(graph.variables),
@@ -83,13 +76,8 @@ def cut(
         work=placed.costs.step_work(),
         rollback=_rollback(graph, scheduled, undone, traceless),
         updates=tuple(find_updates(graph).items()),
-        jit_compile=jit_compile,
+        jit_compile=forms.jit_compile,
     )
-    for improve in target.passes:
-        program = improve(program)
-    crossing = {name: forms.of(name) for segment in segments for name in segment.sources}
-    segments = tuple(compile_segment(segment, crossing, _asked_outside(graph), meter) for segment in program.segments)
-    return dataclasses.replace(program, segments=segments)
 
 
 def place(
@@ -101,7 +89,7 @@ def place(
         if many_shards:  # what the partition computes of them alone is a shard's, too
             graph.differing.update(name for name, placed in graph.argument_placements.items() if not placed.whole)
         try:
-            return graph, partition(graph, trace.share, results)
+            return graph, Partition(graph, results).run()
         except Unshared as found:
             for handle in found.handles:
                 declare_role(graph.variable_of[handle], Role.SAME)
@@ -117,56 +105,57 @@ def _rollback(graph: StepGraph, scheduled: Schedule, undone: bool, traceless: bo
     exposed = any(
         kind in raising or "PyFunc" in kind or (name in graph.local and not kind.startswith("Assign"))
         for name, kind in types.items()
+        if name not in graph.folds
     )
     restored = {handle for handle, number in written if undone or exposed or number < last}
-    every = restored.union((fold.handle for fold in graph.folds), *(graph.writes[name] for name in segments))
+    every = restored.union(*(graph.writes[name] for name in segments))
     return tuple((handle, undone and handle in restored) for handle in sorted(every if traceless else restored))
 
 
-def _plan_segments(
-    graph: StepGraph, scheduled: Schedule, target: Target, forms: Forms, jit_compile: bool
-) -> tuple[Segment, ...]:
-    segment_of, outputs = scheduled.segments, _asked_outside(graph)
-    plans = [SegmentPlan(graph, jit_compile, target.shares_memory) for _ in range(scheduled.count)]
+def _plan_segments(graph: StepGraph, scheduled: Schedule, target: Target, forms: Forms) -> list[SegmentPlan]:
+    count = scheduled.count
+    ops: list[list[str]] = [[] for _ in range(count)]
     for op in graph.ops:
-        if op.name in segment_of:
-            plans[segment_of[op.name]].ops.append(op.name)
-    for plan in plans if jit_compile else ():
-        plan.ops[:0] = forms.made_where_used(plan.ops)
+        if op.name in scheduled.segments:
+            ops[scheduled.segments[op.name]].append(op.name)
+    ops = [[*forms.made_where_used(names), *names] for names in ops]
+    sent: list[list[Exchange]] = [[] for _ in range(count)]
     for result, exchange in graph.exchanges.items():
-        plans[scheduled.sent[result]].sent.append(exchange)
-    for fold in graph.folds:
-        if fold.source is not None:
-            plans[scheduled.sent[fold.result]].fold_reads.append(fold)
-        plans[scheduled.folds if scheduled.once else -1].fold_writes.append(fold)
-    outgoing = [_fill_buckets(plan.sent, target.bucket_bytes, scheduled) for plan in plans]
-    incoming: list[list[Bucket]] = [[] for _ in plans]
+        sent[scheduled.sent[result]].append(exchange)
+    outgoing = [_fill_buckets(exchanges, target.bucket_bytes, scheduled) for exchanges in sent]
+    incoming: list[list[Bucket]] = [[] for _ in range(count)]
     for bucket in itertools.chain(*outgoing):
-        first = min(scheduled.received[exchange.result] for exchange in bucket.exchanges)
-        incoming[first].append(bucket)
+        incoming[min(scheduled.received[exchange.result] for exchange in bucket.exchanges)].append(bucket)
 
     # Which tensors cross from one segment to a later one.
     uses: list[set[str]] = []
-    for plan in plans:
-        used = {name for op in plan.ops for name in graph.inputs[op] if not graph.is_constant(name)}
-        used |= {exchange.source for exchange in plan.sent if not graph.is_constant(exchange.source)}
-        used |= {fold.handle for fold in (*plan.fold_reads, *plan.fold_writes)}
-        used |= {fold.result for fold in plan.fold_writes}
-        own = set(plan.ops)
-        uses.append({name for name in used if not name.startswith("@fold_") and op_name(name) not in own})
-    inputs = {*graph.arguments, *(name for name, _ in graph.captures), *(name for name, _ in graph.variables)}
-    functions = Functions(graph.functions, graph.tf_graph)
-    segments = []
-    for number, plan in enumerate(plans):
-        made = {exchange.result for bucket in incoming[number] for exchange in bucket.exchanges}
-        later, own = {*outputs, *itertools.chain(*uses[number + 1 :])}, set(plan.ops)
-        made |= {name for name in later - inputs if op_name(name) in own}
+    for names, exchanges in zip(ops, sent, strict=True):
+        used = {*(name for op in names for name in graph.inputs[op]), *(exchange.source for exchange in exchanges)}
+        own = set(names)
+        uses.append({name for name in used if op_name(name) not in own and not graph.is_constant(name)})
+    outputs, plans = _asked_outside(graph), []
+    for number, names in enumerate(ops):
+        later, own = {*outputs, *itertools.chain(*uses[number + 1 :])}, set(names)
+        received = {exchange.result for bucket in incoming[number] for exchange in bucket.exchanges}
+        made = received | {name for name in later if op_name(name) in own}
         constants = {n for n in outputs if graph.is_constant(n)} if number == 0 else set()
-        sources, fetches = sorted(uses[number] - made), sorted((made & later) | constants)
-        once = bool(scheduled.once) and scheduled.once[number]
-        parts = tuple(sources), tuple(incoming[number]), tuple(fetches), outgoing[number]
-        segments.append(Segment(*parts, plan, once=once, unrepeatable=_unrepeatable(plan, functions)))
-    return tuple(segments)
+        packing = [] if forms.jit_compile else [graph.site.rank]
+        packing += [graph.site.has_samples, graph.share.fraction] if outgoing[number] else []
+        plans.append(
+            SegmentPlan(
+                graph,
+                names,
+                sources=tuple(sorted(uses[number].union(tensor.name for tensor in packing) - made)),
+                incoming=tuple(incoming[number]),
+                fetches=tuple(sorted((made & later) | constants)),
+                outgoing=outgoing[number],
+                once=bool(scheduled.once) and scheduled.once[number],
+                unrepeatable=_unrepeatable(graph, names),
+                jit_compile=forms.jit_compile,
+                shares_memory=target.shares_memory,
+            )
+        )
+    return plans
 
 
 def _asked_outside(graph: StepGraph) -> list[str]:
@@ -175,10 +164,10 @@ def _asked_outside(graph: StepGraph) -> list[str]:
     return [*(name for name, _ in graph.outputs), *sorted(name for name in conditions if name)]
 
 
-def _unrepeatable(plan: SegmentPlan, functions: Functions) -> str:
+def _unrepeatable(graph: StepGraph, names: list[str]) -> str:
     """Return `Segment.unrepeatable`."""
-    ops = (plan.graph.by_name[name] for name in plan.ops)
-    return next((f"{op.type}, at {user_line(op.traceback)}" for op in ops if is_unrepeatable(op, functions)), "")
+    ops = (graph.by_name[name] for name in names)
+    return next((f"{op.type}, at {user_line(op.traceback)}" for op in ops if is_unrepeatable(op, graph.calls)), "")
 
 
 def _fill_buckets(exchanges: list[Exchange], bucket_bytes: int, scheduled: Schedule) -> tuple[Bucket, ...]:
@@ -199,6 +188,5 @@ def _fill_buckets(exchanges: list[Exchange], bucket_bytes: int, scheduled: Sched
 
 def _wire(collective: Collective) -> Collective:
     """Return the communicator's collective: a mean is weighted before, and is a sum on the wire."""
-    if collective.kind == CollectiveKind.ALL_REDUCE and collective.op == "mean":
-        return SUM
-    return collective
+    is_mean = collective.kind == CollectiveKind.ALL_REDUCE and collective.op == "mean"
+    return ADD_UP if is_mean else collective

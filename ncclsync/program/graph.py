@@ -12,50 +12,32 @@ from typing import Any
 import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.ops import Collective
 from ncclsync.program.program import Exchange
 from ncclsync.program.trace import Trace
-from ncclsync.semantics.functions import in_order
+from ncclsync.semantics.functions import Functions, in_order
 from ncclsync.semantics.placements import LOCAL, PIECE, REPLICATE, Kind, Placement, rows, shard
 from ncclsync.semantics.roles import Role, role_of
-
-
-@dataclasses.dataclass(frozen=True)
-class Fold:
-    """Name a variable whose values on the towers become one at the end of the step.
-
-    The first tower of a process keeps it; the others start again from zero.
-
-    Attributes:
-        handle: name of the variable's handle.
-        source: name of its value after its last write, to be read; None if the step reads it there itself.
-        result: name of the combined value.
-        writers: names of the ops that write it.
-    """
-
-    handle: str
-    source: str | None
-    result: str
-    writers: tuple[str, ...]
 
 
 class StepGraph:
     """Describe the traced graph by names: ops, inputs, and the exchanges that are put between them.
 
-    `inputs[op]` are tensor names, in which an exchange's result may replace what the trace had. The partition adds to
-    it, and then freezes it: all passes after that read one description, which none of them changes.
+    The partition adds to it, and then freezes it: all passes after that read one description, which none changes. A
+    tensor has the name that TensorFlow gave it. Names, not a type of their own, since dictionaries of every layer have
+    them as keys; only `op_name` parses them.
     """
 
     _frozen = False
 
     def __init__(self, trace: Trace, home_device: str, same_seeds: bool = False):
-        self._trace = trace
         function = trace.function
+        self.share, self.site = trace.share, trace.site
         self.home_device, self.jit_compile = home_device, trace.jit_compile
         definition = function.graph.as_graph_def()
         self.versions = definition.versions
         self.nodes = {node.name: node for node in definition.node}
         self.functions = {f.signature.name: f for f in definition.library.function}
+        self.calls = Functions(self.functions, function.graph)
         self.gradients = list(definition.library.gradient)
         self.tf_graph = function.graph
         flat_inputs = [tensor.name for tensor in function.inputs]
@@ -65,17 +47,12 @@ class StepGraph:
         self.row_splits: set[str] = set()  # of ragged leaves whose values lie in rows, not in rows of rows
         self.argument_placements = self._place_arguments(trace)
         by_handle = {id(variable.handle): variable for variable in function.variables}
-        self.variables: list[tuple[str, tf.Variable]] = []
-        captures = []
-        for name, tensor in zip(flat_inputs[count:], captured, strict=True):
-            if id(tensor) in by_handle:
-                self.variables.append((name, by_handle[id(tensor)]))
-            else:
-                captures.append((name, tensor))
-        self.captures = tuple(captures)
+        pairs = list(zip(flat_inputs[count:], captured, strict=True))
+        self.captures = tuple((name, tensor) for name, tensor in pairs if id(tensor) not in by_handle)
+        self.variables = [(name, by_handle[id(tensor)]) for name, tensor in pairs if id(tensor) in by_handle]
         self.variable_of = dict(self.variables)
-        rows = {id(variable): each for variable, each in trace.opened}
-        self.opened = [(name, v, rows[id(v)]) for name, v in self.variables if id(v) in rows]  # see `trace.trace`
+        each = {id(variable): rows for variable, rows in trace.opened}
+        self.opened = [(name, v, each[id(v)]) for name, v in self.variables if id(v) in each]  # see `trace.trace`
         self.role = {name: role_of(variable, same_seeds) for name, variable in self.variables}
         # A failed step must leave these as they were. (Metric state starts anew with the next epoch.)
         self.kept = {
@@ -87,7 +64,11 @@ class StepGraph:
         # tf.function returns identities that wait for every side effect; what they wait for says the layout.
         self.results = [tensor.op.inputs[0] if tensor.op.type == "Identity" else tensor for tensor in function.outputs]
         self.must_run = {op.name for op in self.tf_graph.control_outputs}
-        self.ops = self._live_ops(function)
+        # Creation order is not topological: automatic control dependencies are added later. Walking what outputs and
+        # side effects need in creation order keeps as much of it as there can be.
+        created = {op.name: i for i, op in enumerate(self.tf_graph.get_operations())}
+        roots = [*self.tf_graph.control_outputs, *(tensor.op for tensor in self.results)]
+        self.ops = in_order(sorted(roots, key=lambda op: created[op.name]))
         self.inputs = {op.name: [tensor.name for tensor in op.inputs] for op in self.ops}
         self.controls = {op.name: [control.name for control in op.control_inputs] for op in self.ops}
         self._merge_duplicates()
@@ -102,14 +83,16 @@ class StepGraph:
         self.local: set[str] = set()  # ops that compute on what differs between towers
         self.differing: set[str] = set()  # tensors that may differ
         self.exchanges: dict[str, Exchange] = {}  # by name of the result
-        self._result_of: dict[tuple[str, Collective, str | None], str] = {}
-        self.folds: list[Fold] = []
+        self.folds: set[str] = set()  # ops that write the sums of all towers' metric state, at the end of the step
         self.structure = function.graph.structured_outputs
         self.outputs: list[tuple[str, str]] = []
         self.by_name = {op.name: op for op in self.ops}
 
     def freeze(self) -> None:
         """Let nothing change it from now on: attributes cannot be set, nor collections be added to."""
+        self.free_prefix = "ncclsync"  # of names that a segment may give to nodes
+        while any(name.startswith(self.free_prefix) for name in self.nodes):
+            self.free_prefix += "_"
         views: dict[type, Any] = {dict: types.MappingProxyType, list: tuple, set: frozenset}
         for name, value in vars(self).items():
             if type(value) in views and name != "structure":  # which is the user's
@@ -129,7 +112,7 @@ class StepGraph:
 
     def _place_arguments(self, trace: Trace) -> dict[str, Placement]:
         """Place what a tower is given: its rows of the batch, and what it knows of them."""
-        placed = {tensor.name: LOCAL for tensor in trace.share}
+        placed = {tensor.name: LOCAL for tensor in (*trace.share, *trace.site)}
         placed[trace.share.total.name] = REPLICATE
         for leaf in tf.nest.flatten(trace.batch):
             if isinstance(leaf, tf.Tensor):
@@ -146,14 +129,6 @@ class StepGraph:
                     placed.update((splits.name, PIECE) for splits in others)
                     self.row_splits |= {others[0].name} if len(others) == 1 else set()
         return placed
-
-    def _live_ops(self, function: Any) -> list[tf.Operation]:
-        """Return the ops that outputs and side effects need, inputs before consumers."""
-        roots = [*function.graph.control_outputs, *(tensor.op for tensor in self.results)]
-        # Creation order is not topological: automatic control dependencies are added later. Walking the
-        # roots in creation order keeps as much of it as there can be.
-        created = {op.name: i for i, op in enumerate(function.graph.get_operations())}
-        return in_order(sorted(roots, key=lambda op: created[op.name]))
 
     def _merge_duplicates(self) -> None:
         """Merge ops that compute the same, such as the learning rate for each variable.
@@ -173,21 +148,17 @@ class StepGraph:
                 continue
             attributes = self.nodes[op.name].attr
             described = tuple((name, attributes[name].SerializeToString()) for name in sorted(attributes))
-            key = (op.type, op.device, described, tuple(inputs), tuple(sorted(controls)))
-            same = kept.setdefault(key, op)
+            same = kept.setdefault((op.type, op.device, described, tuple(inputs), tuple(sorted(controls))), op)
             if same is op or op.type == "IdentityN":
                 ops.append(op)
-            else:
-                pairs = zip(op.outputs, same.outputs, strict=True)
-                renamed.update((tensor.name, other.name) for tensor, other in pairs)
-                renamed[op.name] = same.name
+                continue
+            renamed[op.name] = same.name
+            renamed.update((one.name, other.name) for one, other in zip(op.outputs, same.outputs, strict=True))
         self.ops = ops
         self.results = [self.tf_graph.get_tensor_by_name(renamed.get(t.name, t.name)) for t in self.results]
 
     def spec(self, name: str) -> tf.TensorSpec:
         """Return shape and dtype of a tensor of the trace, or of an exchange's result."""
-        if name in self.exchanges:
-            return tf.TensorSpec(self.exchanges[name].shape, self.exchanges[name].dtype)
         tensor = self.tf_graph.get_tensor_by_name(name)
         shape = tf.TensorShape([]) if tensor.dtype == tf.resource else tensor.shape
         if name in self.open_axes:
@@ -196,15 +167,19 @@ class StepGraph:
             shape = tf.TensorShape(lengths)
         return tf.TensorSpec(shape, tensor.dtype)
 
+    def producer(self, name: str) -> tf.Operation | None:
+        """Return the op that a tensor comes from; None for the result of an exchange."""
+        return self.by_name.get(op_name(name))
+
     def producer_type(self, name: str) -> str | None:
-        """Return the type of the op that a tensor comes from; None for the result of an exchange."""
-        op = self.by_name.get(op_name(name))
+        """Return the type of that op; None for the result of an exchange."""
+        op = self.producer(name)
         return None if op is None else op.type
 
-    def take_in(self, op: tf.Operation, inputs: list[str]) -> None:
+    def take_in(self, op: tf.Operation) -> None:
         """Make an op that was added to the traced graph a part of the step."""
         self.nodes[op.name] = op.node_def
-        self.inputs[op.name] = inputs
+        self.inputs[op.name] = [tensor.name for tensor in op.inputs]
         self.controls[op.name] = [control.name for control in op.control_inputs]
         self.writes[op.name] = set()
         self.by_name[op.name] = op
@@ -214,31 +189,11 @@ class StepGraph:
         for name, controls in self.controls.items():
             if op in controls and name not in but_not_to:
                 self.controls[name] = [other if control == op else control for control in controls]
-        definitions = self.tf_graph.as_graph_def().library.function
-        self.functions.update((f.signature.name, f) for f in definitions)
 
     def is_constant(self, name: str) -> bool:
         """Return whether a tensor is a constant; each segment that uses it gets a copy."""
-        op = self.by_name.get(op_name(name))
+        op = self.producer(name)
         return op is not None and op.type == "Const" and not op.control_inputs
-
-    def exchange(self, source: str, collective: Collective, when: str | None = None, line: str = "") -> str:
-        """Put an exchange after the tensor `source`, if there is none yet; return the result's name.
-
-        Args:
-            source: name of a tensor.
-            collective: what happens to it.
-            when: see `Exchange`.
-            line: the user's that asks for it.
-        """
-        if result := self._result_of.get((source, collective, when)):
-            return result
-        spec = self.spec(source)
-        result = f"@exchange_{len(self.exchanges)}:0"
-        shape = collective.shape(spec.shape)
-        self.exchanges[result] = Exchange(source, result, collective, shape, spec.dtype, when, line=line)
-        self._result_of[source, collective, when] = result
-        return result
 
     def origin(self, name: str) -> tuple[str, int]:
         """Return the op that a tensor comes from, and how many exchanges lie between."""

@@ -7,8 +7,7 @@ host, and a number that an op of the GPU needs gets there as a kernel's paramete
 its ends from the host's memory. So the host can be a whole step ahead.
 """
 
-import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,29 +29,21 @@ _CHECKED |= dict.fromkeys(("Div", "FloorDiv", "FloorMod", "Mod", "TruncateDiv", 
 
 
 def keep_on_host(
-    definition: tf.compat.v1.GraphDef, graph: StepGraph, outside: Mapping[str, str], needed: Collection[str]
+    definition: tf.compat.v1.GraphDef, graph: StepGraph, outside: Collection[str], needed: Collection[str]
 ) -> None:
-    """Change the nodes of a segment in place.
+    """Change the nodes of a segment, inputs before consumers, in place.
 
-    Args:
-        definition: inputs before consumers.
-        graph: that the nodes are from.
-        outside: what the segment calls tensors that come from outside.
-        needed: names of ops whose results others take from the GPU.
+    Others take tensors from `outside` to it, and from the GPU the results of the `needed` ops.
     """
     _Pass(definition, graph, outside).run(needed)
 
 
 class _Pass:
-    def __init__(self, definition: tf.compat.v1.GraphDef, graph: StepGraph, outside: Mapping[str, str]) -> None:
+    def __init__(self, definition: tf.compat.v1.GraphDef, graph: StepGraph, outside: Collection[str]) -> None:
         self._definition, self._graph = definition, graph
         self._nodes = {node.name: node for node in definition.node}
-        names = {placeholder: name for name, placeholder in outside.items()}
-        self._specs = {placeholder: graph.spec(name) for placeholder, name in names.items()}
         # Tensors in the host's memory. TensorFlow passes int32 to functions there.
-        self._host = {placeholder for placeholder, spec in self._specs.items() if spec.dtype == tf.int32}
-        # Names, and the scopes that names are in.
-        self._taken = {name[: end.start()] for name in self._nodes for end in re.finditer("/|$", name)}
+        self._host = {name for name in outside if graph.spec(name).dtype == tf.int32}
         self._on_host: dict[str, str] = {}  # what an op of the host takes, by what others take
         self._entered: dict[str, str] = {}  # what an op of the GPU takes, by what the host has
 
@@ -74,26 +65,14 @@ class _Pass:
                 if moves or i not in copied:
                     node.input[i] = self._on_host.get(source, source)
                 elif self._is_number(source) and source not in self._on_host:
-                    node.input[i] = self._enter(source, self._spec(source))
+                    node.input[i] = self._enter(source, self._graph.spec(source))
             made = [output for i, output in enumerate(op.outputs) if moves or i in memory.outputs]
             self._host.update(output.name for output in made)
             if node.name in needed and len(op.outputs) == len(made) == 1 and self._is_number(made[0].name):
                 self._divide(node, made[0])
 
-    def _free_name(self, name: str) -> str:
-        while name in self._taken:
-            name += "_"
-        self._taken.add(name)
-        return name
-
-    def _spec(self, source: str) -> tf.TensorSpec:
-        return self._specs[source] if source in self._specs else self._graph.spec(source)
-
-    def _is_constant(self, source: str) -> bool:
-        return source not in self._specs and self._graph.is_constant(source)
-
     def _is_number(self, source: str) -> bool:
-        spec = self._spec(source)
+        spec = self._graph.spec(source)
         return spec.shape.is_fully_defined() and spec.shape.num_elements() == 1 and spec.dtype in ENTERING
 
     def _can_move(self, node: Any, op: tf.Operation, sources: list[str]) -> bool:
@@ -106,7 +85,7 @@ class _Pass:
         return (
             small
             and len(sources) == len(node.input)
-            and all(source in self._host or self._is_constant(source) for source in sources)
+            and all(source in self._host or self._graph.is_constant(source) for source in sources)
             and not tf_compat.is_stateful(op)
             and not tf_compat.calls_functions(op)
             and tf_compat.runs_on_cpu(op)
@@ -121,7 +100,7 @@ class _Pass:
             if source not in self._on_host:
                 constant = self._definition.node.add()
                 constant.CopyFrom(self._nodes[op_name(source)])
-                constant.name, constant.device = self._free_name(f"{constant.name}/on_host"), _CPU
+                constant.name, constant.device = f"{self._graph.free_prefix}/on_host_{len(self._on_host)}", _CPU
                 self._on_host[source] = f"{constant.name}:0"
             node.input[i] = self._on_host[source]
 
@@ -129,7 +108,7 @@ class _Pass:
         """Turn a node into the GPU's copy of its result, and add one that computes the result on the host."""
         twin = self._definition.node.add()
         twin.CopyFrom(node)
-        twin.name = self._free_name(f"{node.name}/on_host")
+        twin.name = f"{self._graph.free_prefix}/on_host_{len(self._on_host)}"
         self._on_host[output.name] = f"{twin.name}:0"
         node.Clear()
         node.name, node.op = op_name(output.name), "Identity"
@@ -139,7 +118,7 @@ class _Pass:
     def _enter(self, source: str, spec: Any) -> str:
         """Return what the segment calls a number of the host's, on the GPU."""
         if source not in self._entered:
-            prefix = self._free_name(f"{op_name(source)}/entered")
+            prefix = f"{self._graph.free_prefix}/entered_{len(self._entered)}"
             self._entered[source] = enter(self._definition, prefix, source, spec.dtype, spec.shape)
         return self._entered[source]
 
@@ -147,17 +126,9 @@ class _Pass:
 def enter(
     definition: tf.compat.v1.GraphDef, prefix: str, source: str, dtype: tf.DType, shape: Sequence[int] = ()
 ) -> str:
-    """Add nodes that copy a number from the host's memory to the GPU's without a copy: as a kernel's parameter.
+    """Bring a number, in a shape of one element, from the host's memory to the GPU's: as a kernel's parameter.
 
-    Args:
-        definition: of the graph.
-        prefix: of the nodes' names.
-        source: the number's name.
-        dtype: of the number.
-        shape: of one element.
-
-    Returns:
-        The name of its copy, which has every bit of it.
+    Return the name of the tensor there, which has every bit of it; nodes of names that begin with `prefix` make it.
     """
 
     def add(op: str, sources: list[str], device: str, **attributes: Any) -> str:

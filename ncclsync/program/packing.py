@@ -16,14 +16,7 @@ def unpack_all(
     meter: Meter | None = None,
     tower: tf.Tensor | None = None,
 ) -> dict[str, tf.Tensor]:
-    """Return what a tower has received, by the names of the exchanges' results.
-
-    Args:
-        buckets: [B] in order.
-        received: [B] the tensors of each, as many as `Bucket.specs`.
-        meter: records when it begins and ends.
-        tower: its number, for the meter; int32.
-    """
+    """Return what a tower has received, [B], by the names of the exchanges' results; `meter` records it for `tower`."""
     packed = any(bucket.packed for bucket in buckets)
     tensors = [tensor for each in received for tensor in each]
     span = begin(meter if packed else None, tower, "unpack", tensors)
@@ -43,7 +36,7 @@ def pack_all(
     meter: Meter | None = None,
     tower: tf.Tensor | None = None,
 ) -> tuple[list[list[tf.Tensor]], list[tf.Operation]]:
-    """Return what a tower sends, [B] lists of tensors, and what else is to be waited for.
+    """Return what a tower sends, and what else is to be waited for.
 
     Args:
         buckets: [B] in order.

@@ -7,29 +7,23 @@ It puts ordinary ops into the same graph (a tower's rows of a whole tensor, the 
 collectives become `Exchange`s.
 """
 
-import contextlib
 import logging
-from collections.abc import Iterator
-from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
-from ncclsync.communicator import native
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.source_lines import user_line
 from ncclsync.errors import NcclSyncError
-from ncclsync.ops import Collective, CollectiveKind, Purpose, Share
-from ncclsync.program.cost import Costs
-from ncclsync.program.graph import Fold, StepGraph, op_name
-from ncclsync.program.program import Exchange, Results
-from ncclsync.program.roofline import Size, product
+from ncclsync.ops import Collective, CollectiveKind, Purpose
+from ncclsync.program.conversion import ADD_UP, GATHER, RECOMPUTED, Conversions, opened
+from ncclsync.program.graph import StepGraph
+from ncclsync.program.program import Results
 from ncclsync.program.trace import Mark
-from ncclsync.semantics import rules, uneven
-from ncclsync.semantics.axes import BATCHES, Axes, Items, Rows, given_rows
-from ncclsync.semantics.functions import BRANCHES, LOOPS, Functions
-from ncclsync.semantics.placements import LOCAL, MEAN, PIECE, REPLICATE, SEEDED, SUM, Kind, Placement
-from ncclsync.semantics.placing import PRINTS, REPEATABLE, Placer, Refused, is_zero, serves
+from ncclsync.semantics import rules
+from ncclsync.semantics.axes import Rows
+from ncclsync.semantics.functions import BRANCHES, LOOPS
+from ncclsync.semantics.placements import LOCAL, MEAN, REPLICATE, SEEDED, SUM, Kind, Placement
+from ncclsync.semantics.placing import PRINTS, REPEATABLE, Refused
 from ncclsync.semantics.roles import Role
 from ncclsync.semantics.rules import Call
 from ncclsync.semantics.unordered import ADDS_SLICES, UNORDERED, added_up
@@ -38,10 +32,6 @@ logger = logging.getLogger("ncclsync")
 
 # TensorFlow refuses them of a tensor of open shape, as that of gathered rows is where the trace's is not.
 _OF_KNOWN_SHAPES = frozenset({"MatrixDiagV2", "MatrixDiagV3"})
-GATHER, FOLLOW = Collective(CollectiveKind.ALL_GATHER), Collective(CollectiveKind.BROADCAST)
-
-# Placed as what cannot be exchanged: computed again, of whole inputs.
-_RECOMPUTED = frozenset({Kind.AXES, Kind.PENDING, Kind.PIECE, Kind.PLACES, Kind.INDICES})
 
 _ADDING = frozenset({"ResourceScatterAdd", "ResourceScatterSub", "ResourceScatterNdAdd", "ResourceScatterNdSub"})
 
@@ -55,61 +45,26 @@ class Unshared(Exception):
         self.handles = handles
 
 
-class Partition(Placer):
-    """Walk over one traced step; afterwards the graph holds its exchanges, and its ops in their order."""
+class Partition(Conversions):
+    """Walk over one traced step; afterwards the graph holds its exchanges, and its ops in their order.
 
-    def __init__(self, graph: StepGraph, share: Share, results: Results, exact: bool = False) -> None:
-        """Prepare.
+    Attributes:
+        warned: what a user should know of the step on towers, in words.
+        normalized: lines that normalise by a tower's rows alone.
+    """
 
-        Args:
-            graph: the step; is changed.
-            share: its second argument, a tower's part of the batch.
-            results: how the towers' results are combined.
-            exact: whether what a choice makes local is to be the batch's.
-        """
-        functions = Functions(graph.functions, graph.tf_graph)
-        rowed = [name for name, placed in graph.argument_placements.items() if placed == rules.shard()]
-        known = {name: given_rows(graph.tf_graph.get_tensor_by_name(name)) for name in rowed}
-        known |= {
-            handle: Items(tuple((each * batch.rows, *variable.shape[1:]) for batch in BATCHES))
-            for handle, variable, each in graph.opened
-        }
-        known |= {name: tuple((batch.rows + 1,) for batch in BATCHES) for name in graph.row_splits}
-        super().__init__(functions, Axes(functions, known))
-        graph.constant, graph.lengths = self.axes.constant, self.axes.lengths
-        self.row_splits = graph.row_splits
-        self._extents: dict[str, tuple[tf.Tensor, tf.Tensor, tf.Tensor]] = {}
-        self.graph = graph
-        self.share = share
+    def __init__(self, graph: StepGraph, results: Results, exact: bool = False) -> None:
+        """Prepare to change the graph; `exact`: whether what a choice makes local is to be the batch's."""
+        super().__init__(graph)
+        self._results, self._exact = results, exact
         self._on_gpus = "GPU" in graph.home_device and not tf_compat.is_op_determinism_enabled()
-        self._results = results
-        self._exact = exact
-        self.placed: dict[str, tuple[tf.Tensor, Placement]] = {}  # by the traced tensor's name
         self.warned: list[str] = []
         self.normalized: list[str] = []
-        self._converted: dict[tuple[str, Placement, Placement], tf.Tensor] = {}
-        self._rows_of: dict[str, Placement] = {}  # of PARTIAL tensors that have as many rows as the batch, once whole
         self._local: dict[str, tf.Tensor] = {}
         self._altered: set[str] = set()  # traced tensors that rest on what was made whole on the way
-        self._received: dict[str, str] = {}  # placeholders' names: what exchanges give
-        self._receivers: dict[str, tf.Tensor] = {}  # and back
-        # Lengths that are fixed, of so many rows for each sample.
-        self.declared = {(int(variable.shape[0]), each) for _, variable, each in graph.opened}
-        self._order: list[tf.Operation] = []
-        self._appended: set[str] = set()
-        self._differs = graph.differing
-        self._sums: set[str] = set()  # reads of metric state that were reduced
-        self._seen = len(graph.tf_graph.get_operations())
-        self._line_of: dict[str, str] = {}
-        self.costs = Costs(self.functions, self.axes)
-        marked = [name for name, mark in graph.marks.items() if mark.purpose == Purpose.SLICES and name in graph.inputs]
-        # They put the slices of a weight that is used several times one after the other, to be gathered.
-        self._joins_slices = {op_name(tensor) for name in marked for tensor in graph.inputs[name]} & {
-            op.name for op in graph.ops if op.type == "ConcatV2"
-        }
 
-    def run(self) -> None:
-        """Place the step.
+    def run(self) -> "Partition":
+        """Place the step; return itself.
 
         Raises:
             Unshared: variables are to be the same on all towers; begin anew with them so.
@@ -117,10 +72,11 @@ class Partition(Placer):
         for op in list(self.graph.ops):
             self._step(op)
         self._settle_results()
+        self._fold_metrics()
         self.graph.ops = self._order
         self.graph.by_name = {op.name: op for op in self._order}
-        _find_folds(self.graph, self._sums)
         self.graph.freeze()
+        return self
 
     # One op.
 
@@ -131,17 +87,14 @@ class Partition(Placer):
             self._argument(op)
             self._append(op)
             return
-        tensors, placements = [], []
-        for name in names:
-            tensor, placed = self.placed[name]
-            tensors.append(tensor)
-            placements.append(placed)
-        call = Call(op, tensors, placements, self)
+        given = [self.placed[name] for name in names]
+        call = Call(op, [tensor for tensor, _ in given], [placed for _, placed in given], self)
         if op.name in graph.marks:
-            self._mark(op, graph.marks[op.name], call)
+            with self._building():
+                self._mark(op, graph.marks[op.name], call)
             return
         if op.name in graph.passing:
-            for output, tensor, placed, name in zip(op.outputs, tensors, placements, names, strict=True):
+            for output, tensor, placed, name in zip(op.outputs, call.tensors, call.inputs, names, strict=True):
                 self._put(output, tensor, placed)
                 if name in self._altered:
                     self._altered.add(output.name)
@@ -153,14 +106,7 @@ class Partition(Placer):
                 f"Expected a step whose tensors can be brought together. Received: {op.type}, at "
                 f"{user_line(op.traceback)}, which {reason}. Move it out of the step, and report this line"
             ) from reason
-        if op.type in _OF_KNOWN_SHAPES and op.inputs[0].shape.rank and call.inputs[0].kind is not Kind.LOCAL:
-            shape = op.inputs[0].shape.as_list()
-            if call.inputs[0].kind is Kind.SHARD:
-                shape[call.inputs[0].axis] = None
-            with self._building():
-                call.tensors[0] = tf.ensure_shape(call.tensors[0], shape)
-        if op.type == "RaggedTensorToTensor" and made[0].kind is Kind.SHARD:
-            call.tensors[0] = self._padded_shape(call.tensors[0], call.tensors[3], op)
+        self._shape_inputs(call, made)
         altered = any(one is not other for one, other in zip(call.tensors, call.given[0], strict=True))
         rest = altered or any(name in self._altered for name in names)
         indices, slices = ADDS_SLICES.get(op.type, (0, 0))
@@ -168,7 +114,7 @@ class Partition(Placer):
             with self._building():
                 added = added_up(call.tensors[indices], call.tensors[slices])
             call.tensors[indices], call.tensors[slices] = added
-        graph.inputs[op.name] = [self._name(tensor) for tensor in call.tensors]
+        graph.inputs[op.name] = [tensor.name for tensor in call.tensors]
         self._append(op)
         if op.name in self._joins_slices and all(placed.whole for placed in made):
             self.costs.leave_out(op)
@@ -184,11 +130,30 @@ class Partition(Placer):
                 if after is not None and not after.unit:
                     self._rows_of[output.name] = after
             elif placed.whole and after is not None:
-                tensor, placed = self._rows_of_tower(output, after, op), after
+                with self._building():
+                    tensor, placed = self._rows_of_tower(output, after, op), after
                 self._converted[tensor.name, after, REPLICATE] = output
             self._put(output, tensor, placed)
             if rest and placed.kind is not Kind.SHARD:
                 self._altered.add(output.name)
+
+    def _shape_inputs(self, call: Call, made: list[Placement]) -> None:
+        """Let an op's inputs have the shape that it insists on."""
+        op = call.op
+        if op.type in _OF_KNOWN_SHAPES and op.inputs[0].shape.rank and call.inputs[0].kind is not Kind.LOCAL:
+            by_rows = call.inputs[0].kind is Kind.SHARD
+            shape = opened(op.inputs[0].shape, call.inputs[0].axis) if by_rows else op.inputs[0].shape
+            with self._building():
+                call.tensors[0] = tf.ensure_shape(call.tensors[0], shape)
+        if op.type == "RaggedTensorToTensor" and made[0].kind is Kind.SHARD:
+            # Its rows are as long as the batch's longest if that is open.
+            with self._building():
+                shape, splits = call.tensors[0], call.tensors[3]
+                maximum = Collective(CollectiveKind.ALL_REDUCE, "max")
+                longest = self.exchange(tf.reduce_max(splits[1:] - splits[:-1]), maximum, op)
+                shape = tf.broadcast_to(shape, [op.outputs[0].shape.rank])  # all lengths are open if it is a scalar
+                second = tf.logical_and(shape < 0, tf.equal(tf.range(tf.size(shape)), 1))
+                call.tensors[0] = tf.where(second, tf.cast(longest, shape.dtype), shape)
 
     def _rows_again(self, op: tf.Operation, given: list[Placement], output: tf.Tensor) -> Placement | None:
         """Return the placement by rows of a result that all towers have; see `rules.rows_again`."""
@@ -208,12 +173,9 @@ class Partition(Placer):
             self._assert(call)
             return []
         # TensorFlow does not tell of a generator's variable that such a draw alone takes: there is one for all towers.
-        taken = [
-            name for name, tensor in zip(graph.inputs[op.name], op.inputs, strict=True) if tensor.dtype == tf.resource
-        ]
-        unheld = op.type in rules.DRAWS and not graph.role.keys() >= set(taken)
-        hidden = unheld or self._hides(op, REPEATABLE | rules.DRAWS)
-        if hidden or op.type in PRINTS:
+        inputs = zip(graph.inputs[op.name], op.inputs, strict=True)
+        unheld = {name for name, tensor in inputs if tensor.dtype == tf.resource} - graph.role.keys()
+        if (op.type in rules.DRAWS and unheld) or op.type in PRINTS or self._hides(op, REPEATABLE | rules.DRAWS):
             return self._hidden(call)
         if op.type == "RngReadAndSkip":
             for i in (1, 2):
@@ -253,9 +215,9 @@ class Partition(Placer):
     def _put(self, output: tf.Tensor, tensor: tf.Tensor, placed: Placement) -> None:
         self.placed[output.name] = tensor, placed
         if placed.kind is Kind.SHARD and tensor.shape.rank and tensor.shape[placed.axis] is not None:
-            self.graph.open_axes[self._name(tensor)] = placed.axis  # the traced length is the batch's
+            self.graph.open_axes[tensor.name] = placed.axis  # the traced length is the batch's
         if not placed.whole:
-            self._differs.add(self._name(tensor))
+            self._differs.add(tensor.name)
 
     def variables_of_rows(self) -> tuple[tuple[tf.Variable, int], ...]:
         """Return variables whose number of rows the trace has taken for the batch's; and how many for each sample."""
@@ -264,296 +226,6 @@ class Partition(Placer):
             for _, variable in self.graph.variables
             if variable.shape.rank and variable.shape[0] in self.fixed and not (variable.trainable or self.graph.opened)
         )
-
-    def name_of(self, traced: str) -> str:
-        """Return what a traced tensor is called in the step: perhaps an exchange's result."""
-        return self._name(self.placed[traced][0])
-
-    def _name(self, tensor: tf.Tensor) -> str:
-        return self._received.get(tensor.name, tensor.name)
-
-    def _append(self, op: tf.Operation) -> None:
-        """Compute an op next, unless it was computed before."""
-        if op.name in self._appended:
-            return
-        self._appended.add(op.name)
-        self._order.append(op)
-        if any(name in self._differs for name in self.graph.inputs[op.name]):
-            self.graph.local.add(op.name)
-
-    @contextlib.contextmanager
-    def _building(self) -> Iterator[None]:
-        """Take over the ops that are made meanwhile, to be computed before the op that is being placed."""
-        graph = self.graph
-        with graph.tf_graph.as_default(), tf.name_scope("ncclsync_partition/"), tf.device(None):
-            yield
-        made = graph.tf_graph.get_operations()[self._seen :]
-        self._seen += len(made)
-        for op in made:
-            if op.outputs and op.outputs[0].name in self._received:
-                continue
-            graph.take_in(op, [self._name(tensor) for tensor in op.inputs])
-            self._append(op)
-            if op.name in graph.local:
-                self._differs.update(output.name for output in op.outputs)
-
-    def exchange(
-        self, tensor: tf.Tensor, collective: Collective, op: tf.Operation, when: str | None = None
-    ) -> tf.Tensor:
-        """Exchange a tensor with its counterparts on the other towers; return the tensor that stands for the result.
-
-        Args:
-            tensor: each tower's.
-            collective: what happens to it.
-            op: for which it does.
-            when: see `Exchange`.
-        """
-        if op.name not in self._line_of:
-            mark = self.graph.marks.get(op.name)
-            self._line_of[op.name] = user_line(op.traceback) if mark is None else mark.line
-        source = self._name(tensor)
-        result = self.graph.exchange(source, collective, when, self._line_of[op.name])
-        if result in self._receivers:
-            return self._receivers[result]
-        with self.graph.tf_graph.as_default(), tf.name_scope("ncclsync_received/"):
-            placeholder = tf.compat.v1.placeholder(tensor.dtype, self.graph.exchanges[result].shape)
-        self._received[placeholder.name] = result
-        self._receivers[result] = placeholder
-        self._seen = len(self.graph.tf_graph.get_operations())
-        if collective.differs:
-            self._differs.add(result)
-        return placeholder
-
-    # Conversions.
-
-    def convert(self, tensor: tf.Tensor, before: Placement, after: Placement, op: tf.Operation) -> tf.Tensor:
-        """Return a tensor placed otherwise; see `Placer`."""
-        if serves(before, after):
-            return tensor
-        key = (tensor.name, before, after)
-        if key not in self._converted:
-            self._converted[key] = self._convert(tensor, before, after, op)
-        return self._converted[key]
-
-    def _convert(self, tensor: tf.Tensor, before: Placement, after: Placement, op: tf.Operation) -> tf.Tensor:
-        if after.whole:
-            return self._made_whole(tensor, before, op)
-        if after == MEAN and before == LOCAL:
-            return tensor
-        if after == SUM and before in (MEAN, LOCAL) and tensor.dtype.is_floating:
-            with self._building():
-                return tensor * tf.cast(self.share.fraction, tensor.dtype)
-        if before.kind in (Kind.PLACES, Kind.INDICES) and after.kind is Kind.SHARD:
-            each, width = before.counts
-            if each > 0:
-                with self._building():
-                    first = tf.cast(self.share.begin * (each * width), tensor.dtype)
-                    if before.kind is Kind.PLACES:
-                        return tensor + first
-                    return tensor + first * tf.one_hot(0, tf.shape(tensor)[1], dtype=tensor.dtype)
-        if not before.whole:
-            tensor = self.convert(tensor, before, REPLICATE, op)
-        if after.kind is Kind.COUNTS:
-            counts = np.reshape(after.counts, tensor.shape if tensor.shape.is_fully_defined() else [-1])
-            with self._building():
-                return tf.where(np.equal(counts, 0), tensor, counts * tf.cast(self.share.rows, tensor.dtype))
-        if after.kind is Kind.SHARD:
-            return self._rows_of_tower(tensor, rules.counted(after), op)
-        if after == SUM:
-            if tensor.name not in self._received and is_zero(tensor):
-                return tensor
-            with self._building():
-                return tf.where(tf.equal(self.share.tower, 0), tensor, tf.zeros_like(tensor))
-        raise NcclSyncError(f"Expected a tensor that can be placed as {after}. Received: {before}, {tensor.name}")
-
-    def _made_whole(self, tensor: tf.Tensor, before: Placement, op: tf.Operation) -> tf.Tensor:
-        if before.kind is Kind.ITEMS:
-            return self._anew(tensor)
-        if tensor.dtype in (tf.resource, tf.variant):
-            raise Refused(f"needs {tensor.name}, of dtype {tensor.dtype.name}, which cannot be sent")
-        if before.kind is Kind.SHARD:
-            if not self.spares(tensor, before):
-                return self._gathered(tensor, before, op)
-            self.costs.repeat(tensor.op)
-            return self._anew(tensor)
-        if before.kind is Kind.PARTIAL:
-            boolean = tensor.dtype == tf.bool
-            if boolean:
-                with self._building():
-                    tensor = tf.cast(tensor, tf.int32)
-            if tensor.op.type == "ReadVariableOp":
-                self._sums.add(tensor.op.name)
-            reduced = self.exchange(tensor, Collective(CollectiveKind.ALL_REDUCE, before.op), op)
-            if (size := self.costs.roofline.size_bytes(tensor)).power and op.name not in self.graph.marks:
-                self.costs.receive(op, size, CollectiveKind.ALL_REDUCE)
-            if not boolean:
-                return reduced
-            with self._building():
-                return tf.cast(reduced, tf.bool)
-        if before.kind is Kind.COUNTS:
-            counts = np.reshape(before.counts, tensor.shape if tensor.shape.is_fully_defined() else [-1])
-            if before.unit and np.any(counts < 0):  # a tower may have none of the unit
-                summed = self.exchange(tensor, Collective(CollectiveKind.ALL_REDUCE, "sum"), op)
-                with self._building():
-                    return tf.where(np.equal(counts, 0), tensor, summed)
-            _, *extent = self._extent(before.unit, op)
-            with self._building():
-                rows, total = (tf.cast(one, tensor.dtype) for one in extent)
-                each = tf.constant(counts, tensor.dtype)
-                counted = each * total
-                if np.any(counts < 0):
-                    counted = tf.where(each > 0, each, tensor // rows) * total
-                return counted if np.all(counts) else tf.where(tf.equal(each, 0), tensor, counted)
-        if before.kind is Kind.LOCAL:
-            if tensor.dtype.is_floating and before.op == "mean":
-                return self.exchange(tensor, Collective(CollectiveKind.ALL_REDUCE, "mean"), op)
-            return self._followed(tensor, op)
-        numbers = uneven.numbered(before)
-        if numbers is not None and before.op in ("own", "every") and before.counts[0] > 0:
-            return self.convert(self.convert(tensor, before, numbers, op), numbers, REPLICATE, op)
-        if before == PIECE and tensor.name in self.graph.argument_placements:
-            return self._whole_splits(tensor, op)
-        if before.kind in _RECOMPUTED:  # such as a cast of the rows' places
-            return self._anew(tensor)
-        raise Refused(f"needs the whole of {tensor.name}, which is placed as {before}")
-
-    def _followed(self, tensor: tf.Tensor, op: tf.Operation) -> tf.Tensor:
-        """Give all towers the tensor of tower 0."""
-        if tensor.dtype.name in native.DTYPES and tensor.shape.is_fully_defined():
-            return self.exchange(tensor, FOLLOW, op)
-        with self._building():
-            first = tf.equal(self.share.tower, 0)
-            flat, shape = tf.reshape(tensor, [-1]), tf.shape(tensor)
-            flat = flat[: tf.where(first, tf.size(flat), 0)]
-            shape = shape[: tf.where(first, tf.size(shape), 0)]
-        return self._received_whole(flat, shape, tensor, op)
-
-    def _received_whole(self, flat: tf.Tensor, shape: tf.Tensor, like: tf.Tensor, op: tf.Operation) -> tf.Tensor:
-        """Return what tower 0 sends, of any dtype and shape; the others add no elements to it."""
-        for one in (flat, shape):
-            one.set_shape([None])
-        values, lengths = self.exchange(flat, GATHER, op), self.exchange(shape, GATHER, op)
-        with self._building():
-            return tf.ensure_shape(tf.reshape(values, lengths), like.shape)
-
-    def _anew(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Compute a tensor again from whole inputs, since lists of tensors and axes cannot be sent."""
-        op = tensor.op
-        if tf_compat.written_handles(op) or self.functions.hides_state(op, REPEATABLE):
-            raise NcclSyncError(
-                "Expected a loop that can be run again for the whole batch. Received: "
-                f"{op.type}, which writes a variable, at {user_line(op.traceback)}. Write it outside the loop"
-            )
-        given = [self.placed[name] for name in self.graph.traced_inputs[op.name]]
-        inputs = [self.convert(one, placed, REPLICATE, op) for one, placed in given]
-        with self._building():
-            return tf_compat.copied_op(op, inputs).outputs[tensor.value_index]
-
-    def reduced(self, tensor: tf.Tensor) -> Placement:
-        """See `Placer`."""
-        return self._rows_of.get(tensor.name, REPLICATE)
-
-    def spares(self, tensor: tf.Tensor, placed: Placement, depth: int = 8) -> bool:
-        """Return whether every tower can compute all of a tensor, element by element, of what it has whole.
-
-        Args:
-            tensor, placed: see `Placer`.
-            depth: of how many ops, one behind the other, at most.
-        """
-        if placed.whole or (placed.kind is not Kind.LOCAL and (tensor.name, placed, REPLICATE) in self._converted):
-            return True
-        op, given = tensor.op, self.graph.traced_inputs.get(tensor.op.name)
-        if not depth or given is None or op.type not in rules.ELEMENTWISE | rules.MOVING:
-            return placed.kind is Kind.COUNTS and not placed.unit
-        return all(self.spares(*self.placed[name], depth - 1) for name in given)
-
-    def _gathered(self, tensor: tf.Tensor, before: Placement, op: tf.Operation) -> tf.Tensor:
-        """Gather all towers' rows, in the order of the batch."""
-        moved = tensor
-        turned = before.axis or before.blocks > 1
-        if turned:
-            with self._building():
-                rank = tf.rank(tensor) if tensor.shape.rank is None else tensor.shape.rank
-                order = tf.concat([[before.axis], tf.range(before.axis), tf.range(before.axis + 1, rank)], 0)
-                moved = tf.transpose(tensor, order)  # [blocks * rows, ...]
-                rest = tf.shape(moved)[1:]
-                if before.blocks > 1:
-                    moved = tf.reshape(moved, tf.concat([[before.blocks, -1], rest], 0))
-                    moved = _swapped(moved, rank)  # [rows, blocks, ...]
-        whole = self.exchange(moved, GATHER, op)
-        if op.name not in self.graph.marks and op.name not in self._joins_slices:
-            lengths = self.costs.roofline.lengths(tensor)
-            others = lengths[: before.axis] + lengths[before.axis + 1 :]
-            rows = Size(max(before.each, 1) * max(before.blocks, 1) * max(tensor.dtype.size, 1), 1)
-            self.costs.receive(op, product([rows, *others]), CollectiveKind.ALL_GATHER)
-        if not turned:
-            return whole
-        with self._building():
-            if before.blocks > 1:
-                whole = tf.reshape(_swapped(whole, rank), tf.concat([[-1], rest], 0))
-            whole = tf.transpose(whole, tf.math.invert_permutation(order))
-            if tensor.shape.rank is None:
-                return whole
-            shape = tensor.shape.as_list()
-            shape[before.axis] = None
-            return tf.ensure_shape(whole, shape)
-
-    def _extent(self, unit: str, op: tf.Operation) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Return the first of the tower's samples, or of another unit, in the batch; how many it has, and the batch.
-
-        Args:
-            unit: see `Placement`.
-            op: for which it is asked.
-        """
-        if not unit:
-            return self.share.begin, self.share.rows, self.share.total
-        if unit not in self._extents:
-            named = self.graph.tf_graph.get_tensor_by_name(unit)
-            with self._building():
-                ends = self.graph.argument_placements.get(unit) == PIECE
-                count = tf.cast(named[-1], tf.int32) if ends else tf.shape(named)[0]
-                own = tf.stack([self.share.begin, count])[None]
-            every = self.exchange(own, GATHER, op)
-            with self._building():
-                before = tf.where(every[:, 0] < self.share.begin, every[:, 1], 0)
-                self._extents[unit] = tf.reduce_sum(before), count, tf.reduce_sum(every[:, 1])
-        return self._extents[unit]
-
-    def _rows_of_tower(self, tensor: tf.Tensor, after: Placement, op: tf.Operation) -> tf.Tensor:
-        """Take a tower's rows of a tensor that all have, for `op`. One row that is broadcast stays."""
-        known = tensor.shape[after.axis]
-        first, count, total = self._extent(after.unit, op)
-        with self._building():
-            length, total = tf.shape(tensor)[after.axis], tf.maximum(total, 1)
-            each = length // (total * after.blocks)
-            if known is None or after.unit:
-                broadcast = tf.equal(length, 1)
-                if after.unit:  # of which there may be one in all, and none on a tower
-                    broadcast = tf.logical_and(broadcast, total * after.blocks > 1)
-                begin = tf.where(broadcast, 0, first * each)
-                size = tf.where(broadcast, 1, count * each)
-            else:
-                self.declared.add((known, after.blocks * max(after.each, 1)))
-                begin, size = first * each, count * each
-            if after.blocks > 1 or self.graph.jit_compile:  # a slice XLA compiles anew for each first row
-                blocks = after.blocks if known is not None and not after.unit else tf.where(broadcast, 1, after.blocks)
-                starts = tf.range(blocks) * (length // after.blocks) + begin
-                places = tf.reshape(starts[:, None] + tf.range(size)[None], [-1])
-                return tf.gather(tensor, places, axis=after.axis)
-            rank = tensor.shape.rank
-            at = tf.one_hot(after.axis, rank, dtype=tf.int32)
-            rows = tf.slice(tensor, at * begin, at * (size + 1) - 1)
-            lengths = tensor.shape.as_list()
-            lengths[after.axis] = None
-            return tf.ensure_shape(rows, lengths)
-
-    def _whole_splits(self, splits: tf.Tensor, op: tf.Operation) -> tf.Tensor:
-        """Return the row splits of the ragged tensor of all rows."""
-        with self._building():
-            lengths = splits[1:] - splits[:-1]
-        lengths = self.exchange(lengths, GATHER, op)
-        with self._building():
-            return tf.concat([tf.zeros([1], lengths.dtype), tf.cumsum(lengths)], 0)
 
     # Ops that are made whole.
 
@@ -570,7 +242,7 @@ class Partition(Placer):
             call.require(i, REPLICATE)
         logger.debug("%s %s is made whole: %s", call.op.type, call.op.name, ", ".join(map(str, call.given[1])))
         if call.op.type not in rules.DRAWS and self._hides(call.op, REPEATABLE):
-            self._follow(call)
+            return self._follow(call)
         return [REPLICATE] * len(call.op.outputs)
 
     def alike(self, call: Call) -> list[Placement]:
@@ -578,22 +250,20 @@ class Partition(Placer):
         for i, placed in enumerate(call.inputs):
             if placed.kind is not Kind.LOCAL:
                 call.require(i, REPLICATE)
-        self._follow(call)
-        return [REPLICATE] * len(call.op.outputs)
+        return self._follow(call)
 
-    def _follow(self, call: Call) -> None:
+    def _follow(self, call: Call) -> list[Placement]:
         """Give all towers what tower 0 computes: `call.op` is appended, and its results are placed."""
         op = call.op
-        self.graph.inputs[op.name] = [self._name(tensor) for tensor in call.tensors]
+        self.graph.inputs[op.name] = [tensor.name for tensor in call.tensors]
         self._append(op)
         self._differs.update(output.name for output in op.outputs)
         for output in op.outputs:
-            if output.dtype in (tf.resource, tf.variant):
-                self._put(output, output, REPLICATE)
-                continue
-            self._put(output, self._followed(output, op), REPLICATE)
+            sent = output.dtype not in (tf.resource, tf.variant)
+            self._put(output, self._followed(output, op) if sent else output, REPLICATE)
         if op.type not in rules.DRAWS:
             self._follow_writes(op)
+        return [REPLICATE] * len(op.outputs)
 
     def _follow_writes(self, op: tf.Operation) -> None:
         """Give all towers what an op, or a dataset that it iterates, has written to tower 0's variables."""
@@ -605,19 +275,11 @@ class Partition(Placer):
         if not handles or is_dataset:  # which writes when it is iterated
             return
         with self._building():
-            reads = [
-                tf.raw_ops.ReadVariableOp(
-                    resource=graph.tf_graph.get_tensor_by_name(handle), dtype=graph.variable_of[handle].dtype
-                )
-                for handle in handles
-            ]
+            reads = [self._read(handle) for handle in handles]
         self._differs.update(read.name for read in reads)
         values = [self._followed(read, op) for read in reads]
         with self._building():
-            writes = [
-                tf.raw_ops.AssignVariableOp(resource=graph.tf_graph.get_tensor_by_name(handle), value=value)
-                for handle, value in zip(handles, values, strict=True)
-            ]
+            writes = [self._assigned(handle, value) for handle, value in zip(handles, values, strict=True)]
             done = tf.group(*writes)
         for write, handle in zip(writes, handles, strict=True):
             graph.writes[write.name] = {handle}
@@ -628,19 +290,27 @@ class Partition(Placer):
         for read in reads:
             graph.controls[read.op.name] = [op.name]
 
+    def _read(self, handle: str) -> tf.Tensor:
+        resource = self.graph.tf_graph.get_tensor_by_name(handle)
+        return tf.raw_ops.ReadVariableOp(resource=resource, dtype=self.graph.variable_of[handle].dtype)
+
+    def _assigned(self, handle: str, value: tf.Tensor) -> tf.Operation:
+        return tf.raw_ops.AssignVariableOp(resource=self.graph.tf_graph.get_tensor_by_name(handle), value=value)
+
     def _hidden(self, call: Call) -> list[Placement]:
         """Run what changes something outside the step on tower 0 alone: Python, an iterator, a summary, a printed line.
 
         The other towers receive its results, of any shape. So it is with a loop or a branch that writes no variable.
         """
         op, graph = call.op, self.graph
-        for i in range(len(call.inputs)):
-            self._require_whole(call, i)
-        if graph.jit_compile and any(
-            tensor.dtype == tf.resource and self._name(tensor) not in graph.variable_of for tensor in call.tensors
-        ):  # of such, within a branch, XLA would not say which op it does not compile
-            self._follow(call)
-            return [REPLICATE] * len(op.outputs)
+        for i, name in enumerate(graph.inputs[op.name]):
+            try:
+                call.require(i, REPLICATE)
+            except Refused:
+                raise Unshared({name}) from None
+        unheld = {tensor.name for tensor in call.tensors if tensor.dtype == tf.resource} - graph.variable_of.keys()
+        if graph.jit_compile and unheld:  # of such, within a branch, XLA would not say which op it does not compile
+            return self._follow(call)
         outputs = [output for output in op.outputs if output.dtype not in (tf.resource, tf.variant)]
         others = [output for output in op.outputs if output.dtype in (tf.resource, tf.variant)]
         lazy = any(tensor.dtype == tf.variant for tensor in call.tensors)  # a dataset, which it iterates
@@ -653,27 +323,24 @@ class Partition(Placer):
                 "Python, or prints, or draws without a seed): every tower does it, with the batch's values, "
                 "and tower 0's results, and what it writes to variables, are taken"
             )
-            self._follow(call)
-            return [REPLICATE] * len(op.outputs)
+            return self._follow(call)
 
         def run():
             made = tf_compat.copied_op(op, [tf.identity(tensor) for tensor in call.tensors])
-            if not outputs:
-                with tf.control_dependencies([made]):
-                    return [tf.constant(0)]
             given = [made.outputs[output.value_index] for output in outputs]
-            return [part for one in given for part in (tf.reshape(one, [-1]), tf.shape(one))]
+            with tf.control_dependencies([made]):
+                done = tf.constant(0)
+            return [done, *(part for one in given for part in (tf.reshape(one, [-1]), tf.shape(one)))]
 
         def receive():
-            if not outputs:
-                return [tf.constant(0)]
-            return [part for one in outputs for part in (tf.zeros([0], one.dtype), tf.zeros([0], tf.int32))]
+            nothing = (part for one in outputs for part in (tf.zeros([0], one.dtype), tf.zeros([0], tf.int32)))
+            return [tf.constant(0), *nothing]
 
         before = len(self._order)
         with self._building():
-            sent = tf.cond(tf.equal(self.share.tower, 0), run, receive)
+            done, *sent = tf.cond(tf.equal(self.share.tower, 0), run, receive)
             # By a result, since TensorFlow prunes what a branch does and none needs.
-            done = tf.identity(sent[0])
+            done = tf.identity(done)
         for made in self._order[before:]:
             if made.type in BRANCHES:
                 graph.controls[made.name] += graph.controls[op.name]
@@ -682,15 +349,9 @@ class Partition(Placer):
         self._appended.add(op.name)  # it is run there
         for output in others:
             self._put(output, call.tensors[output.value_index], REPLICATE)
-        for output, flat, shape in zip(outputs, sent[::2], sent[1::2], strict=False):
+        for output, flat, shape in zip(outputs, sent[::2], sent[1::2], strict=True):
             self._put(output, self._received_whole(flat, shape, output, op), REPLICATE)
         return [REPLICATE] * len(op.outputs)
-
-    def _require_whole(self, call: Call, index: int) -> None:
-        try:
-            call.require(index, REPLICATE)
-        except Refused:
-            raise Unshared({self.graph.inputs[call.op.name][index]}) from None
 
     def _assert(self, call: Call) -> None:
         """Let each tower run an assertion about its own rows."""
@@ -698,7 +359,7 @@ class Partition(Placer):
         if placed.kind is Kind.PARTIAL and placed != rules.EVERY:
             call.require(0, REPLICATE)
         for i, one in enumerate(call.inputs):
-            if one.kind in _RECOMPUTED:
+            if one.kind in RECOMPUTED:
                 call.require(i, REPLICATE)
 
     def _write(self, call: Call) -> list[Placement]:
@@ -708,7 +369,7 @@ class Partition(Placer):
         plain = op.type.startswith("Assign")
         if roles <= {Role.PARTIAL, Role.PARTITION, Role.SEED}:
             for i, placed in enumerate(call.inputs):
-                if placed.kind in _RECOMPUTED | {Kind.SHARD, Kind.COUNTS}:
+                if placed.kind in RECOMPUTED | {Kind.SHARD, Kind.COUNTS}:
                     call.require(i, REPLICATE)
         elif roles == {Role.SUM} and plain:
             call.require(1, SUM)
@@ -726,39 +387,24 @@ class Partition(Placer):
             raise Unshared({handle for handle, role in handles.items() if role is not Role.SAME})
         return [REPLICATE] * len(op.outputs)
 
-    # Marks.
-
-    def _padded_shape(self, shape: tf.Tensor, splits: tf.Tensor, op: tf.Operation) -> tf.Tensor:
-        """Return the shape of a padded ragged tensor, whose rows are as long as the batch's longest if that is open."""
-        with self._building():
-            own = tf.reduce_max(splits[1:] - splits[:-1])
-        longest = self.exchange(own, Collective(CollectiveKind.ALL_REDUCE, "max"), op)
-        with self._building():
-            shape = tf.broadcast_to(shape, [op.outputs[0].shape.rank])  # all lengths are open if it is a scalar
-            second = tf.logical_and(shape < 0, tf.equal(tf.range(tf.size(shape)), 1))
-            return tf.where(second, tf.cast(longest, shape.dtype), shape)
+    # Marks, whose ops `_building` takes over.
 
     def _mark(self, op: tf.Operation, mark: Mark, call: Call) -> None:
-        count = len(op.outputs) - mark.conditional
-        pairs = list(zip(call.tensors, call.inputs, strict=True))
-        names = self.graph.inputs[op.name]
+        names, when = self.graph.inputs[op.name], None
         if mark.purpose == Purpose.SLICES:
             self.costs.leave_out(op)
-            for output, tensor in zip(op.outputs, self._slices(op, mark, call), strict=True):
-                self._put(output, tensor, REPLICATE)
-            return
-        if mark.purpose == Purpose.SLICES_PART:
-            for output, tensor in zip(op.outputs, self._slices_part(op, call), strict=True):
-                self._put(output, tensor, LOCAL)
-            return
-        when = None
-        if mark.conditional:
-            condition, placed = pairs.pop()
-            when = self._name(self.convert(condition, placed, REPLICATE, op))
-        for i, (tensor, placed) in enumerate(pairs[:count]):
-            result, after = self._meet(op, mark, names[i], tensor, placed, when)
-            # From here on its placement no longer depends on how it was computed.
-            self._put(op.outputs[i], result, after)
+            found = [(tensor, REPLICATE) for tensor in self._slices(op, mark, call)]
+        elif mark.purpose == Purpose.SLICES_PART:
+            found = [(tensor, LOCAL) for tensor in self._slices_part(op, call)]
+        else:
+            count = len(op.outputs) - mark.conditional
+            if mark.conditional:
+                when = self.convert(call.tensors[-1], call.inputs[-1], REPLICATE, op).name
+            given = list(zip(names, call.tensors, call.inputs, strict=True))[:count]
+            found = [self._meet(op, mark, *one, when) for one in given]
+        # From here on its placement no longer depends on how it was computed.
+        for output, (tensor, placed) in zip(op.outputs, found, strict=False):
+            self._put(output, tensor, placed)
 
     def _meet(
         self, op: tf.Operation, mark: Mark, name: str, tensor: tf.Tensor, placed: Placement, when: str | None
@@ -777,16 +423,14 @@ class Partition(Placer):
             if placed.kind in (Kind.SHARD, Kind.LOCAL) or placed == SUM:
                 return tensor, LOCAL
             tensor = self.convert(tensor, placed, MEAN if placed.kind is Kind.PARTIAL else REPLICATE, op)
-            with self._building():
-                return tensor * tf.cast(self.share.fraction, tensor.dtype), LOCAL
+            return tensor * tf.cast(self.share.fraction, tensor.dtype), LOCAL
         if mark.purpose == Purpose.ROWS:
             _, taken = self.placed[self.graph.traced_inputs[mark.of][0]]
             return tensor, taken if taken.kind is Kind.SHARD else SUM
         if mark.purpose == Purpose.OWN_ROW:
             whole = self.convert(tensor, placed, REPLICATE, op)
-            with self._building():
-                at = tf.minimum(self.share.tower, tf.shape(whole)[0] - 1)
-                return whole[at : at + 1], LOCAL
+            at = tf.minimum(self.share.tower, tf.shape(whole)[0] - 1)
+            return whole[at : at + 1], LOCAL
         collective = mark.collective
         reduces, how = collective.kind == CollectiveKind.ALL_REDUCE, collective.op
         if collective.kind == CollectiveKind.ALL_GATHER and placed.kind is Kind.SHARD:
@@ -808,10 +452,7 @@ class Partition(Placer):
         if name in self._local:
             return self._local[name]
         op = self.graph.tf_graph.get_tensor_by_name(name).op
-        kept = (
-            not op.inputs or op.name in self.graph.marks or op.name in self.graph.passing or tf_compat.is_stateful(op)
-        )
-        if kept:
+        if not op.inputs or op.name in self.graph.passing or tf_compat.is_stateful(op):
             return tensor
         inputs = [self._local_value(one) for one in self.graph.traced_inputs[op.name]]
         with self._building():
@@ -836,24 +477,17 @@ class Partition(Placer):
             return [self.convert(t, placed, REPLICATE, op) for t, placed in zip(call.tensors, call.inputs, strict=True)]
         slices, places = call.tensors
         width = slices.shape[1:].num_elements() * slices.dtype.size  # bytes of a row
-        with self._building():
-            count = tf.shape(slices)[0]
-            counted = tf.cast(count, tf.int64)
-        total = self.exchange(counted, Collective(CollectiveKind.ALL_REDUCE, "sum"), op)
-        height = int(mark.height)
+        count, height = tf.shape(slices)[0], int(mark.height)
+        total = self.exchange(tf.cast(count, tf.int64), ADD_UP, op)
         # By a gather a tower receives what all others have: (N - 1) / N of all slices, values and indices. An
         # all-reduce moves 2 (N - 1) / N of the dense tensor. One of the two exchanges is then of nothing.
-        with self._building():
-            dense = 2 * height * width < total * (width + places.dtype.size)
-            kept = tf.where(dense, 0, count)
-            rest = tf.where(dense, height, 0)
-            few, where = slices[:kept], places[:kept]
-            summed = tf.math.unsorted_segment_sum(slices[kept:], places[kept:], rest)
-        few, where = self.exchange(few, GATHER, op), self.exchange(where, GATHER, op)
-        summed = self.exchange(summed, Collective(CollectiveKind.ALL_REDUCE, "sum"), op)
-        with self._building():
-            every = tf.cast(tf.range(rest), places.dtype)
-            return [tf.concat([few, summed], 0), tf.concat([where, every], 0)]
+        dense = 2 * height * width < total * (width + places.dtype.size)
+        kept = tf.where(dense, 0, count)
+        rest = tf.where(dense, height, 0)
+        few, where = (self.exchange(one[:kept], GATHER, op) for one in (slices, places))
+        summed = self.exchange(tf.math.unsorted_segment_sum(slices[kept:], places[kept:], rest), ADD_UP, op)
+        every = tf.cast(tf.range(rest), places.dtype)
+        return [tf.concat([few, summed], 0), tf.concat([where, every], 0)]
 
     # Results.
 
@@ -862,56 +496,37 @@ class Partition(Placer):
         for result in graph.results:
             tensor, placed = self.placed[result.name]
             if self._results is Results.EACH:
-                graph.outputs.append((self._name(self._local_value(result.name)), "first"))
+                tensor = self._local_value(result.name)
+            elif placed != rules.shard():
+                tensor = self.convert(tensor, placed, REPLICATE, result.op)
+            joins = self._results is Results.COMBINED and placed == rules.shard()
+            graph.outputs.append((tensor.name, "concat" if joins else "first"))
+
+    def _fold_metrics(self) -> None:
+        """Add up metric state at the end of a step: the first tower of a process keeps the sum, the others zero."""
+        graph = self.graph
+        users: dict[str, list[tf.Operation]] = {name: [] for name, _ in graph.variables if graph.role[name] is Role.SUM}
+        for op in self._order:
+            for name in users.keys() & set(graph.inputs[op.name]):
+                users[name].append(op)
+        for name, ops in users.items():
+            writers = [op for op in ops if name in graph.writes[op.name]]
+            if not writers:
                 continue
-            if placed == rules.shard():
-                graph.outputs.append((self._name(tensor), "concat"))
-                continue
-            whole = self.convert(tensor, placed, REPLICATE, result.op)
-            graph.outputs.append((self._name(whole), "first"))
-
-
-def _swapped(tensor: tf.Tensor, rank: Any) -> tf.Tensor:
-    """Swap the first two axes of a tensor that has one axis more than `rank`."""
-    return tf.transpose(tensor, tf.concat([[1, 0], tf.range(2, rank + 1)], 0))
-
-
-def partition(graph: StepGraph, share: Share, results: Results, exact: bool = False) -> Partition:
-    """Place a step; see `Partition`."""
-    placing = Partition(graph, share, results, exact)
-    placing.run()
-    return placing
-
-
-def _find_folds(graph: StepGraph, reads: set[str]) -> None:
-    """Find the metric state that is folded at the end of the step: tower 0 keeps the sum."""
-    variables = dict(graph.variables)
-    writers: dict[str, list[str]] = {}
-    for op in graph.ops:
-        for handle in graph.writes[op.name]:
-            writers.setdefault(handle, []).append(op.name)
-    for handle, names in writers.items():
-        if graph.role[handle] is not Role.SUM:
-            continue
-        variable = variables[handle]
-        if read := _final_read(graph, handle, names[-1], reads):
-            result = next(
-                name
-                for name, e in graph.exchanges.items()
-                if op_name(e.source) == read and e.collective == Collective(CollectiveKind.ALL_REDUCE, "sum")
-            )
-            graph.folds.append(Fold(handle, None, result, ()))
-            continue
-        source, result = f"@fold_{len(graph.folds)}:0", f"@folded_{len(graph.folds)}:0"
-        line = user_line(graph.by_name[names[-1]].traceback)
-        collective = Collective(CollectiveKind.ALL_REDUCE, "sum")
-        graph.exchanges[result] = Exchange(source, result, collective, variable.shape, variable.dtype, line=line)
-        graph.folds.append(Fold(handle, source, result, tuple(names)))
-
-
-def _final_read(graph: StepGraph, handle: str, writer: str, reads: set[str]) -> str | None:
-    """Return the name of a read of metric state after its last write, which serves the fold as well."""
-    for op in graph.ops:
-        if op.name in reads and graph.inputs[op.name][0] == handle and writer in graph.controls[op.name]:
-            return op.name
-    return None
+            last = writers[-1]
+            # What the step itself reads after its last write, and adds up, serves as well.
+            reads = (op for op in ops if op.name in self._sums and last.name in graph.controls[op.name])
+            read = next(reads, None)
+            if read is None:
+                with self._building():
+                    read = self._read(name).op
+                graph.controls[read.name] = [op.name for op in writers]
+            total = self.exchange(read.outputs[0], ADD_UP, last)
+            before = len(self._order)
+            with self._building():
+                kept = tf.where(graph.site.is_first, total, tf.zeros_like(total))
+                write = self._assigned(name, kept)
+            graph.folds.update(op.name for op in self._order[before:])
+            graph.writes[write.name] = {name}
+            graph.controls[write.name] = [op.name for op in (*ops, read)]
+            graph.must_run.add(write.name)

@@ -14,18 +14,13 @@ from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.source_lines import user_line
 from ncclsync.errors import NcclSyncError
 from ncclsync.program.graph import StepGraph, op_name
-from ncclsync.program.schedule import Schedule, dependencies
-from ncclsync.semantics.functions import Functions
+from ncclsync.program.schedule import Schedule, ancestors, dependencies
 from ncclsync.semantics.placing import REPEATABLE
 from ncclsync.semantics.roles import Role
 
 
 def divide(graph: StepGraph, scheduled: Schedule) -> Schedule:
-    """Return a schedule whose segments run either for each shard or once for a tower.
-
-    Args:
-        graph: the step, placed.
-        scheduled: its segments, each of which may become several.
+    """Return a schedule whose segments, of which one may become several, run for each shard or once for a tower.
 
     Raises:
         NcclSyncError: an op writes both what towers share and what belongs to a shard.
@@ -42,7 +37,6 @@ def divide(graph: StepGraph, scheduled: Schedule) -> Schedule:
         {result: numbers[number, parts[number].receives[result]] for result, number in scheduled.received.items()},
         len(numbers),
         tuple(phase % 2 == 0 for _, phase in numbers),
-        numbers[scheduled.count - 1, 1] if graph.folds else 0,
     )
 
 
@@ -52,7 +46,6 @@ class _Kinds:
     def __init__(self, graph: StepGraph) -> None:
         self.shards: set[str] = set()
         self.once: set[str] = set()
-        functions = Functions(graph.functions, graph.tf_graph)
         # If an exchange has a condition, its result is the shard's own where the condition is False.
         own = {result for result, exchange in graph.exchanges.items() if exchange.when or exchange.collective.differs}
         self.own = frozenset(own)
@@ -70,12 +63,12 @@ class _Kinds:
                     )
                 self.once.add(op.name)
                 continue
-            results = [output.name for output in op.outputs]
-            if any(name in graph.differing for name in (*inputs, *results)) or any(name in own for name in inputs):
+            results = {output.name for output in op.outputs}
+            rests_on_own = not own.isdisjoint(inputs)
+            if rests_on_own or not graph.differing.isdisjoint(results.union(inputs)):
                 self.shards.add(op.name)
-                if any(name in own for name in inputs):
-                    own.update(results)
-            elif tf_compat.is_stateful(op) and functions.hides_state(op, REPEATABLE):
+                own.update(results if rests_on_own else ())
+            elif tf_compat.is_stateful(op) and graph.calls.hides_state(op, REPEATABLE):
                 self.once.add(op.name)
 
 
@@ -94,8 +87,9 @@ class _Part:
         self._sent = [e for result, e in graph.exchanges.items() if scheduled.sent[result] == number]
         self._arrives = {result for result, of in scheduled.received.items() if of == number}
         final = number == scheduled.count - 1
-        self._folds = final and bool(graph.folds)
-        needed = self._needed_by_shards()
+        # The ops that shards compute, and all that these wait for.
+        computed = [name for name in self._here if name in kinds.shards]
+        needed = ancestors(graph, computed + [name for name in self._roots_sent() if name in self._here], self._here)
         # Of the ops that shards need: those for which something other than shards waits.
         self._awaited = {
             parent for name in needed - kinds.shards for parent, _ in dependencies(graph, name) if parent in needed
@@ -107,7 +101,7 @@ class _Part:
         self.sends = max([1, *(self.phase.get(name, 0) for name in self._roots_sent())])
         self.sends += self.sends % 2 == 0
         own = self._arrives & kinds.own
-        shards = any(phase % 2 for phase in self.phase.values()) or self._sent or self._folds or own
+        shards = any(phase % 2 for phase in self.phase.values()) or self._sent or own
         top = max([*self.phase.values(), *([self.sends] if self._sent else []), 1 if shards else 0])
         last = top + top % 2
         for op in graph.ops:
@@ -122,34 +116,19 @@ class _Part:
         for exchange in self._sent:
             for name in self._arrives.intersection([exchange.source, exchange.when or ""]):
                 used_in[name].append(self.sends)
-        for fold in graph.folds if self._folds else ():
-            used_in.setdefault(fold.result, []).append(1)
         # In the phase that uses it first, or once before the shards do.
         self.receives = {result: min(used_in[result], default=last) // 2 * 2 for result in self._arrives}
         self.receives.update(dict.fromkeys(own, 1))
 
     def used(self) -> set[int]:
         """Return the phases that there are."""
-        used = {*self.phase.values(), *self.receives.values()}
-        return used | ({self.sends} if self._sent else set()) | ({1} if self._folds else set())
+        return {*self.phase.values(), *self.receives.values(), *([self.sends] if self._sent else [])}
 
     def _roots_sent(self) -> Iterator[str]:
         for exchange in self._sent:
             for name in (exchange.source, exchange.when):
                 if name is not None:
                     yield op_name(name)
-
-    def _needed_by_shards(self) -> set[str]:
-        """Return the segment's ops that shards compute, and all that these wait for."""
-        queue = [name for name in self._here if name in self._kinds.shards]
-        queue += [name for name in self._roots_sent() if name in self._here]
-        found: set[str] = set()
-        while queue:
-            name = queue.pop()
-            if name not in found:
-                found.add(name)
-                queue += [parent for parent, _ in dependencies(self._graph, name) if parent in self._here]
-        return found
 
     def _earliest(self, name: str) -> int:
         before = [self.phase[parent] for parent, _ in dependencies(self._graph, name) if parent in self.phase]

@@ -5,13 +5,12 @@
 
 import dataclasses
 import enum
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops import Collective, CollectiveKind
 from ncclsync.program.cost import StepWork
 
@@ -89,61 +88,64 @@ class Bucket:
         return [tf.TensorSpec([elements], self.exchanges[0].dtype)]
 
 
+# What is sent or received: [B] the tensors of each bucket, as many as `Bucket.specs`.
+Sent = list[list[tf.Tensor]]
+
+
+class Outcome(NamedTuple):
+    """Hold what a segment gives.
+
+    Attributes:
+        fetched: tensors for later segments and for results, by name.
+        sent: of the outgoing buckets.
+        token: depends on every side effect of the segment.
+    """
+
+    fetched: dict[str, tf.Tensor]
+    sent: Sent
+    token: tf.Tensor
+
+
 @dataclasses.dataclass(frozen=True)
 class Segment:
     """Hold the part of a program between two collectives: one function, the same for every tower.
 
-    `function(*sources, *incoming, fraction, has_samples, is_first, *held)` returns `[*fetches, *outgoing, token]`;
-    `fraction` is the tower's share of the samples (float64, 0 for a tower without), `has_samples` whether it has
-    one (1 or 0, int32: TensorFlow keeps that in the host's memory), `is_first` is True on the first tower of a
-    process, and the token depends on every side effect of the segment. If it is `metered`, the tower's number
-    (int32) comes before `held`. Of each bucket there are as many tensors as `Bucket.specs`.
-
     Attributes:
-        plan: what the function is made of, `segment.SegmentPlan`, until it is made.
-        function: None before.
+        sources: names of the tensors and handles that the function is given first.
+        incoming: whose tensors it is given next.
+        fetches: names of the tensors in its `Outcome`.
+        outgoing: whose tensors are sent.
+        function: returns an `Outcome`.
         once: whether it runs once for each tower where a tower has several shards; else it runs for each shard.
         unrepeatable: an op of it that must run once, as Python and prints, and its line; "" if there is none.
-        held: names of handles of variables whose values the function is given last, and does not use. Where XLA
-            compiles, those that it writes: if such a program fails, TensorFlow frees the memory of each variable that
-            it was to write, which still uses it, unless somebody else holds that memory, too.
+        written: names of the handles that its function may write to, sorted.
+        hold: where XLA compiles, see `segment.holding`: what the written variables hold is given to the function last,
+            which does not use it. If such a program fails, TensorFlow frees the memory of each variable that it was to
+            write, which still uses it, unless somebody else holds that memory, too.
             Source: tensorflow/compiler/jit/xla_launch_util.cc, PopulateExecutionInputBuffer.
-        hold: see `segment.holding`; None: it holds none.
     """
 
     sources: tuple[str, ...]
     incoming: tuple[Bucket, ...]
     fetches: tuple[str, ...]
     outgoing: tuple[Bucket, ...]
-    plan: Any
-    function: Any = None
-    metered: bool = False
+    function: Any
     once: bool = False
     unrepeatable: str = ""
-    held: tuple[str, ...] = ()
+    written: tuple[str, ...] = ()
     hold: Any = None
 
-    def run(self, values: Mapping[str, tf.Tensor], arguments: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Call its function with tensors and handles by name, and what it takes after them."""
+    def run(self, values: Mapping[str, tf.Tensor], incoming: Sent) -> Outcome:
+        """Call its function with tensors and handles by name, and with what has been received."""
         sources = [values[name] for name in self.sources]
-        held = [] if self.hold is None else self.hold(*(values[name] for name in self.held))
-        return self.function(*sources, *arguments, *held)
+        held = [] if self.hold is None else self.hold(*(values[name] for name in self.written))
+        return self.function(*sources, *itertools.chain(*incoming), *held)
 
     @property
     def takes_rows(self) -> bool:
         """Return whether its function takes tensors whose shapes follow the batch's rows."""
         tensors = (tensor for tensor in self.function.inputs if tensor.dtype != tf.resource)
         return not all(tensor.shape.is_fully_defined() for tensor in tensors)
-
-    @functools.cached_property
-    def written(self) -> frozenset[str]:
-        """Return the names of the handles that its function may write to."""
-        if not self.sources:  # as of what `bench` ends a step with, a function of Python's
-            return frozenset()
-        graph = self.function.graph
-        handles = set().union(*(tf_compat.written_handles(op) for op in graph.get_operations()))
-        sources = zip(self.sources, graph.inputs, strict=False)
-        return frozenset(name for name, tensor in sources if tensor.name in handles)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +158,7 @@ class Target:
         same_seeds: whether random state is equal on all towers.
         many_shards: whether a tower may compute several shards, and the number of shards is the program's alone.
         shares_memory: whether a tensor of one tower may be another's without a copy.
-        passes: each makes a finished program cheaper, before its segments become functions.
+        passes: each makes a `segment.SegmentPlan` cheaper, before that becomes a function.
     """
 
     home_device: str
@@ -164,7 +166,7 @@ class Target:
     same_seeds: bool = False
     many_shards: bool = False
     shares_memory: bool = False
-    passes: tuple[Callable[["Program"], "Program"], ...] = ()
+    passes: tuple[Callable[[Any], Any], ...] = ()
 
 
 class Results(enum.Enum):
@@ -183,8 +185,8 @@ class Program:
 
     Attributes:
         segments: in order; what one sends is reduced before the one that receives it, mostly the next.
-        arguments: names of the tensors of the batch, in the order of its flattened structure, and of the
-            tower's `ops.Share` of it.
+        arguments: names of the tensors of the batch, in the order of its flattened structure, of the tower's
+            `ops.Share` of it, and of its `trace.Site`.
         captures: (name, tensor) of what the step closes over, other than variables.
         variables: (name of the handle, variable of tower 0).
         outputs: names of the flattened results, and what stands for all towers': the "first", since they are

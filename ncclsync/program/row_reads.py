@@ -11,51 +11,42 @@ from collections.abc import Collection, Mapping
 
 import tensorflow as tf
 
+from ncclsync.program.graph import op_name
+
 
 def read_rows_only(
     definition: tf.compat.v1.GraphDef, shapes: Mapping[str, tf.TensorShape], needed: Collection[str]
 ) -> None:
-    """Replace, in place, reads of variables that only rows are taken of.
+    """Replace, in place, reads of variables that only rows are taken of, but for the nodes that are `needed`.
 
-    Args:
-        definition: the nodes of a segment.
-        shapes: by name of a node that reads a variable that is updated sparsely, the variable's static shape.
-        needed: names of nodes that must stay.
+    `shapes` has, by name of a node that reads a variable that is updated sparsely, the variable's static shape.
     """
     nodes = {node.name: node for node in definition.node}
     consumers: dict[str, list[tf.compat.v1.NodeDef]] = collections.defaultdict(list)
     for node in definition.node:
-        for name in {_op_name(source) for source in node.input if not source.startswith("^")}:
+        for name in {op_name(source) for source in node.input if not source.startswith("^")}:
             consumers[name].append(node)
     for read in [node for node in definition.node if node.name in shapes]:
         takers = [node for node in consumers[read.name] if _takes_rows(node, read.name, nodes)]
         others = [node for node in consumers[read.name] if node not in takers]
-        if not takers or read.name in needed or any(node.op != "Shape" for node in others):
-            continue
-        shape = shapes[read.name]
-        if not shape.is_fully_defined():
+        known = shapes[read.name].is_fully_defined()
+        if not takers or not known or read.name in needed or any(node.op != "Shape" for node in others):
             continue
         for node in takers:
             _take_from_variable(node, read)
         for node in others:
-            _become_constant(node, shape)
-        instead = [f"^{node.name}" for node in takers]
-        for node in definition.node:
-            if f"^{read.name}" in node.input:
-                kept = [source for source in node.input if source != f"^{read.name}"]
-                node.ClearField("input")
-                node.input.extend([*kept, *(name for name in instead if name not in kept)])
-        definition.node.remove(read)
-
-
-def _op_name(source: str) -> str:
-    return source.partition(":")[0]
+            _become_constant(node, shapes[read.name])
+        # What waits for the read waits for these.
+        read.op = "NoOp"
+        read.attr.clear()
+        read.ClearField("input")
+        read.input.extend(f"^{node.name}" for node in takers)
 
 
 def _takes_rows(node: tf.compat.v1.NodeDef, read: str, nodes: dict[str, tf.compat.v1.NodeDef]) -> bool:
-    if node.op != "GatherV2" or node.attr["batch_dims"].i or _op_name(node.input[0]) != read:
+    if node.op != "GatherV2" or node.attr["batch_dims"].i or op_name(node.input[0]) != read:
         return False
-    axis = nodes.get(_op_name(node.input[2]))
+    axis = nodes.get(op_name(node.input[2]))
     if axis is None or axis.op != "Const":
         return False
     return not tf.make_ndarray(axis.attr["value"].tensor).any()

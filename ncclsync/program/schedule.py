@@ -10,7 +10,7 @@ section 3.2.3, which does this by hooks as gradients come; here the traced graph
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from ncclsync.ops import CollectiveKind
 from ncclsync.ops.buckets import fill_buckets
@@ -33,7 +33,6 @@ class Schedule:
         count: number of segments.
         once: [count] whether a segment runs once for each tower, not for each of its shards; empty where every
             tower has one shard. See `phases.py`.
-        folds: with `once`: the segment that writes what `Fold`s combine; else it is the last one.
     """
 
     segments: dict[str, int]
@@ -41,7 +40,6 @@ class Schedule:
     received: dict[str, int]
     count: int
     once: tuple[bool, ...] = ()
-    folds: int = 0
 
 
 def schedule(graph: StepGraph, bucket_bytes: int | None) -> Schedule:
@@ -60,10 +58,11 @@ def schedule(graph: StepGraph, bucket_bytes: int | None) -> Schedule:
     parts: dict[str, int] = {}  # of ops and exchanges' results; a level's last part where nothing stands
     begins = [0]  # of levels, and the end
     for level in range(count):
+        inside = {name for name, own in levels.items() if own == level}
         buckets = _overlapping(graph, levels, level, of_level[level], bucket_bytes)
         for part, bucket in reversed(list(enumerate(buckets))):  # an earlier one needs it earlier
             sources = [graph.origin(result)[0] for result in bucket]
-            parts.update(dict.fromkeys([*bucket, *_ancestors(graph, levels, level, sources)], part))
+            parts.update(dict.fromkeys([*bucket, *ancestors(graph, sources, inside)], part))
         begins.append(begins[level] + max(len(buckets), 1))
 
     def segment(name: str, level: int) -> int:
@@ -112,16 +111,15 @@ def _travels_early(graph: StepGraph, levels: dict[str, int], level: int, exchang
     )
 
 
-def _ancestors(graph: StepGraph, levels: dict[str, int], level: int, names: Sequence[str]) -> set[str]:
-    """Return these ops and all of the same level that they wait for."""
+def ancestors(graph: StepGraph, names: Iterable[str], inside: Collection[str]) -> set[str]:
+    """Return these ops and all that they wait for `inside` a part of the step."""
     found: set[str] = set()
     queue = list(names)
     while queue:
         name = queue.pop()
         if name not in found:
             found.add(name)
-            parents = dependencies(graph, name)
-            queue += [parent for parent, _ in parents if levels.get(parent) == level]
+            queue += [parent for parent, _ in dependencies(graph, name) if parent in inside]
     return found
 
 
@@ -134,21 +132,17 @@ def _assign_levels(graph: StepGraph) -> dict[str, int]:
     """
     floors: dict[str, int] = collections.defaultdict(int)
     levels = _earliest(graph, floors)
-    last = max(
-        [levels[name] for name in levels] + [_available(graph, levels, result) for result in graph.exchanges] + [0]
-    )
-    weight_writes = [name for name in levels if graph.writes[name] & graph.kept]
-    if weight_writes:
+    last = max([*levels.values(), *(_available(graph, levels, result) for result in graph.exchanges), 0])
+    late = [name for name in levels if graph.writes[name] & graph.kept]
+    if late:
         last = max(last, 1)
+    late += graph.folds & levels.keys()
     latest = _latest(graph, levels, last)
     # A variable is read where its value is used: held meanwhile, the value would have to be copied before the
     # variable can be written in place.
-    reads = [
-        name
-        for name in levels
-        if graph.by_name[name].type == "ReadVariableOp" and graph.role[graph.inputs[name][0]] is Role.SAME
-    ]
-    for name in [*weight_writes, *reads]:
+    reads = [name for name in levels if graph.by_name[name].type == "ReadVariableOp"]
+    late += [name for name in reads if graph.role[graph.inputs[name][0]] is Role.SAME]
+    for name in late:
         floors[name] = latest[name]
     return _earliest(graph, floors)
 
@@ -168,14 +162,9 @@ def _earliest(graph: StepGraph, floors: dict[str, int]) -> dict[str, int]:
 
 def _latest(graph: StepGraph, levels: dict[str, int], last: int) -> dict[str, int]:
     latest = dict.fromkeys(levels, last)
-    for fold in graph.folds:
-        for name in fold.writers:
-            latest[name] = min(latest[name], last - 1)
     bounds = [(name, last) for name, _ in graph.outputs]
-    for result, exchange in graph.exchanges.items():
-        # The layout must have these when it joins the towers.
-        sent = _available(graph, levels, result) - 1
-        bounds += [(exchange.when, sent)] if exchange.when else []
+    # The layout must have conditions when it joins the towers.
+    bounds += [(e.when, _available(graph, levels, result) - 1) for result, e in graph.exchanges.items() if e.when]
     for name, bound in bounds:
         origin, hops = graph.origin(name)
         if origin in latest:
@@ -203,10 +192,5 @@ def dependencies(graph: StepGraph, name: str) -> Iterable[tuple[str, int]]:
 
 def _available(graph: StepGraph, levels: dict[str, int], name: str) -> int:
     """Return the first level that can use tensor `name`."""
-    for fold in graph.folds:
-        if fold.source is not None and name == fold.source:
-            return max(levels[writer] for writer in fold.writers)
-        if fold.source is not None and name == fold.result:
-            return _available(graph, levels, fold.source) + 1
     origin, hops = graph.origin(name)
     return levels.get(origin, 0) + hops

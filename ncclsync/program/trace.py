@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -41,13 +41,27 @@ class Mark:
     by_choice: bool = False
 
 
+class Site(NamedTuple):
+    """Hold what a shard's segments are told of where they run; scalars.
+
+    Attributes:
+        has_samples: 1 or 0, int32, by which the host can branch without waiting for a GPU: whether the shard has any.
+        is_first: whether the shard is the first of its process, which keeps sums of metrics.
+        rank: the tower's number, int32.
+    """
+
+    has_samples: Any
+    is_first: Any
+    rank: Any
+
+
 @dataclasses.dataclass(frozen=True)
 class Trace:
     """Hold a step as `tf.function` traced it: the program of one device on the whole batch.
 
     Attributes:
-        function: the ConcreteFunction, of the batch and a tower's `Share` of it.
-        share: the second argument's tensors within the graph.
+        function: the ConcreteFunction, of the batch, a tower's `Share` of it, and a `Site`.
+        share, site: the tensors of these within the graph.
         marks: by name of the marking op.
         batch: the batch's structure, with the graph's tensors.
         jit_compile: whether XLA compiles it.
@@ -56,6 +70,7 @@ class Trace:
 
     function: Any
     share: Share
+    site: Site
     marks: dict[str, Mark]
     batch: Any
     jit_compile: bool
@@ -68,6 +83,7 @@ class _Marking:
     def __init__(self) -> None:
         self.graph: Any = None
         self.share: Any = None
+        self.site: Any = None
         self.batch: Any = None
         self.marks: list[tuple[Any, Mark]] = []
 
@@ -128,13 +144,13 @@ def trace(step: Callable[[Any], Any], batch_specs: Any, *, jit_compile: bool = F
     failures: list[Exception] = []
     graphs: list[tf.Graph] = []
 
-    def traced(batch, share):
+    def traced(batch, share, site):
         if failures:
             return None
         # tf.function traces again when a step created variables; the last trace is the one that counts.
-        marking.graph, marking.share = tf.compat.v1.get_default_graph(), share
+        marking.graph = tf.compat.v1.get_default_graph()
+        marking.batch, marking.share, marking.site = batch, share, site
         graphs.append(marking.graph)
-        marking.batch = batch
         with running_in(marking), tf.variable_creator_scope(_made_by_itself):
             try:
                 return step(batch)
@@ -144,18 +160,19 @@ def trace(step: Callable[[Any], Any], batch_specs: Any, *, jit_compile: bool = F
                 failures.append(error)
                 return None
 
-    specs = batch_specs, Share(tf.TensorSpec([], tf.float64), *[tf.TensorSpec([], tf.int32)] * 4)
+    number = tf.TensorSpec([], tf.int32)
+    share, site = Share(tf.TensorSpec([], tf.float64), *[number] * 4), Site(number, tf.TensorSpec([], tf.bool), number)
     made = tf.function(traced, autograph=False, jit_compile=jit_compile or None)
     try:
         with tf_compat.open_branches(), tf_compat.open_rows(variable for variable, _ in opened):
-            function = made.get_concrete_function(*specs)
+            function = made.get_concrete_function(batch_specs, share, site)
     finally:
         for graph in graphs:
             tf_compat.forget_custom_gradients(graph)
         if failures:
             raise failures.pop()
     marks = {mark.name: mark for graph, mark in marking.marks if graph is function.graph}
-    traced_step = Trace(function, marking.share, marks, marking.batch, jit_compile, opened)
+    traced_step = Trace(function, marking.share, marking.site, marks, marking.batch, jit_compile, opened)
     # TensorFlow keeps the functions of custom gradients for good, and they keep their context.
     vars(marking).clear()
     return traced_step

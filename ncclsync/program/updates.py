@@ -7,20 +7,15 @@ from ncclsync.semantics.roles import Role
 
 
 def find_updates(graph: StepGraph) -> dict[str, str]:
-    """Follow what is written to each variable back to the nearest exchange of a tensor of its shape.
+    """Follow what is written to each variable back to the nearest exchange of a tensor of its shape; return its result.
 
     An optimizer's slots rest on their weight's gradient too; the exchange is the weight's alone. Where a
     branch writes several variables, as an accumulating optimizer does, order pairs those of one shape.
-
-    Returns:
-        The exchange's result by the variable's handle, for those that have one.
     """
     writers = collections.defaultdict(list)
     for op in graph.ops:
         for handle in graph.writes[op.name]:
             writers[handle].append(op.name)
-    for fold in graph.folds:
-        writers[fold.handle].append(fold.result)
     # Weights first, as a gradient is theirs.
     found: dict[str, str] = {}
     taken: set[str] = set()
@@ -50,7 +45,8 @@ def _nearest(graph: StepGraph, writers: list[str]) -> list[str]:
             handle = graph.inputs[child][0]
             parents += [name for name in graph.controls[child] if handle in graph.writes.get(name, ())]
         for parent in parents:
-            if parent in graph.inputs and parent not in seen and parent not in graph.local:
+            followed = parent not in graph.local or parent in graph.folds
+            if parent in graph.inputs and parent not in seen and followed:
                 seen.add(parent)
                 queue.append(parent)
     return list(dict.fromkeys(results))

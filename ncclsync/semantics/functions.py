@@ -1,5 +1,6 @@
 """Place the functions that loops, branches and calls run: as a whole, since nothing can be put into them."""
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -69,19 +70,23 @@ class Functions:
 
         Left out are GPUs' recurrent networks that drop nothing: TensorFlow declares them stateful for their dropout.
         """
-        queue, seen = [op.node_def], set()
+        nodes = [op.node_def]
+        for node in itertools.chain(nodes, *(self._definitions[name].node_def for name in self.reached(nodes))):
+            if node.op not in self._definitions and not drops_nothing(node):
+                yield node.op
+
+    def reached(self, nodes: Iterable[Any]) -> list[str]:
+        """Return the names of the functions that NodeDefs call, directly or not."""
+        found: dict[str, None] = {}
+        queue = list(nodes)
         while queue:
             node = queue.pop()
-            called = [value.func.name for value in node.attr.values()]
-            called += [f.name for value in node.attr.values() for f in value.list.func]
-            if node.op in self._definitions:
-                called.append(node.op)
-            elif not drops_nothing(node):
-                yield node.op
-            for name in called:
-                if name in self._definitions and name not in seen:
-                    seen.add(name)
+            called = (f.name for value in node.attr.values() for f in (value.func, *value.list.func))
+            for name in (node.op, *called):
+                if name in self._definitions and name not in found:
+                    found[name] = None
                     queue.extend(self._definitions[name].node_def)
+        return list(found)
 
 
 def drops_nothing(node: Any) -> bool:

@@ -9,18 +9,25 @@ So the step's results are unchanged.
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from ncclsync.errors import AuditError
 from ncclsync.ops.comparing import EQUAL, first_difference
-from ncclsync.program.program import Exchange, Program, Segment
+from ncclsync.program.program import Exchange, Outcome, Program, Segment, Sent
 from ncclsync.semantics.roles import Role
 from ncclsync.towers.state import TowerState
 
 _MOST_COMPUTED = 3  # how often each shard is computed; of two results that differ, the wrong one would not be known
+
+
+class Call(NamedTuple):
+    """Hold what one call of a segment was given besides values by name, and what it sends."""
+
+    incoming: Sent
+    sent: Sent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +93,7 @@ class Audit:
         for number, segment in enumerate(self._segments, start=1):
             if segment.unrepeatable or written.intersection(segment.sources):
                 found.add(number)
-                written |= segment.written
+                written.update(segment.written)
                 lines.update({segment.unrepeatable: None} if segment.unrepeatable else {})
         if found:
             sent = [len(list(_sent(segment))) for segment in self._segments]
@@ -199,42 +206,33 @@ class Repeats:
         self._audit, self._values, self._originals, self.begun = audit, values, originals, begun
         self._found: list[tf.Tensor] = []
 
-    def compute(
-        self,
-        number: int,
-        segment: Segment,
-        arguments: Sequence[Sequence[Any]],
-        sent: Sequence[Sequence[tf.Tensor]],
-        towers: Any,
-    ) -> None:
+    def compute(self, number: int, segment: Segment, calls: Sequence[Call], towers: Sequence[Any]) -> None:
         """Compute a segment again, and compare.
 
         Args:
             number: of the segment, from 1.
             segment: of the program, not the last.
-            arguments: of each call, what it has got after its sources: [s], or [n] of a segment that runs once.
-            sent: of each call, what it sends, flat.
+            calls: [s] of it, or [n] if it runs once.
             towers: [n] (device, ops to wait for, list to which this segment's ops are added).
         """
         if number in self._audit.left_out:
             for place, values in zip(self._audit.places, self._values, strict=True):
                 values.update({name: self._originals[place.shard][name] for name in segment.fetches})
             return
-        each = [[tensors] for tensors in sent]
-        outcomes: dict[tuple[int, int], Sequence[tf.Tensor]] = {}
+        each = [[call.sent] for call in calls]
+        outcomes: dict[tuple[int, int], Outcome] = {}
         for place, values in zip(self._audit.places, self._values, strict=True):
             call = place.owner if segment.once else place.shard
             if (call, place.tower) not in outcomes:
                 device, before, ends = towers[place.tower]
                 # One call of a function after another on a device: on GPUs they meet the host under the same names.
                 with tf.device(f"/{device}"), tf.control_dependencies([*before, *ends]):
-                    outcome = segment.run(values, arguments[call])
-                outcomes[call, place.tower] = outcome
-                each[call].append(outcome[len(segment.fetches) : -1])
-                ends.append(outcome[-1])
-            values.update(zip(segment.fetches, outcomes[call, place.tower], strict=False))
-        if sent[0]:
-            self._found.append(self._audit.compare(each))
+                    outcome = outcomes[call, place.tower] = segment.run(values, calls[call].incoming)
+                each[call].append(outcome.sent)
+                ends.append(outcome.token)
+            values.update(outcomes[call, place.tower].fetched)
+        if segment.outgoing:
+            self._found.append(self._audit.compare([[list(itertools.chain(*sent)) for sent in one] for one in each]))
 
     def end(self) -> list[tf.Operation]:
         """Return the ops that keep what was found: it is kept after them."""

@@ -17,7 +17,7 @@ from ncclsync.communicator import AllGather, AllReduce, AnyCollective, Broadcast
 from ncclsync.ops import Collective, CollectiveKind, device_ops
 from ncclsync.ops.group_ops import Turns, agree, gather_rows, group_exchange
 from ncclsync.ops.spans import COMMUNICATION, Begun, Meter, begin, hold
-from ncclsync.program.program import Bucket
+from ncclsync.program.program import Bucket, Sent
 from ncclsync.semantics.shards import Shards, digest_of_rows
 from ncclsync.towers.shard_sums import (
     join_shard_tensors,
@@ -95,7 +95,7 @@ class Exchanges:
         self,
         number: int,
         buckets: Sequence[Bucket],
-        sent: Sequence[Sequence[tf.Tensor]],
+        sent: Sequence[Sent],
         done: After,
         conditions: Mapping[str, tf.Tensor],
     ) -> After:
@@ -104,13 +104,13 @@ class Exchanges:
         Args:
             number: of the segment, from 1.
             buckets: [B] that they send.
-            sent: [s] what each shard sends, as many tensors as the buckets' `specs`.
+            sent: [s] what each shard sends.
             done: [n] the ops of the segment.
             conditions: tower 0's values, for `Bucket.when`.
         """
         if not buckets:
             return self.meet(done)
-        rows = [_by_bucket(buckets, row) for row in sent]  # [s][B]
+        rows = [[*row] for row in sent]  # [s][B]
         after = None
         for indices in together(buckets) if self._layout.shards > 1 else []:
             given = [[row[i] for i in indices] for row in rows]
@@ -135,8 +135,8 @@ class Exchanges:
                 received.setdefault(bucket.result, tensors)
         return self.meet(done) if after is None else after
 
-    def take(self, place: int, buckets: Sequence[Bucket], after: Sequence[Any], *, waits: bool) -> list[tf.Tensor]:
-        """Return what a shard's tower has received, flat.
+    def take(self, place: int, buckets: Sequence[Bucket], after: Sequence[Any], *, waits: bool) -> Sent:
+        """Return what a shard's tower has received.
 
         Args:
             place: the shard's, among those of this process' towers.
@@ -152,7 +152,7 @@ class Exchanges:
                 received = [launched.deliver(tower, after, waits=waits)[column]]
                 if self._divided and not self._layout.adds_up:
                     received = [total_of_gathered(received[0], bucket.wire.op, self._layout, tower)]
-            tensors += received
+            tensors.append(received)
         return tensors
 
     def _enqueue(self, call: _Call) -> After:
@@ -276,11 +276,6 @@ def together(buckets: Sequence[Bucket]) -> list[list[int]]:
             key = "one group"
         groups.setdefault(key, []).append(i)
     return list(groups.values())
-
-
-def _by_bucket(buckets: Sequence[Bucket], tensors: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
-    left = iter(tensors)
-    return [[next(left) for _ in bucket.specs] for bucket in buckets]
 
 
 def _is_one_group(bucket: Bucket) -> bool:

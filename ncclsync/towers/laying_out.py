@@ -5,15 +5,17 @@ is laid out, `state.py` on what, `exchange.py` how towers meet, `results.py` wha
 """
 
 import dataclasses
+import itertools
 from typing import Any
 
 import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops.spans import STEP, STEPS, Meter, begin
-from ncclsync.program.program import Program, Segment
+from ncclsync.program.program import Program, Segment, Sent
+from ncclsync.program.trace import Site
 from ncclsync.semantics.shards import Shards, components_of
-from ncclsync.towers.audit import Audit
+from ncclsync.towers.audit import Audit, Call
 from ncclsync.towers.exchange import After, Exchanges
 from ncclsync.towers.feeding import split_batch
 from ncclsync.towers.recovery import Rollback
@@ -80,11 +82,14 @@ class _Run:
         with tf.device("/CPU:0"):
             # Of numbers in the host's memory, where the fractions need not lie. A batch without rows is tower 0's.
             samples = [shards.sizes[0] + tf.cast(shards.shares[0].total == 0, tf.int32), *shards.sizes[1:]]
-            self._has_samples = [tf.minimum(count, 1) for count in samples]
+            has_samples = [tf.minimum(count, 1) for count in samples]
         handles = {name: towers.replicas.of_shards(variable) for name, variable in program.variables}
         self.values: list[dict[str, tf.Tensor]] = []
-        for i, shard in enumerate(towers.layout.own_shards):
-            arguments = [*components_of(shards.batches[i]), *shards.shares[shard]]
+        layout = towers.layout
+        for i, (shard, tower) in enumerate(zip(layout.own_shards, layout.tower_places, strict=True)):
+            with tf.device(f"/{layout.devices[tower]}"):
+                site = Site(has_samples[shard], tf.constant(i == 0), tf.constant(layout.ranks[tower]))
+            arguments = [*components_of(shards.batches[i]), *shards.shares[shard], *site]
             values = dict(zip(program.arguments, arguments, strict=True)) | dict(program.captures)
             self.values.append(values | {name: copies[i].handle for name, copies in handles.items()})
         self._repeats = None if audit is None else audit.begin(self.values)
@@ -109,7 +114,7 @@ class _Run:
             return [[], *others]
         return self.exchanges.meet([saved, *others], checks)
 
-    def compute(self, number: int, segment: Segment, after: After) -> tuple[list[list[tf.Tensor]], After]:
+    def compute(self, number: int, segment: Segment, after: After) -> tuple[list[Sent], After]:
         """Run a segment on every tower.
 
         Args:
@@ -118,17 +123,16 @@ class _Run:
             after: [n] what each tower waits for.
 
         Returns:
-            [s] what each shard sends, flat, or, if towers add up, what a tower's shards up to it send together; and
-            [n] the tower's ops of the segment, and what else ends it.
+            [s] what each shard sends, or, if towers add up, what a tower's shards up to it send together; and [n] the
+            tower's ops of the segment, and what else ends it.
         """
         # Before weights are written the host waits for the sums, where they must not be lost with a failure. A step
         # may write more than once: a divided optimizer its state before weights are gathered, a GAN for each optimizer.
         waits = self._towers.session.model.save is not None and bool(segment.written)
         if self._towers.layout.meets_processes and segment.written:
             after = self.exchanges.agree(after)
-        sent: list[list[tf.Tensor]] = []
-        of_shards: list[list[tf.Tensor]] = []
-        arguments: list[list[Any]] = []
+        sent: list[Sent] = []
+        calls: list[Call] = []
         done: After = []
         layout = self._towers.layout
         for rank, device, own, waited in zip(layout.ranks, layout.devices, layout.places, after, strict=True):
@@ -138,30 +142,24 @@ class _Run:
                 # One after another: only what the shards before give takes memory meanwhile.
                 before = [*waited, *tokens]
                 incoming = self.exchanges.take(place, segment.incoming, before, waits=waits)
-                given = incoming if number > 1 else components_of(self._shards.batches[place])
+                given = itertools.chain(*incoming) if number > 1 else components_of(self._shards.batches[place])
                 name, meets = segment_name(self._program, number), bool(segment.incoming)
                 span = begin(self._meter, rank, name, [*before, *given], meets=meets)
-                shard = layout.own_shards[place]
                 with tf.device(f"/{device}"), tf.control_dependencies([*before, *span.ops]):
-                    tower = [tf.constant(place == 0), *([tf.constant(rank)] if segment.metered else [])]
-                    share = [self._shards.shares[shard].fraction, self._has_samples[shard]]
-                    arguments.append([*incoming, *share, *tower])
-                    outcome = segment.run(self.values[place], arguments[-1])
+                    outcome = segment.run(self.values[place], incoming)
                 for one in own if segment.once else [place]:
-                    self.values[one].update(zip(segment.fetches, outcome, strict=False))
-                of_shards.append(outcome[len(segment.fetches) : -1])
-                tokens, sends = [outcome[-1]], of_shards[-1]
+                    self.values[one].update(outcome.fetched)
+                calls.append(Call(incoming, outcome.sent))
+                tokens, sends = [outcome.token], outcome.sent
                 if layout.adds_up:
                     with tf.device(f"/{device}"):
                         sends = sends if place == own[0] else add_up(segment.outgoing, sent[-1], sends)
-                    tokens += sends  # the next shard waits for the sum
+                    tokens += itertools.chain(*sends)  # the next shard waits for the sum
                 sent.append(sends)
-                ends += [*span.end(tokens=outcome[-1:]), outcome[-1]]
+                ends += [*span.end(tokens=[outcome.token]), outcome.token]
             done.append(ends)
         if self._repeats is not None and number < len(self._program.segments):
-            self._repeats.compute(
-                number, segment, arguments, of_shards, list(zip(layout.devices, after, done, strict=True))
-            )
+            self._repeats.compute(number, segment, calls, list(zip(layout.devices, after, done, strict=True)))
         return sent, done
 
     def apply(self, rollback: Rollback, after: After) -> tf.Operation:

@@ -16,7 +16,7 @@ from ncclsync.communicator.processes import Process, find_process
 from ncclsync.compat import host_gpus, other_libraries
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops import host_ops
-from ncclsync.program.program import Program, Target
+from ncclsync.program.program import Target
 from ncclsync.towers.layout import Layout
 
 _logger = logging.getLogger("ncclsync")
@@ -204,7 +204,7 @@ def make_target(layout: Layout, backend: str, bucket_bytes: int, *, same_seeds: 
     )
 
 
-def host_passes(towers: int, *, joins: bool) -> tuple[Callable[[Program], Program], ...]:
+def host_passes(towers: int, *, joins: bool) -> tuple[Callable[[Any], Any], ...]:
     """Return the passes that make a program cheaper where so many towers share the host's memory; see `make_target`."""
     if importlib.util.find_spec("ncclsync.host_passes") is None:
         return ()

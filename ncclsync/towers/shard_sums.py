@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from ncclsync.ops import CollectiveKind
 from ncclsync.ops.tree import Node, nodes_within, reduce_nodes, reduce_tree
-from ncclsync.program.program import Bucket
+from ncclsync.program.program import Bucket, Sent
 from ncclsync.towers.layout import Layout
 
 _COMBINE: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
@@ -43,17 +43,14 @@ def join_shards(
     return joined
 
 
-def add_up(buckets: Sequence[Bucket], total: Sequence[tf.Tensor], given: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+def add_up(buckets: Sequence[Bucket], total: Sent, given: Sent) -> Sent:
     """Return what a tower's shards give together: the `total` of some, and what the next one has `given`.
 
-    Args:
-        buckets: [B] in order; what is not reduced is of the next shard.
-        total, given: as many tensors as the buckets' `specs`.
+    What is not reduced is of the next shard.
     """
-    each = [bucket for bucket in buckets for _ in bucket.specs]
     return [
-        _COMBINE[bucket.wire.op](before, new) if _adds_up(bucket) else new
-        for bucket, before, new in zip(each, total, given, strict=True)
+        list(map(_COMBINE[bucket.wire.op], before, new)) if _adds_up(bucket) else new
+        for bucket, before, new in zip(buckets, total, given, strict=True)
     ]
 
 

@@ -162,9 +162,9 @@ def share_with(**changes):
     def sabotage(patch):
         begin = Partition.__init__
 
-        def wrong(self, graph, share, *arguments, **options):
-            share = share._replace(**{name: change(share) for name, change in changes.items()})
-            begin(self, graph, share, *arguments, **options)
+        def wrong(self, graph, *arguments, **options):
+            graph.share = graph.share._replace(**{name: change(graph.share) for name, change in changes.items()})
+            begin(self, graph, *arguments, **options)
 
         patch.setattr(Partition, "__init__", wrong)
 

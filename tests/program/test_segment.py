@@ -7,22 +7,20 @@ import tensorflow as tf
 from ncclsync import ops
 from ncclsync.program.crossing import Form
 from ncclsync.program.cut import place
-from ncclsync.program.program import Bucket, Results, Segment
+from ncclsync.program.program import Bucket, Results
 from ncclsync.program.schedule import schedule
-from ncclsync.program.segment import Rewrite, SegmentPlan, asked_for, compile_segment, needed_ops, same_device
-from ncclsync.program.trace import trace
+from ncclsync.program.segment import Rewrite, SegmentPlan, compile_segment, same_device
+from ncclsync.program.trace import Site, trace
 
 ROWS = tf.TensorSpec([None, 3], tf.float32)
 X = np.arange(6, dtype="float32").reshape(2, 3)
-FIRST = [tf.constant(1.0, tf.float64), tf.constant(1), tf.constant(True)]
-OTHER = [*FIRST[:2], tf.constant(False)]
 
 
 def placed(step):
     return place(trace(step, ROWS), "/CPU:0", Results.COMBINED, False)[0]
 
 
-def planned(graph, number, fetches=(), rewrites=(), **folds):
+def planned(graph, number, fetches=(), rewrites=()):
     """One segment of a step, with all that it is given and sends."""
     scheduled = schedule(graph, None)
     names = [op.name for op in graph.ops if scheduled.segments.get(op.name) == number]
@@ -30,21 +28,20 @@ def planned(graph, number, fetches=(), rewrites=(), **folds):
         tuple(e for e in graph.exchanges.values() if of[e.result] == number)
         for of in (scheduled.sent, scheduled.received)
     )
-    plan = SegmentPlan(graph, ops=names, sent=list(sent), rewrites=rewrites, **folds)
-    outside = {name for op in names for name in graph.inputs[op]} | {
-        fold.handle for each in folds.values() for fold in each
-    }
+    outside = {name for op in names for name in graph.inputs[op]}
     made = {output.name for op in names for output in graph.by_name[op].outputs}
     given = {exchange.result for exchange in received}
     sources = sorted(name for name in outside - made - given if not graph.is_constant(name))
+    packing = [tensor.name for tensor in (graph.share.fraction, graph.site.has_samples)]
     incoming, outgoing = ((Bucket(each[0].collective, each, packed=True),) if each else () for each in (received, sent))
-    return Segment(tuple(sources), incoming, tuple(fetches), outgoing, plan)
+    return SegmentPlan(
+        graph, names, (*sources, *packing), incoming, tuple(fetches), outgoing, shares_memory=True, rewrites=rewrites
+    )
 
 
-def compiled(segment):
-    graph = segment.plan.graph
-    forms = {name: Form((name,), (graph.spec(name),)) for name in segment.sources}
-    return compile_segment(segment, forms, segment.fetches)
+def compiled(plan):
+    forms = {name: Form((name,), (plan.graph.spec(name),)) for name in plan.sources}
+    return compile_segment(plan, forms, plan.fetches)
 
 
 @pytest.fixture
@@ -61,34 +58,36 @@ def graph(weight):
     return placed(step)
 
 
-def values(graph, variable):
-    """What a tower gives: its rows, and its own copy of the only variable."""
-    return {graph.arguments[0]: tf.constant(X), graph.variables[0][0]: variable.handle}
+def values(graph, variable, fraction=1.0, is_first=True):
+    """What a tower gives: its rows, its own copy of the only variable, its share, and where it is."""
+    share = graph.share._replace(fraction=tf.constant(fraction, tf.float64))
+    site = Site(tf.constant(int(fraction > 0)), tf.constant(is_first), tf.constant(0))
+    given = [tf.constant(X), *share, *site]
+    return {**dict(zip(graph.arguments, given, strict=True)), graph.variables[0][0]: variable.handle}
 
 
 def test_a_segment_sends_what_its_tower_computes(graph, weight):
     """Of the tower's rows and its own copy of the variable; nothing by a tower without samples."""
-    segment = planned(graph, 0)
-    (exchange,) = segment.outgoing[0].exchanges
-    assert asked_for(segment) == {exchange.source} and len(needed_ops(segment)) == 1
-    made = compiled(segment)
-    assert made.plan is None and made.takes_rows and not made.written and not made.held
+    plan = planned(graph, 0)
+    (exchange,) = plan.outgoing[0].exchanges
+    assert plan.needed == {exchange.source} and len(plan.needed_ops) == 1
+    made = compiled(plan)
+    assert made.takes_rows and not made.written and made.hold is None
     copy = tf.Variable(weight * 2)
     for variable, expected in ((weight, X @ weight), (copy, X @ copy)):
-        sent, token = made.run(values(graph, variable), FIRST)
-        np.testing.assert_array_equal(sent, [np.sum(expected)])
-        assert token.dtype == tf.float32
-    without = [tf.constant(0.0, tf.float64), tf.constant(0), tf.constant(False)]
-    np.testing.assert_array_equal(made.run(values(graph, weight), without)[0], [0.0])
+        outcome = made.run(values(graph, variable), [])
+        np.testing.assert_array_equal(outcome.sent, [[[np.sum(expected)]]])
+        assert outcome.token.dtype == tf.float32
+    np.testing.assert_array_equal(made.run(values(graph, weight, fraction=0.0), []).sent, [[[0.0]]])
 
 
 def test_a_segment_writes_what_it_is_given(graph, weight):
     """With what was received, into the copy whose handle its tower gives: not into the one of the trace."""
     made = compiled(planned(graph, 1))
-    assert made.written == {graph.variables[0][0]}
+    assert made.written == (graph.variables[0][0],)
     copy = tf.Variable(weight * 2)
-    (token,) = made.function(copy.handle, tf.constant([10.0]), *OTHER)
-    assert token.shape == []
+    outcome = made.run(values(graph, copy), [[tf.constant([10.0])]])
+    assert outcome.token.shape == [] and outcome.sent == []
     np.testing.assert_array_equal(copy, weight * 2 + 10)
     np.testing.assert_array_equal(weight, [[1], [2], [3]])
 
@@ -98,21 +97,21 @@ def test_a_segment_gives_on_what_is_asked_for(graph, weight):
     (name,) = (op.outputs[0].name for op in graph.ops if op.type == "Abs")
     made = compiled(planned(graph, 0, fetches=[name]))
     assert made.fetches == (name,)
-    np.testing.assert_array_equal(made.run(values(graph, weight), FIRST)[0], abs(X))
+    np.testing.assert_array_equal(made.run(values(graph, weight), []).fetched[name], abs(X))
 
 
 def test_rewritten_ops_are_replaced(graph, weight):
-    """By nodes that have other names, and take what the segment calls a tensor."""
+    """By nodes that have other names."""
     (member,) = (op for op in graph.ops if op.type == "Abs")
 
-    def nodes(prefix, named):
-        node = tf.compat.v1.NodeDef(name=member.name, op="Neg", input=[named(graph.inputs[member.name][0])])
+    def nodes(prefix):
+        node = tf.compat.v1.NodeDef(name=member.name, op="Neg", input=graph.inputs[member.name])
         node.attr["T"].type = tf.float32.as_datatype_enum
         yield node
 
     rewrite = Rewrite(frozenset([member.name]), tuple(graph.inputs[member.name]), nodes)
     made = compiled(planned(graph, 0, rewrites=(rewrite,)))
-    np.testing.assert_array_equal(made.run(values(graph, weight), FIRST)[0], [np.sum(-X @ weight)])
+    np.testing.assert_array_equal(made.run(values(graph, weight), []).sent, [[[np.sum(-X @ weight)]]])
 
 
 def test_the_callers_device_decides():
@@ -145,14 +144,12 @@ def test_metric_state_is_sent_and_then_kept_by_the_first():
         count.assign_add(tf.reduce_sum(x))
 
     graph = placed(step)
-    (fold,) = graph.folds
-    early, late = planned(graph, 0, fold_reads=[fold]), planned(graph, 1, fold_writes=[fold])
-    sent, _ = compiled(early).run(values(graph, count), FIRST)
-    np.testing.assert_array_equal(sent, [1 + np.sum(X)])
+    sent = compiled(planned(graph, 0)).run(values(graph, count), []).sent
+    np.testing.assert_array_equal(sent, [[[1 + np.sum(X)]]])
     np.testing.assert_array_equal(count, 1 + np.sum(X))
-    made = compiled(late)
-    for arguments, expected in ((FIRST, 7.0), (OTHER, 0.0)):
-        made.function(count.handle, tf.constant([7.0]), *arguments)
+    made = compiled(planned(graph, 1))
+    for is_first, expected in ((True, 7.0), (False, 0.0)):
+        made.run(values(graph, count, is_first=is_first), [[tf.constant([7.0])]])
         np.testing.assert_array_equal(count, expected)
 
 

@@ -161,15 +161,15 @@ class Wrong:
         return getattr(self._segment.function, name)
 
     def __call__(self, *arguments):
-        outcome = list(self._segment.function(*arguments))
-        first = len(self._segment.fetches)
-        if self._calls in self._wrong and len(outcome) > first + 1:
+        outcome = self._segment.function(*arguments)
+        sent = [list(each) for each in outcome.sent]
+        if self._calls in self._wrong and sent:
             # The largest of what it sends: gradients.
-            sent = range(first, len(outcome) - 1)
-            largest = max(sent, key=lambda i: outcome[i].shape.num_elements() or 0)
-            outcome[largest] = flipped(outcome[largest], self._element)
+            sizes = {(b, e): one.shape.num_elements() or 0 for b, each in enumerate(sent) for e, one in enumerate(each)}
+            b, e = max(sizes, key=sizes.get)
+            sent[b][e] = flipped(sent[b][e], self._element)
         self._calls += 1
-        return outcome
+        return outcome._replace(sent=sent)
 
 
 def flipped(value, element):

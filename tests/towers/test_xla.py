@@ -144,16 +144,16 @@ def fails_to_write(variable):
         numbers = tf.reshape(tf.range(tf.cast(tf.shape(rows)[0], tf.float32) ** 15), [8] * 15)
         variable.assign_add(tf.fill(variable.shape, tf.reduce_max(tf.sort(tf.reduce_mean(variable) * numbers))))
 
-    segment = Segment((), (), (), (), plan=None, function=function, held=("v",), hold=holding([tf.float32]))
+    segment = Segment((), (), (), (), function, written=("v",), hold=holding([tf.float32]))
     with pytest.raises(tf.errors.ResourceExhaustedError):
-        tf.function(lambda: segment.run({"v": variable.handle}, [tf.zeros([8])]))()
+        tf.function(lambda: segment.run({"v": variable.handle}, [[tf.zeros([8])]]))()
 
 
 def test_held_variables_take_one_op_and_their_handles():
     """What a step's graph has for the variables that a program writes: an op, and an input and an output for each."""
     variables = {f"v{i}": tf.Variable(tf.zeros([])) for i in range(100)}
-    held, hold = tuple(variables), holding([tf.float32] * 100)
-    segment = Segment((), (), (), (), plan=None, function=lambda *given: given, held=held, hold=hold)
+    hold = holding([tf.float32] * 100)
+    segment = Segment((), (), (), (), lambda *given: given, written=tuple(variables), hold=hold)
 
     @tf.function
     def step(x):

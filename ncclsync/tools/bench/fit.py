@@ -14,7 +14,7 @@ import tensorflow as tf
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops.spans import Meter
 from ncclsync.parallel import nccl_parallel
-from ncclsync.program.program import Bucket, Program, Segment
+from ncclsync.program.program import Bucket, Outcome, Program, Segment
 from ncclsync.tools.bench.models import MODELS, rows_of
 from ncclsync.tools.bench.turns import Ranks, Requests, device_timer
 from ncclsync.towers.step_function import to_tensor
@@ -274,13 +274,13 @@ def until_last_exchange(program: Program) -> Program:
     program = without_exchanges(program)
     drain = tf.Variable(0.0, trainable=False)
 
-    def use(*inputs: tf.Tensor) -> list[tf.Tensor]:
+    def use(*inputs: tf.Tensor) -> Outcome:
         # A part of each bucket is written, since TensorFlow does not compute unused tensors.
-        parts = [tf.reduce_sum(tf.cast(tf.reshape(t, [-1])[:1], tf.float32)) for t in inputs[:-2]]
-        return [tf.identity(drain.assign(tf.add_n([*parts, 0.0])))]
+        parts = [tf.reduce_sum(tf.cast(tf.reshape(t, [-1])[:1], tf.float32)) for t in inputs]
+        return Outcome({}, [], tf.identity(drain.assign(tf.add_n([*parts, 0.0]))))
 
     sending = [number for number, segment in enumerate(program.segments, start=1) if segment.outgoing]
     kept, left = program.segments[: sending[-1]], program.segments[sending[-1] :]
     received = tuple(bucket for segment in left for bucket in segment.incoming)
-    last = Segment((), received, (), (), plan=None, function=use)
+    last = Segment((), received, (), (), use)
     return dataclasses.replace(program, segments=(*kept, last), outputs=(), structure=None, rollback=())

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from ncclsync.ops import CollectiveKind
-from ncclsync.program.program import Program, Segment
+from ncclsync.program.program import Outcome, Program, Segment
 from ncclsync.program.roofline import OPERATIONS_PER_BYTE, Roofline
 from ncclsync.semantics.functions import Functions
 from ncclsync.tools.bench.turns import Spread, device_timer, filling, take_turns
@@ -122,18 +122,17 @@ def _joined(program: Program, runs: list[tuple[float, tuple[Message, ...]]]) -> 
 def _recorded(segment: Segment, batch: int, runs: list[tuple[float, tuple[Message, ...]]]) -> Segment:
     """Return a segment that, when it runs, adds its work and its messages to `runs`."""
 
-    def run(*arguments: Any) -> list[Any]:
-        results = segment.function(*arguments)
-        sent = results[len(segment.fetches) : -1]
+    def run(*arguments: Any) -> Outcome:
+        outcome = segment.function(*arguments)
         shares, work = _shares(segment.function, arguments, len(segment.fetches))
         messages = []
-        for bucket, tensor, ready in zip(segment.outgoing, sent, shares, strict=True):
+        for bucket, (tensor,), ready in zip(segment.outgoing, outcome.sent, shares, strict=True):
             size_bytes = float(tf.size(tensor)) * tensor.dtype.size
             grows = bucket.wire.kind == CollectiveKind.ALL_GATHER
             of_sample = size_bytes / batch if grows else 0.0
             messages.append(Message(bucket.wire.kind.value, ready, 0.0 if grows else size_bytes, of_sample))
         runs.append((work, tuple(messages)))
-        return results
+        return outcome
 
     return dataclasses.replace(segment, function=run)
 

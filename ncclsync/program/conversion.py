@@ -1,0 +1,322 @@
+"""Bring the tensors of a traced step to other placements: by ops that are put into its graph, and by exchanges.
+
+`partition.py` asks, op by op. The ops are ordinary ones: a tower's rows of a whole tensor, the batch's count of rows, …
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import numpy as np
+import tensorflow as tf
+
+from ncclsync.communicator import native
+from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.compat.source_lines import user_line
+from ncclsync.errors import NcclSyncError
+from ncclsync.ops import Collective, CollectiveKind, Purpose
+from ncclsync.program.cost import Costs
+from ncclsync.program.graph import StepGraph, op_name
+from ncclsync.program.program import Exchange
+from ncclsync.program.roofline import Size, product
+from ncclsync.semantics import rules, uneven
+from ncclsync.semantics.axes import BATCHES, Axes, Items, given_rows
+from ncclsync.semantics.placements import LOCAL, MEAN, PIECE, REPLICATE, SUM, Kind, Placement
+from ncclsync.semantics.placing import REPEATABLE, Placer, Refused, is_zero, serves
+
+GATHER, FOLLOW = Collective(CollectiveKind.ALL_GATHER), Collective(CollectiveKind.BROADCAST)
+ADD_UP = Collective(CollectiveKind.ALL_REDUCE, "sum")
+
+# Placed as what cannot be exchanged: computed again, of whole inputs.
+RECOMPUTED = frozenset({Kind.AXES, Kind.PENDING, Kind.PIECE, Kind.PLACES, Kind.INDICES})
+
+
+class Conversions(Placer):
+    """Hold where a step's tensors are, and convert them.
+
+    Attributes:
+        graph: the step; is changed.
+        placed: by the traced tensor's name: what stands for it on a tower, and how that is placed.
+        declared: lengths that are fixed, of so many rows for each sample.
+        costs: of the step.
+    """
+
+    def __init__(self, graph: StepGraph) -> None:
+        """Take a step of which nothing is placed."""
+        rowed = [name for name, placed in graph.argument_placements.items() if placed == rules.shard()]
+        known = {name: given_rows(graph.tf_graph.get_tensor_by_name(name)) for name in rowed}
+        known |= {
+            handle: Items(tuple((each * batch.rows, *variable.shape[1:]) for batch in BATCHES))
+            for handle, variable, each in graph.opened
+        }
+        known |= {name: tuple((batch.rows + 1,) for batch in BATCHES) for name in graph.row_splits}
+        super().__init__(graph.calls, Axes(graph.calls, known))
+        graph.constant, graph.lengths = self.axes.constant, self.axes.lengths
+        self.row_splits = graph.row_splits
+        self.graph, self.share = graph, graph.share
+        self.placed: dict[str, tuple[tf.Tensor, Placement]] = {}
+        self.declared = {(int(variable.shape[0]), each) for _, variable, each in graph.opened}
+        self.costs = Costs(self.functions, self.axes)
+        self._converted: dict[tuple[str, Placement, Placement], tf.Tensor] = {}
+        self._exchanged: dict[tuple[str, Collective, str | None], tf.Tensor] = {}
+        self._extents: dict[str, tuple[tf.Tensor, tf.Tensor, tf.Tensor]] = {}
+        self._rows_of: dict[str, Placement] = {}  # of PARTIAL tensors that have as many rows as the batch, once whole
+        self._differs = graph.differing
+        self._sums: set[str] = set()  # reads of metric state that were reduced
+        self._order: list[tf.Operation] = []
+        self._appended: set[str] = set()
+        self._seen = len(graph.tf_graph.get_operations())
+        self._line_of: dict[str, str] = {}
+        marked = [name for name, mark in graph.marks.items() if mark.purpose == Purpose.SLICES and name in graph.inputs]
+        # They put the slices of a weight that is used several times one after the other, to be gathered.
+        self._joins_slices = {op_name(tensor) for name in marked for tensor in graph.inputs[name]} & {
+            op.name for op in graph.ops if op.type == "ConcatV2"
+        }
+
+    def _append(self, op: tf.Operation) -> None:
+        """Compute an op next, unless it was computed before."""
+        if op.name in self._appended:
+            return
+        self._appended.add(op.name)
+        self._order.append(op)
+        if any(name in self._differs for name in self.graph.inputs[op.name]):
+            self.graph.local.add(op.name)
+
+    @contextlib.contextmanager
+    def _building(self) -> Iterator[None]:
+        """Take over the ops that are made meanwhile, to be computed before the op that is being placed."""
+        graph = self.graph
+        with graph.tf_graph.as_default(), tf.name_scope("ncclsync_partition/"), tf.device(None):
+            yield
+        made = graph.tf_graph.get_operations()[self._seen :]
+        self._seen += len(made)
+        made = [op for op in made if not op.outputs or op.outputs[0].name not in graph.exchanges]
+        if any(map(tf_compat.calls_functions, made)):
+            definitions = graph.tf_graph.as_graph_def().library.function
+            graph.functions.update((definition.signature.name, definition) for definition in definitions)
+        for op in made:
+            graph.take_in(op)
+            self._append(op)
+            if op.name in graph.local:
+                self._differs.update(output.name for output in op.outputs)
+
+    def exchange(
+        self, tensor: tf.Tensor, collective: Collective, op: tf.Operation, when: str | None = None
+    ) -> tf.Tensor:
+        """Exchange a tensor with its counterparts, for `op`; return what stands for the result; see `Exchange`."""
+        graph, key = self.graph, (tensor.name, collective, when)
+        if key in self._exchanged:
+            return self._exchanged[key]
+        if op.name not in self._line_of:
+            mark = graph.marks.get(op.name)
+            self._line_of[op.name] = user_line(op.traceback) if mark is None else mark.line
+        shape = collective.shape(graph.spec(tensor.name).shape)
+        with graph.tf_graph.as_default(), tf.name_scope(""):
+            result = tf.compat.v1.placeholder(tensor.dtype, shape, name=f".exchange_{len(graph.exchanges)}")
+        line = self._line_of[op.name]
+        graph.exchanges[result.name] = Exchange(tensor.name, result.name, collective, shape, tensor.dtype, when, line)
+        if collective.differs:
+            self._differs.add(result.name)
+        return self._exchanged.setdefault(key, result)
+
+    def convert(self, tensor: tf.Tensor, before: Placement, after: Placement, op: tf.Operation) -> tf.Tensor:
+        """Return a tensor placed otherwise; see `Placer`."""
+        if serves(before, after):
+            return tensor
+        key = (tensor.name, before, after)
+        if key not in self._converted:
+            with self._building():
+                self._converted[key] = self._convert(tensor, before, after, op)
+        return self._converted[key]
+
+    def reduced(self, tensor: tf.Tensor) -> Placement:
+        """See `Placer`."""
+        return self._rows_of.get(tensor.name, REPLICATE)
+
+    def spares(self, tensor: tf.Tensor, placed: Placement, depth: int = 8) -> bool:
+        """Return whether every tower can compute all of a tensor by so many element-wise ops of what it has whole."""
+        if placed.whole or (placed.kind is not Kind.LOCAL and (tensor.name, placed, REPLICATE) in self._converted):
+            return True
+        op, given = tensor.op, self.graph.traced_inputs.get(tensor.op.name)
+        if not depth or given is None or op.type not in rules.ELEMENTWISE | rules.MOVING:
+            return placed.kind is Kind.COUNTS and not placed.unit
+        return all(self.spares(*self.placed[name], depth - 1) for name in given)
+
+    # What follows makes ops, where `_building` takes them over.
+
+    def _convert(self, tensor: tf.Tensor, before: Placement, after: Placement, op: tf.Operation) -> tf.Tensor:
+        if after.whole:
+            return self._made_whole(tensor, before, op)
+        if after == MEAN and before == LOCAL:
+            return tensor
+        if after == SUM and before in (MEAN, LOCAL) and tensor.dtype.is_floating:
+            return tensor * tf.cast(self.share.fraction, tensor.dtype)
+        if before.kind in (Kind.PLACES, Kind.INDICES) and after.kind is Kind.SHARD:
+            each, width = before.counts
+            if each > 0:
+                first = tf.cast(self.share.begin * (each * width), tensor.dtype)
+                if before.kind is Kind.INDICES:
+                    first *= tf.one_hot(0, tf.shape(tensor)[1], dtype=tensor.dtype)
+                return tensor + first
+        if not before.whole:
+            tensor = self.convert(tensor, before, REPLICATE, op)
+        if after.kind is Kind.COUNTS:
+            counts = np.reshape(after.counts, tensor.shape if tensor.shape.is_fully_defined() else [-1])
+            return tf.where(np.equal(counts, 0), tensor, counts * tf.cast(self.share.rows, tensor.dtype))
+        if after.kind is Kind.SHARD:
+            return self._rows_of_tower(tensor, rules.counted(after), op)
+        if after == SUM:
+            if tensor.name not in self.graph.exchanges and is_zero(tensor):
+                return tensor
+            return tf.where(tf.equal(self.share.tower, 0), tensor, tf.zeros_like(tensor))
+        raise NcclSyncError(f"Expected a tensor that can be placed as {after}. Received: {before}, {tensor.name}")
+
+    def _made_whole(self, tensor: tf.Tensor, before: Placement, op: tf.Operation) -> tf.Tensor:
+        if before.kind is Kind.ITEMS:
+            return self._anew(tensor)
+        if tensor.dtype in (tf.resource, tf.variant):
+            raise Refused(f"needs {tensor.name}, of dtype {tensor.dtype.name}, which cannot be sent")
+        if before.kind is Kind.SHARD:
+            if not self.spares(tensor, before):
+                return self._gathered(tensor, before, op)
+            self.costs.repeat(tensor.op)
+            return self._anew(tensor)
+        if before.kind is Kind.PARTIAL:
+            addend = tf.cast(tensor, tf.int32) if tensor.dtype == tf.bool else tensor
+            if tensor.op.type == "ReadVariableOp":
+                self._sums.add(tensor.op.name)
+            reduced = self.exchange(addend, Collective(CollectiveKind.ALL_REDUCE, before.op), op)
+            if (size := self.costs.roofline.size_bytes(addend)).power and op.name not in self.graph.marks:
+                self.costs.receive(op, size, CollectiveKind.ALL_REDUCE)
+            return tf.cast(reduced, tf.bool) if tensor.dtype == tf.bool else reduced
+        if before.kind is Kind.COUNTS:
+            return self._total_counts(tensor, before, op)
+        if before.kind is Kind.LOCAL:
+            if tensor.dtype.is_floating and before.op == "mean":
+                return self.exchange(tensor, Collective(CollectiveKind.ALL_REDUCE, "mean"), op)
+            return self._followed(tensor, op)
+        numbers = uneven.numbered(before)
+        if numbers is not None and before.op in ("own", "every") and before.counts[0] > 0:
+            return self.convert(self.convert(tensor, before, numbers, op), numbers, REPLICATE, op)
+        if before == PIECE and tensor.name in self.graph.argument_placements:  # the row splits of all rows
+            lengths = self.exchange(tensor[1:] - tensor[:-1], GATHER, op)
+            return tf.concat([tf.zeros([1], lengths.dtype), tf.cumsum(lengths)], 0)
+        if before.kind in RECOMPUTED:  # such as a cast of the rows' places
+            return self._anew(tensor)
+        raise Refused(f"needs the whole of {tensor.name}, which is placed as {before}")
+
+    def _total_counts(self, tensor: tf.Tensor, before: Placement, op: tf.Operation) -> tf.Tensor:
+        """Return the batch's counts of rows."""
+        counts = np.reshape(before.counts, tensor.shape if tensor.shape.is_fully_defined() else [-1])
+        if before.unit and np.any(counts < 0):  # a tower may have none of the unit
+            return tf.where(np.equal(counts, 0), tensor, self.exchange(tensor, ADD_UP, op))
+        rows, total = (tf.cast(one, tensor.dtype) for one in self._extent(before.unit, op)[1:])
+        each = tf.constant(counts, tensor.dtype)
+        counted = each * total
+        if np.any(counts < 0):
+            counted = tf.where(each > 0, each, tensor // rows) * total
+        return counted if np.all(counts) else tf.where(tf.equal(each, 0), tensor, counted)
+
+    def _followed(self, tensor: tf.Tensor, op: tf.Operation) -> tf.Tensor:
+        """Give all towers the tensor of tower 0."""
+        if tensor.dtype.name in native.DTYPES and tensor.shape.is_fully_defined():
+            return self.exchange(tensor, FOLLOW, op)
+        with self._building():
+            first = tf.equal(self.share.tower, 0)
+            flat, shape = tf.reshape(tensor, [-1]), tf.shape(tensor)
+            flat = flat[: tf.where(first, tf.size(flat), 0)]
+            shape = shape[: tf.where(first, tf.size(shape), 0)]
+        return self._received_whole(flat, shape, tensor, op)
+
+    def _received_whole(self, flat: tf.Tensor, shape: tf.Tensor, like: tf.Tensor, op: tf.Operation) -> tf.Tensor:
+        """Return what tower 0 sends, of any dtype and shape; the others add no elements to it."""
+        for one in (flat, shape):
+            one.set_shape([None])
+        values, lengths = self.exchange(flat, GATHER, op), self.exchange(shape, GATHER, op)
+        with self._building():
+            return tf.ensure_shape(tf.reshape(values, lengths), like.shape)
+
+    def _anew(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Compute a tensor again from whole inputs, since lists of tensors and axes cannot be sent."""
+        op = tensor.op
+        if tf_compat.written_handles(op) or self.functions.hides_state(op, REPEATABLE):
+            raise NcclSyncError(
+                "Expected a loop that can be run again for the whole batch. Received: "
+                f"{op.type}, which writes a variable, at {user_line(op.traceback)}. Write it outside the loop"
+            )
+        given = [self.placed[name] for name in self.graph.traced_inputs[op.name]]
+        inputs = [self.convert(one, placed, REPLICATE, op) for one, placed in given]
+        with self._building():
+            return tf_compat.copied_op(op, inputs).outputs[tensor.value_index]
+
+    def _gathered(self, tensor: tf.Tensor, before: Placement, op: tf.Operation) -> tf.Tensor:
+        """Gather all towers' rows, in the order of the batch."""
+        moved = tensor
+        turned = before.axis or before.blocks > 1
+        if turned:
+            rank = tf.rank(tensor) if tensor.shape.rank is None else tensor.shape.rank
+            order = tf.concat([[before.axis], tf.range(before.axis), tf.range(before.axis + 1, rank)], 0)
+            moved = tf.transpose(tensor, order)  # [blocks * rows, ...]
+            rest = tf.shape(moved)[1:]
+            if before.blocks > 1:
+                moved = tf.reshape(moved, tf.concat([[before.blocks, -1], rest], 0))
+                moved = _swapped(moved, rank)  # [rows, blocks, ...]
+        whole = self.exchange(moved, GATHER, op)
+        if op.name not in self.graph.marks and op.name not in self._joins_slices:
+            lengths = self.costs.roofline.lengths(tensor)
+            others = lengths[: before.axis] + lengths[before.axis + 1 :]
+            rows = Size(max(before.each, 1) * max(before.blocks, 1) * max(tensor.dtype.size, 1), 1)
+            self.costs.receive(op, product([rows, *others]), CollectiveKind.ALL_GATHER)
+        if not turned:
+            return whole
+        if before.blocks > 1:
+            whole = tf.reshape(_swapped(whole, rank), tf.concat([[-1], rest], 0))
+        whole = tf.transpose(whole, tf.math.invert_permutation(order))
+        return whole if tensor.shape.rank is None else tf.ensure_shape(whole, opened(tensor.shape, before.axis))
+
+    def _extent(self, unit: str, op: tf.Operation) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Return the first of the tower's samples, or of another unit, in the batch; how many it has, and the batch."""
+        if not unit:
+            return self.share.begin, self.share.rows, self.share.total
+        if unit not in self._extents:
+            named = self.graph.tf_graph.get_tensor_by_name(unit)
+            ends = self.graph.argument_placements.get(unit) == PIECE
+            count = tf.cast(named[-1], tf.int32) if ends else tf.shape(named)[0]
+            every = self.exchange(tf.stack([self.share.begin, count])[None], GATHER, op)
+            before = tf.where(every[:, 0] < self.share.begin, every[:, 1], 0)
+            self._extents[unit] = tf.reduce_sum(before), count, tf.reduce_sum(every[:, 1])
+        return self._extents[unit]
+
+    def _rows_of_tower(self, tensor: tf.Tensor, after: Placement, op: tf.Operation) -> tf.Tensor:
+        """Take a tower's rows of a tensor that all have, for `op`. One row that is broadcast stays."""
+        known = tensor.shape[after.axis]
+        first, count, total = self._extent(after.unit, op)
+        length, total = tf.shape(tensor)[after.axis], tf.maximum(total, 1)
+        each = length // (total * after.blocks)
+        begin, size, broadcast = first * each, count * each, None
+        if known is None or after.unit:
+            broadcast = tf.equal(length, 1)
+            if after.unit:  # of which there may be one in all, and none on a tower
+                broadcast = tf.logical_and(broadcast, total * after.blocks > 1)
+            begin, size = tf.where(broadcast, 0, begin), tf.where(broadcast, 1, size)
+        else:
+            self.declared.add((known, after.blocks * max(after.each, 1)))
+        if after.blocks > 1 or self.graph.jit_compile:  # a slice XLA compiles anew for each first row
+            blocks = after.blocks if broadcast is None else tf.where(broadcast, 1, after.blocks)
+            starts = tf.range(blocks) * (length // after.blocks) + begin
+            places = tf.reshape(starts[:, None] + tf.range(size)[None], [-1])
+            return tf.gather(tensor, places, axis=after.axis)
+        at = tf.one_hot(after.axis, tensor.shape.rank, dtype=tf.int32)
+        rows = tf.slice(tensor, at * begin, at * (size + 1) - 1)
+        return tf.ensure_shape(rows, opened(tensor.shape, after.axis))
+
+
+def opened(shape: tf.TensorShape, axis: int) -> list[int | None]:
+    """Return the lengths of a shape, one of them left open."""
+    lengths = shape.as_list()
+    lengths[axis] = None
+    return lengths
+
+
+def _swapped(tensor: tf.Tensor, rank: int | tf.Tensor) -> tf.Tensor:
+    """Swap the first two axes of a tensor that has one axis more than `rank`."""
+    return tf.transpose(tensor, tf.concat([[1, 0], tf.range(2, rank + 1)], 0))

@@ -212,9 +212,7 @@ def has_host_results(op_type: str) -> bool:
 def hides_state(op_type: str, repeatable: frozenset[str]) -> bool:
     """Return whether ops of a type depend on a state outside variables, as far as TensorFlow declares it.
 
-    Args:
-        op_type: of a registered op; False for an unknown type.
-        repeatable: the stateful types that give equal results for equal inputs.
+    `repeatable` are the stateful types that give equal results for equal inputs.
     """
     definition = op_def_registry.get(op_type)
     writers = ("Assign", "ResourceApply", "ResourceScatter", "ResourceSparseApply", "ResourceStridedSliceAssign")
@@ -252,13 +250,9 @@ def copied_op(op: tf.Operation, inputs: Sequence[tf.Tensor]) -> tf.Operation:
 def new_op(
     op_type: str, inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType], attributes: Mapping[str, Any]
 ) -> tf.Operation:
-    """Make an op in the default graph; `Graph.create_op` inspects its own signature each time.
+    """Make an op in the default graph, from a flat list of inputs, dtypes of the results, and AttrValues by name.
 
-    Args:
-        op_type: of a registered op.
-        inputs: tensors, with lists flattened.
-        dtypes: of its results.
-        attributes: AttrValues by name.
+    `Graph.create_op` inspects its own signature each time.
     """
     graph = tf.compat.v1.get_default_graph()
     return graph._create_op_internal(op_type, list(inputs), list(dtypes), attrs=dict(attributes))
@@ -314,13 +308,9 @@ def attributes_of(op: tf.Operation) -> dict[str, Any]:
 
 
 def run_op(op_type: str, inputs: Sequence[Any], attributes: dict[str, Any], outputs: int) -> list[Any]:
-    """Run an op of a type outside any graph; return its results.
+    """Run an op outside any graph, on a flat list of inputs; return its results, `outputs` in number.
 
-    Args:
-        op_type: of a registered op.
-        inputs: tensors, with lists flattened.
-        attributes: all that the type declares, as `attributes_of` returns them, perhaps with other dtypes.
-        outputs: the number of its results.
+    `attributes` are all that the type declares, as `attributes_of` returns them, perhaps with other dtypes.
     """
     flat: list[Any] = []
     for name, value in attributes.items():
@@ -373,9 +363,7 @@ def unordered_function(body: Callable, signature: Sequence[Any]) -> Callable:
     `tf.function` adds control dependencies: between ops that use the same variable, and from all side effects to the
     results. Between devices these go through a GPU's memory, and TensorFlow waits for the GPU.
 
-    Args:
-        body: a function of tensors, which is traced now. Its results must come after its side effects.
-        signature: their specs.
+    `body` is traced now, for tensors of these specs; its results must come after its side effects.
     """
 
     def on_components(*components: tf.Tensor) -> Any:
@@ -472,6 +460,20 @@ def methods_wrapped(
         finally:
             for cls, method in wrapped:
                 setattr(cls, name, method)
+
+
+@contextlib.contextmanager
+def members_replaced(owner: Any, **members: Any) -> Iterator[None]:
+    """Give an object these members for a while, past its class's `__setattr__`."""
+    own = vars(owner)
+    before = {name: own[name] for name in members if name in own}
+    own.update(members)
+    try:
+        yield
+    finally:
+        for name in members:
+            del own[name]
+        own.update(before)
 
 
 def wrapping(replacement: Callable[..., Any]) -> Callable[[Callable], Callable]:
@@ -606,8 +608,7 @@ def shared_function(
     Source: tensorflow/core/framework/local_rendezvous.cc, RecvAsync: the callback of a cancellation owns nothing.
 
     Args:
-        body: a function of tensors.
-        signature: their specs.
+        body, signature: a function of tensors, and their specs.
         jit_compile: whether XLA compiles it.
         meets_in_caller: whether its tensors go from device to device by its caller's rendezvous. That identifies a
             tensor by its devices and the op that makes it: two calls on the same devices must not run at once.

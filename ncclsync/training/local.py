@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -113,12 +113,10 @@ class Local(tf_compat.SameDataset):
                 for i, (samples, count, size) in enumerate(parts)
             ]
             raise ProcessError(f"Expected {remedy}. Received: {'; '.join(said)}")
-        key = process, is_given, *parts
+        key = process, is_given, tuple(zip(given, rows, towers, strict=True))
         if key not in self._made:
             with tf.device("/CPU:0"):
-                self._made[key] = LocalRows(
-                    self._samples, process, given=given, rows=rows, towers=towers, is_given=is_given
-                )
+                self._made[key] = LocalRows(self._samples, *key)
         return self._made[key]
 
 
@@ -146,32 +144,23 @@ class LocalRows(CountingDataset):
     """
 
     def __init__(
-        self,
-        samples: tf.data.Dataset,
-        process: int,
-        *,
-        given: Sequence[int],
-        rows: Sequence[int],
-        towers: Sequence[int],
-        is_given: bool,
+        self, samples: tf.data.Dataset, process: int, is_given: bool, parts: tuple[tuple[int, int, int], ...]
     ) -> None:
         """Make the batches.
 
         Args:
             samples: of this process.
             process: its number, p.
-            given: [P] samples of each process in a pass.
-            rows: [P] of each process in a full batch.
-            towers: [P] of each process.
             is_given: see `Local.of_process`.
+            parts: [P] of each process, how many samples it has in a pass, rows in a full batch, and towers.
         """
+        given, rows, towers = zip(*parts, strict=True)
+        self._parts, self._batches = parts, _batches(given[0], rows[0])
         key = sum(towers), is_given
         if key not in _SIZES:
             _SIZES[key] = tf.Variable(tf.zeros([key[0]], tf.int32), trainable=False), threading.Lock()
         self.sizes, self._lock = _SIZES[key]
         held = self.sizes
-        self._parts = tuple(zip(given, rows, towers, strict=True))
-        self._batches = _batches(given[0], rows[0])
 
         def rows_of(number: tf.Tensor) -> tf.Tensor:
             """Return [P] how many rows each process has in a batch."""
@@ -203,10 +192,7 @@ class LocalRows(CountingDataset):
             numbered = numbered.scan(nothing, with_rows)
         else:
             numbered = own.enumerate()
-        # Handed out behind the prefetch, so that `sizes` are of the batch that the step gets.
-        options = tf.data.Options()
-        options.experimental_optimization.inject_prefetch = False
-        super().__init__(numbered.prefetch(tf.data.AUTOTUNE).map(handed_out).with_options(options))
+        super().__init__(numbered, handed_out)
 
     def cardinality(self) -> tf.Tensor:
         """Return how many batches a pass has."""
@@ -216,17 +202,9 @@ class LocalRows(CountingDataset):
         """Return what stands for a batch where processes compare theirs, of which each has other rows."""
         return repr(self._parts).encode()
 
-    @contextlib.contextmanager
-    def fetching(self, feeder: object) -> Iterator[None]:
+    def fetching(self, feeder: object) -> contextlib.AbstractContextManager[Any]:
         """Let one feeder fetch a batch within, and read its `sizes`; see `CountingDataset`."""
-        with self._lock:
-            yield
-
-    def fetched(self) -> None:
-        """Return no place: it cannot be resumed in the middle of a pass."""
-
-    def take(self, place: None) -> None:
-        """Do nothing; see `CountingDataset`."""
+        return self._lock
 
 
 def _nothing(spec: tf.TensorSpec) -> tf.Tensor:

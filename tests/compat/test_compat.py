@@ -1008,13 +1008,14 @@ def test_calls_of_a_functional_model():
     x = keras.Input((2,))
     model = keras.Model(x, keras.layers.Add()([shared(shared(x)), x]) + x)
     (plus,) = keras_compat.calls_at_end(model)
-    added, given = plus.inputs()
-    second, same = added.inputs()
-    assert plus.adds and added.adds and not second.adds and given == same and given.inputs() == []
-    assert second.layer is shared and second.inputs()[0] == keras_compat.Call(shared, 0)
-    assert second == keras_compat.Call(shared, 1)
+    added, given = plus.parent_nodes
+    second, same = added.parent_nodes
+    assert [keras_compat.adds(one) for one in (plus, added, second)] == [True, True, False]
+    (first,) = second.parent_nodes
+    assert given is same and given.parent_nodes == [] and first is not second
+    assert first.operation is second.operation is shared and first.parent_nodes == [given]
     (last,) = keras_compat.calls_at_end(keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="last")]))
-    assert last.layer.name == "last"
+    assert last.operation.name == "last"
     assert keras_compat.calls_at_end(shared) == keras_compat.calls_at_end(keras.Sequential()) == []
 
 

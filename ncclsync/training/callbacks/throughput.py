@@ -1,5 +1,6 @@
 """Log samples per second, and how a step spends its time: `Throughput`."""
 
+import collections
 import time
 from typing import Any
 
@@ -40,22 +41,24 @@ class Throughput(StepWatcher):
         self._start()
 
     def _start(self) -> None:
-        self._usual, self._traced = _Tally(), _Tally()
+        # Sums over calls, by the names of `Measured`, and "elapsed_ns" since the call before.
+        self._usual: collections.Counter[str] = collections.Counter()
+        self._traced: collections.Counter[str] = collections.Counter()
         self._last_ns = time.monotonic_ns()
 
     @property
     def samples(self) -> int:
         """See the class."""
-        return self._tally.samples
+        return self._tally["samples"]
 
     @property
     def seconds(self) -> float:
         """See the class."""
-        return self._tally.elapsed_ns / 1e9
+        return self._tally["elapsed_ns"] / 1e9
 
     @property
-    def _tally(self) -> "_Tally":
-        return self._usual if self._usual.samples else self._traced
+    def _tally(self) -> collections.Counter[str]:
+        return self._usual if self._usual["samples"] else self._traced
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begin anew."""
@@ -69,9 +72,11 @@ class Throughput(StepWatcher):
         """Count the call's steps."""
         now = time.monotonic_ns()
         tally = self._traced if measured.traced else self._usual
-        tally.add(now - self._last_ns, measured)
+        tally["elapsed_ns"] += now - self._last_ns
+        for name in ("samples", "step_ns", "communicating_ns", "waiting_ns"):
+            tally[name] += getattr(measured, name)
         self._last_ns = now
-        self._figures = self._tally.figures()
+        self._figures = _figures_of(self._tally)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Show the figures."""
@@ -84,27 +89,13 @@ class Throughput(StepWatcher):
             logs.update(self._figures)
 
 
-class _Tally:
-    """Add up some calls of the step's graph; times in ns."""
-
-    def __init__(self) -> None:
-        self.samples = self.elapsed_ns = 0
-        self._step_ns = self._communicating_ns = self._waiting_ns = 0
-
-    def add(self, elapsed_ns: int, measured: Measured) -> None:
-        self.elapsed_ns += elapsed_ns
-        self.samples += measured.samples
-        self._step_ns += measured.step_ns
-        self._communicating_ns += measured.communicating_ns
-        self._waiting_ns += measured.waiting_ns
-
-    def figures(self) -> dict[str, float]:
-        whole = self._step_ns + self._waiting_ns
-        if not self.samples or not whole:
-            return {}
-        return {
-            "samples_per_second": self.samples / (self.elapsed_ns / 1e9),
-            "computing": (self._step_ns - self._communicating_ns) / whole,
-            "communicating": self._communicating_ns / whole,
-            "waiting_for_data": self._waiting_ns / whole,
-        }
+def _figures_of(tally: collections.Counter[str]) -> dict[str, float]:
+    whole = tally["step_ns"] + tally["waiting_ns"]
+    if not tally["samples"] or not whole:
+        return {}
+    return {
+        "samples_per_second": tally["samples"] / (tally["elapsed_ns"] / 1e9),
+        "computing": (tally["step_ns"] - tally["communicating_ns"]) / whole,
+        "communicating": tally["communicating_ns"] / whole,
+        "waiting_for_data": tally["waiting_ns"] / whole,
+    }

@@ -278,16 +278,9 @@ def open_rows(variables: Iterable[tf.Variable]) -> Iterator[None]:
             handle._handle_data = data
 
 
-def shape_behind(handle: tf.Tensor) -> tf.TensorShape:
-    """Return the shape of the variable behind a handle, as far as the graph knows it."""
-    data = handle_data_util.get_resource_handle_data(handle)
-    known = data is not None and data.is_set and len(data.shape_and_type) == 1
-    return tf.TensorShape(data.shape_and_type[0].shape if known else None)
-
-
-def list_element(tensor: tf.Tensor) -> tf.TensorSpec | None:
-    """Return the spec of the elements of a list of tensors, as far as the graph knows; None if it is no such list."""
-    data = handle_data_util.get_resource_handle_data(tensor) if tensor.dtype == tf.variant else None
+def spec_behind(tensor: tf.Tensor) -> tf.TensorSpec | None:
+    """Return the spec of the variable behind a handle, or of a list's elements; None if the graph does not know it."""
+    data = handle_data_util.get_resource_handle_data(tensor)
     if data is None or not data.is_set or len(data.shape_and_type) != 1:
         return None
     (known,) = data.shape_and_type
@@ -302,20 +295,13 @@ def folded(tensor: tf.Tensor) -> Any:
     return tensor_util.try_evaluate_constant(tensor)
 
 
-def attributes_of(op: tf.Operation) -> dict[str, Any]:
-    """Return an op's declared attributes, as `run_op` takes them."""
-    return {one.name: op.get_attr(one.name) for one in op.op_def.attr}
-
-
-def run_op(op_type: str, inputs: Sequence[Any], attributes: dict[str, Any], outputs: int) -> list[Any]:
-    """Run an op outside any graph, on a flat list of inputs; return its results, `outputs` in number.
-
-    `attributes` are all that the type declares, as `attributes_of` returns them, perhaps with other dtypes.
-    """
+def run_op(op: tf.Operation, inputs: Sequence[Any]) -> list[Any]:
+    """Run an op like that of a graph, outside any graph, on a flat list of inputs; return its results."""
     flat: list[Any] = []
-    for name, value in attributes.items():
+    for name in [one.name for one in op.op_def.attr]:
+        value = op.get_attr(name)
         flat += [name, [_plain(one) for one in value] if isinstance(value, list) else _plain(value)]
-    return eager_execute.quick_execute(op_type, outputs, list(inputs), tuple(flat), eager_context.context())
+    return eager_execute.quick_execute(op.type, len(op.outputs), list(inputs), tuple(flat), eager_context.context())
 
 
 @contextlib.contextmanager
@@ -337,8 +323,9 @@ def uninitialized(shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
 
     Not by `tf.raw_ops.Empty`, whose result `tf.debugging.enable_check_numerics()` would check.
     """
-    (memory,) = run_op("Empty", [tf.constant(list(shape), tf.int32)], {"dtype": dtype, "init": False}, 1)
-    return memory
+    attributes = ("dtype", dtype.as_datatype_enum, "init", False)
+    context = eager_context.context()
+    return eager_execute.quick_execute("Empty", 1, [tf.constant(list(shape), tf.int32)], attributes, context)[0]
 
 
 def _plain(attribute: Any) -> Any:

@@ -5,6 +5,7 @@ comes along.
 """
 
 import contextlib
+import functools
 import itertools
 import math
 import threading
@@ -20,10 +21,6 @@ from ncclsync.towers.feeding import CountingDataset
 from ncclsync.training.arguments import check_whole
 
 _ENDLESS = 1 << 62  # samples
-# The rows of each tower in the batch that was handed out last: graphs read the variable, which all `LocalRows` of as
-# many towers share. Who fetches a batch, and reads these, holds the lock. Steps that are given batches, as those of
-# `predict`, hold none: they have a variable of their own, which no feeder writes.
-_SIZES: dict[tuple[int, bool], tuple[tf.Variable, threading.Lock]] = {}
 _COUNTED = (
     "Tell how many there are, by dataset.apply(tf.data.experimental.assert_cardinality(samples)), or let them have no "
     "end, by dataset.repeat() and steps_per_epoch="
@@ -156,11 +153,8 @@ class LocalRows(CountingDataset):
         """
         given, rows, towers = zip(*parts, strict=True)
         self._parts, self._batches = parts, _batches(given[0], rows[0])
-        key = sum(towers), is_given
-        if key not in _SIZES:
-            _SIZES[key] = tf.Variable(tf.zeros([key[0]], tf.int32), trainable=False), threading.Lock()
-        self.sizes, self._lock = _SIZES[key]
-        held = self.sizes
+        held, self._lock = _held_sizes(sum(towers), is_given)
+        self.sizes = held
 
         def rows_of(number: tf.Tensor) -> tf.Tensor:
             """Return [P] how many rows each process has in a batch."""
@@ -174,13 +168,10 @@ class LocalRows(CountingDataset):
             batch = tf.nest.map_structure(lambda one, row: tf.cond(has_rows, lambda: one, lambda: row), batch, kept)
             return tf.nest.map_structure(lambda one: one[-1:], batch), (number, batch)
 
-        def sizes_of(number: tf.Tensor) -> tf.Tensor:
-            """Return [towers] how many rows each tower has in a batch."""
-            each = zip(tf.unstack(rows_of(number)), towers, strict=True)
-            return tf.concat([sizes_in_graph(own_rows, among) for own_rows, among in each], 0)
-
         def handed_out(number: tf.Tensor, batch: Any) -> Any:
-            with tf.control_dependencies([held.assign(sizes_of(number))]):
+            each = zip(tf.unstack(rows_of(number)), towers, strict=True)
+            sizes = tf.concat([sizes_in_graph(own_rows, among) for own_rows, among in each], 0)
+            with tf.control_dependencies([held.assign(sizes)]):
                 return tf.nest.map_structure(tf.identity, batch)
 
         own = samples.batch(rows[process])
@@ -188,8 +179,7 @@ class LocalRows(CountingDataset):
         if missing:
             nothing = tf.nest.map_structure(_nothing, own.element_spec)
             none = tf.data.Dataset.from_tensors(nothing).repeat(missing)
-            numbered = own.concatenate(none).enumerate()
-            numbered = numbered.scan(nothing, with_rows)
+            numbered = own.concatenate(none).enumerate().scan(nothing, with_rows)
         else:
             numbered = own.enumerate()
         super().__init__(numbered, handed_out)
@@ -205,6 +195,16 @@ class LocalRows(CountingDataset):
     def fetching(self, feeder: object) -> contextlib.AbstractContextManager[Any]:
         """Let one feeder fetch a batch within, and read its `sizes`; see `CountingDataset`."""
         return self._lock
+
+
+@functools.cache
+def _held_sizes(towers: int, is_given: bool) -> tuple[tf.Variable, threading.Lock]:
+    """Return the `sizes` of all `LocalRows` of as many towers: graphs read the variable.
+
+    Who fetches a batch, and reads these, holds the lock. Steps that are given batches, as of `predict`, hold none:
+    they have a variable of their own, which no feeder writes.
+    """
+    return tf.Variable(tf.zeros([towers], tf.int32), trainable=False), threading.Lock()
 
 
 def _nothing(spec: tf.TensorSpec) -> tf.Tensor:

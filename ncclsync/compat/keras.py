@@ -1,7 +1,6 @@
 """Wrap the interfaces that Keras does not promise to keep, except those of its optimizers."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -66,20 +65,17 @@ def write_models_within(context: Callable[[Any], contextlib.AbstractContextManag
 
     It holds for the rest of the process; a second call with the same function changes nothing.
     """
-    for module, name in _WRITERS:
-        write = getattr(module, name)
-        if getattr(write, "context", None) is not context:
-            setattr(module, name, _within(write, context))
 
-
-def _within(write: Callable[..., Any], context: Callable[[Any], Any]) -> Callable[..., Any]:
-    @functools.wraps(write)
-    def write_within(model: Any, *args: Any, **kwargs: Any) -> Any:
+    @tf_compat.wrapping
+    def within(write, model, *args, **kwargs):
         with context(model) as writes:
             return write(model, *args, **kwargs) if writes else None
 
-    write_within.context = context  # type: ignore[attr-defined]
-    return write_within
+    for module, name in _WRITERS:
+        write = getattr(module, name)
+        if getattr(write, "context", None) is not context:
+            setattr(module, name, within(write))
+            getattr(module, name).context = context
 
 
 @contextlib.contextmanager

@@ -26,10 +26,6 @@ class Throughput(StepWatcher):
 
     The three shares add up to 1. They cover the steps alone: Keras' work between two steps, with callbacks, counts only
     in the first figure.
-
-    Attributes:
-        samples: the rows that `samples_per_second` counts, in this epoch.
-        seconds: the time that it counts.
     """
 
     async_safe = True  # for Keras: `on_train_batch_end` may be called from another thread
@@ -41,24 +37,9 @@ class Throughput(StepWatcher):
         self._start()
 
     def _start(self) -> None:
-        # Sums over calls, by the names of `Measured`, and "elapsed_ns" since the call before.
-        self._usual: collections.Counter[str] = collections.Counter()
-        self._traced: collections.Counter[str] = collections.Counter()
+        # Of calls that traced, and of all others: sums by the names of `Measured`, and the time since the call before.
+        self._sums = {traced: collections.Counter[str]() for traced in (True, False)}
         self._last_ns = time.monotonic_ns()
-
-    @property
-    def samples(self) -> int:
-        """See the class."""
-        return self._tally["samples"]
-
-    @property
-    def seconds(self) -> float:
-        """See the class."""
-        return self._tally["elapsed_ns"] / 1e9
-
-    @property
-    def _tally(self) -> collections.Counter[str]:
-        return self._usual if self._usual["samples"] else self._traced
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begin anew."""
@@ -71,12 +52,13 @@ class Throughput(StepWatcher):
     def measure(self, measured: Measured) -> None:
         """Count the call's steps."""
         now = time.monotonic_ns()
-        tally = self._traced if measured.traced else self._usual
-        tally["elapsed_ns"] += now - self._last_ns
+        sums = self._sums[measured.traced]
+        sums["elapsed_ns"] += now - self._last_ns
         for name in ("samples", "step_ns", "communicating_ns", "waiting_ns"):
-            tally[name] += getattr(measured, name)
+            sums[name] += getattr(measured, name)
         self._last_ns = now
-        self._figures = _figures_of(self._tally)
+        others = self._sums[False]
+        self._figures = _figures_of(others if others["samples"] else self._sums[True])
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Show the figures."""
@@ -89,13 +71,13 @@ class Throughput(StepWatcher):
             logs.update(self._figures)
 
 
-def _figures_of(tally: collections.Counter[str]) -> dict[str, float]:
-    whole = tally["step_ns"] + tally["waiting_ns"]
-    if not tally["samples"] or not whole:
+def _figures_of(sums: collections.Counter[str]) -> dict[str, float]:
+    whole = sums["step_ns"] + sums["waiting_ns"]
+    if not sums["samples"] or not whole:
         return {}
     return {
-        "samples_per_second": tally["samples"] / (tally["elapsed_ns"] / 1e9),
-        "computing": (tally["step_ns"] - tally["communicating_ns"]) / whole,
-        "communicating": tally["communicating_ns"] / whole,
-        "waiting_for_data": tally["waiting_ns"] / whole,
+        "samples_per_second": sums["samples"] / (sums["elapsed_ns"] / 1e9),
+        "computing": (sums["step_ns"] - sums["communicating_ns"]) / whole,
+        "communicating": sums["communicating_ns"] / whole,
+        "waiting_for_data": sums["waiting_ns"] / whole,
     }

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 
 class NcclSyncError(Exception):
-    """Serve as the base class of ncclsync's errors."""
-
-    fields: tuple[str, ...] = ()  # of the constructor, and attributes
+    """Serve as the base class of ncclsync's errors; those with attributes are dataclasses."""
 
     def __reduce__(self):
-        """Pickle by the attributes: ``Exception`` would pass the message alone."""
-        given = tuple(getattr(self, name) for name in self.fields)
-        return (type(self), given) if given else super().__reduce__()
+        """Pickle by the fields: ``Exception`` would leave out those that were given by name."""
+        if not dataclasses.is_dataclass(self):
+            return super().__reduce__()
+        return type(self), tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
 
 class NcclUnavailableError(NcclSyncError):
     """Report that NCCL cannot be used on this machine: no library, no driver or no GPU."""
 
 
+@dataclasses.dataclass(eq=False)
 class NcclError(NcclSyncError):
     """Report that a native call returned another status than ``ncclSuccess``.
 
@@ -31,26 +32,20 @@ class NcclError(NcclSyncError):
         during: the operation under way, e.g. which collective; may be empty.
     """
 
-    fields = ("status", "call", "last_error", "status_name", "during")
+    status: int
+    call: str
+    last_error: str = ""
+    status_name: str = "unknown status"
+    during: str = ""
 
-    def __init__(
-        self, status: int, call: str, last_error: str = "", status_name: str = "unknown status", during: str = ""
-    ) -> None:
-        self.status = status
-        self.call = call
-        self.last_error = last_error
-        self.status_name = status_name
-        self.during = during
-        super().__init__(self._sentence())
-
-    def _sentence(self) -> str:
+    def __str__(self) -> str:
         words = f": {self.last_error}" if self.last_error else ""
         during = f", during {self.during}" if self.during else ""
         return f"{self.call} returned {self.status_name} ({self.status}){words}{during}"
 
     def within(self, during: str) -> NcclError:
         """Return the error with the operation under way, unless it already names one."""
-        return type(self)(self.status, self.call, self.last_error, self.status_name, self.during or during)
+        return dataclasses.replace(self, during=self.during or during)
 
 
 class NcclTimeoutError(NcclError):
@@ -61,7 +56,7 @@ class NcclTimeoutError(NcclError):
         last_error: the seconds waited, and the ranks that had arrived.
     """
 
-    def _sentence(self) -> str:
+    def __str__(self) -> str:
         return f"Expected {self.during} to end. Received: {self.last_error}"
 
 
@@ -72,7 +67,7 @@ class NcclPreflightError(NcclError):
         last_error: the ranks, and the usual causes.
     """
 
-    def _sentence(self) -> str:
+    def __str__(self) -> str:
         return f"Expected each GPU to receive what the others sent it. Received: {self.last_error}"
 
 
@@ -80,6 +75,7 @@ class ProcessError(NcclSyncError):
     """Report that one of several processes has failed or ended, or differs from the others in what it does."""
 
 
+@dataclasses.dataclass(eq=False)
 class DivergenceError(NcclSyncError):
     """Report that towers hold different values of a variable that must be the same on all.
 
@@ -88,20 +84,20 @@ class DivergenceError(NcclSyncError):
         variables: by name, the towers that differ from the majority; without a majority, from tower 0.
     """
 
-    fields = ("step", "variables")
+    step: int
+    variables: Mapping[str, Sequence[int]]
 
-    def __init__(self, step: int, variables: Mapping[str, Sequence[int]]) -> None:
-        self.step = step
-        self.variables = {name: tuple(towers) for name, towers in variables.items()}
-        named = [f"{name} on tower {_listed(towers)}" for name, towers in self.variables.items()]
+    def __str__(self) -> str:
+        named = [f"{name} on tower {' and '.join(map(str, towers))}" for name, towers in self.variables.items()]
         if len(named) > _NAMED:
             named[_NAMED:] = [f"and {len(named) - _NAMED} more variables"]
-        super().__init__(
+        return (
             "Expected all towers to hold the same weights and optimizer state. "
-            f"Received, after step {step}, others than the rest: {', '.join(named)}"
+            f"Received, after step {self.step}, others than the rest: {', '.join(named)}"
         )
 
 
+@dataclasses.dataclass(eq=False)
 class AuditError(NcclSyncError):
     """Report that towers computed different numbers from the same rows and weights.
 
@@ -113,19 +109,13 @@ class AuditError(NcclSyncError):
         devices: of the towers, by number.
     """
 
-    fields = ("step", "pairs", "culprits", "names", "devices")
+    step: int
+    pairs: tuple[tuple[int, int], ...]
+    culprits: tuple[int, ...]
+    names: tuple[str, ...]
+    devices: Mapping[int, str]
 
-    def __init__(
-        self,
-        step: int,
-        pairs: Sequence[tuple[int, int]],
-        culprits: Sequence[int],
-        names: Sequence[str],
-        devices: Mapping[int, str],
-    ) -> None:
-        self.step, self.pairs, self.culprits = step, tuple(pairs), tuple(culprits)
-        self.names, self.devices = tuple(names), dict(devices)
-        named = _some(self.names)
+    def __str__(self) -> str:
         if self.culprits:
             who = " and ".join(f"tower {one} ({self.devices[one]})" for one in self.culprits)
             who += ", which differs from two others" if len(self.culprits) == 1 else ", which differ from two others"
@@ -133,13 +123,14 @@ class AuditError(NcclSyncError):
             each = [f"towers {a} and {b} ({self.devices[a]}, {self.devices[b]})" for a, b in self.pairs]
             who = ", and ".join(each) + ": one of them is wrong"
         leave = [self.devices[one] for one in self.culprits] or ["one of them"]
-        super().__init__(
+        return (
             "Expected towers to compute the same bits from the same rows. "
-            f"Received, in step {step}: others for {named}, by {who}. The weights hold what was computed wrong: "
-            f"go on from a backup, on devices= without {' and '.join(leave)}, and examine it"
+            f"Received, in step {self.step}: others for {_some(self.names)}, by {who}. The weights hold what was "
+            f"computed wrong: go on from a backup, on devices= without {' and '.join(leave)}, and examine it"
         )
 
 
+@dataclasses.dataclass(eq=False)
 class NonFiniteError(NcclSyncError):
     """Report a NaN or an infinity in a tower's own gradient.
 
@@ -151,19 +142,17 @@ class NonFiniteError(NcclSyncError):
         unsaved: why it was not saved.
     """
 
-    fields = ("towers", "file", "unsaved")
+    towers: Mapping[int, tuple[int, int, tuple[str, ...]]]
+    file: str | None
+    unsaved: str = ""
 
-    def __init__(
-        self, towers: Mapping[int, tuple[int, int, Sequence[str]]], file: str | None, unsaved: str = ""
-    ) -> None:
-        self.towers = {tower: (begin, end, tuple(names)) for tower, (begin, end, names) in towers.items()}
-        self.file, self.unsaved = file, unsaved
+    def __str__(self) -> str:
         each = []
         for tower, (begin, end, names) in self.towers.items():
             rows = f"rows {begin} to {end - 1}" if end > begin else "of a batch without rows"
             each.append(f"tower {tower}, {rows}, for {_some(names)}")
-        saved = f"These rows are saved in {file}" if file else f"These rows are not saved: {unsaved}"
-        super().__init__(f"Expected finite gradients. Received a NaN or infinity: {'; '.join(each)}. {saved}")
+        saved = f"These rows are saved in {self.file}" if self.file else f"These rows are not saved: {self.unsaved}"
+        return f"Expected finite gradients. Received a NaN or infinity: {'; '.join(each)}. {saved}"
 
 
 _NAMED = 10  # so many variables at most in a message
@@ -171,7 +160,3 @@ _NAMED = 10  # so many variables at most in a message
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
-
-
-def _listed(towers: Sequence[int]) -> str:
-    return " and ".join(map(str, towers))

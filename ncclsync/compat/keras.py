@@ -1,9 +1,7 @@
 """Wrap the interfaces that Keras does not promise to keep, except those of its optimizers."""
 
 import contextlib
-import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -11,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.legacy.saving import legacy_h5_format
-from keras.src.models import functional as keras_functional
+from keras.src.models.functional import Functional
 from keras.src.ops import numpy as keras_numpy
 from keras.src.saving import saving_lib
 
@@ -67,25 +65,17 @@ def write_models_within(context: Callable[[Any], contextlib.AbstractContextManag
 
     It holds for the rest of the process; a second call with the same function changes nothing.
     """
-    for module, name in _WRITERS:
-        write = getattr(module, name)
-        if getattr(write, "context", None) is not context:
-            setattr(module, name, _within(write, context))
 
-
-def _within(write: Callable[..., Any], context: Callable[[Any], Any]) -> Callable[..., Any]:
-    @functools.wraps(write)
-    def write_within(model: Any, *args: Any, **kwargs: Any) -> Any:
+    @tf_compat.wrapping
+    def within(write, model, *args, **kwargs):
         with context(model) as writes:
             return write(model, *args, **kwargs) if writes else None
 
-    write_within.context = context  # type: ignore[attr-defined]
-    return write_within
-
-
-def is_overridden(model: keras.Model, name: str) -> bool:
-    """Return whether a model, or its class, overrides a method of Keras'."""
-    return name in vars(model) or getattr(type(model), name) is not getattr(keras.Model, name)
+    for module, name in _WRITERS:
+        write = getattr(module, name)
+        if getattr(write, "context", None) is not context:
+            setattr(module, name, within(write))
+            getattr(module, name).context = context
 
 
 @contextlib.contextmanager
@@ -113,33 +103,23 @@ def layers_of(owner: keras.Layer) -> list[keras.Layer]:
     return owner._flatten_layers(include_self=False)
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """Hold a call of a layer, or of an operation such as `+`, in a functional model."""
+def calls_at_end(layer: keras.Layer) -> list[Any]:
+    """Return the calls whose results are a functional model's outputs; [] for any other layer.
 
-    layer: Any
-    index: int
-
-    def inputs(self) -> "list[Call]":
-        """Return the calls whose results it takes, in order."""
-        return _calls_that_make(self.layer._inbound_nodes[self.index].input_tensors)
-
-    @property
-    def adds(self) -> bool:
-        """Return whether the call adds up its inputs: `keras.layers.Add`, or `+`."""
-        return isinstance(self.layer, (keras.layers.Add, keras_numpy.Add))
-
-
-def calls_at_end(layer: keras.Layer) -> list[Call]:
-    """Return the calls whose results are a functional model's outputs; [] for any other layer."""
+    A call, Keras' `Node`, is one of a layer or of an operation such as `+`: it has `operation`, and `parent_nodes`, the
+    calls whose results it takes, in order.
+    """
     # A Sequential contains a functional model.
     graph = getattr(layer, "_functional", layer)
-    return _calls_that_make(graph.outputs) if isinstance(graph, keras_functional.Functional) else []
+    if not isinstance(graph, Functional):
+        return []
+    histories = [tensor._keras_history for tensor in graph.outputs]
+    return [history.operation._inbound_nodes[history.node_index] for history in histories]
 
 
-def _calls_that_make(tensors: Sequence[Any]) -> list[Call]:
-    histories = [tensor._keras_history for tensor in tensors]
-    return [Call(history.operation, history.node_index) for history in histories]
+def adds(call: Any) -> bool:
+    """Return whether a call adds up its inputs: `keras.layers.Add`, or `+`."""
+    return isinstance(call.operation, (keras.layers.Add, keras_numpy.Add))
 
 
 def settings_of(model: keras.Model) -> tuple[Any, ...]:
@@ -223,9 +203,6 @@ def build_symbolically(model: keras.Model, batch: Any) -> None:
     type(model)._symbolic_build(_Known(model, outputs) if known else model, data_batch=batch)
 
 
-_FUNCTIONAL = keras_functional.Functional
-
-
 class _Known:
     """Stand for a model whose outputs' shapes are known, so that Keras need not trace its layers to find them."""
 
@@ -242,8 +219,8 @@ class _Known:
 def _known_outputs(model: keras.Model) -> Any:
     """Return the `KerasTensor`s of a functional model, each of any number of rows and no other open axis, or None."""
     functional, kind = model._functional if isinstance(model, keras.Sequential) else model, type(model)
-    stock = kind.__call__ is keras.Layer.__call__ and kind.call in (_FUNCTIONAL.call, keras.Sequential.call)
-    if not stock or "call" in vars(model) or not isinstance(functional, _FUNCTIONAL):
+    stock = kind.__call__ is keras.Layer.__call__ and kind.call in (Functional.call, keras.Sequential.call)
+    if not stock or "call" in vars(model) or not isinstance(functional, Functional):
         return None
     plain = not any(one.sparse or getattr(one, "ragged", False) for one in functional.outputs)  # no `ragged` in 3.10
     rows = all(one.shape[:1] == (None,) and None not in one.shape[1:] for one in functional.outputs)

@@ -1,7 +1,7 @@
 """Wrap the interfaces of Keras' optimizers that Keras does not promise to keep."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -40,17 +40,14 @@ def accumulators(optimizer: keras.Optimizer, variables: Sequence[Any]) -> list[t
     ]
 
 
-@contextlib.contextmanager
-def accumulators_emptied(optimizer: keras.Optimizer) -> Iterator[None]:
+def accumulators_emptied(optimizer: keras.Optimizer) -> contextlib.AbstractContextManager[None]:
     """Let `apply` read zeros from an optimizer's accumulators, and leave writing them to the caller."""
-    zeros = [tf.zeros(a.shape, a.dtype) for a in optimizer._accumulated_gradients]
-    replaced = {
-        "_accumulated_gradients": zeros,
-        "_backend_increment_gradient_accumulators": lambda *_: None,
-        "_backend_reset_gradient_accumulators": lambda *_: None,
-    }
-    with _members_replaced(optimizer, replaced):
-        yield
+    return tf_compat.members_replaced(
+        optimizer,
+        _accumulated_gradients=[tf.zeros(a.shape, a.dtype) for a in optimizer._accumulated_gradients],
+        _backend_increment_gradient_accumulators=lambda *_: None,
+        _backend_reset_gradient_accumulators=lambda *_: None,
+    )
 
 
 def innermost(optimizer: keras.Optimizer) -> keras.Optimizer:
@@ -111,27 +108,23 @@ def clipped(optimizer: keras.Optimizer, gradients: Sequence[Any]) -> list[Any]:
 
 def unclipped(optimizer: keras.Optimizer) -> contextlib.AbstractContextManager[None]:
     """Let an optimizer leave out clipping, for a while."""
-    return _members_replaced(optimizer, {"_clip_gradients": lambda gradients: gradients})
+    return tf_compat.members_replaced(optimizer, _clip_gradients=lambda gradients: gradients)
 
 
-@contextlib.contextmanager
 def update_replaced(
     optimizer: keras.Optimizer, rate: tf.Tensor, replace: Callable[[Callable], Callable]
-) -> Iterator[None]:
+) -> contextlib.AbstractContextManager[None]:
     """Let an optimizer read `rate` as its learning rate, and make its updates by `replace(update)`.
 
     `update` takes gradients, variables and the learning rate; it is called when an update is due.
     """
-    replaced = {
-        "_get_current_learning_rate": lambda: rate,
-        "_backend_update_step": replace(optimizer._backend_update_step),
-    }
-    with _members_replaced(optimizer, replaced):
-        yield
+    update = replace(optimizer._backend_update_step)
+    return tf_compat.members_replaced(optimizer, _get_current_learning_rate=lambda: rate, _backend_update_step=update)
 
 
-@contextlib.contextmanager
-def increments_scaled(optimizer: keras.Optimizer, variables: Sequence[Any], factor: tf.Tensor) -> Iterator[None]:
+def increments_scaled(
+    optimizer: keras.Optimizer, variables: Sequence[Any], factor: tf.Tensor
+) -> contextlib.AbstractContextManager[None]:
     """Multiply the optimizer's `assign_add`/`assign_sub` on these variables by `factor`."""
     scaled = {id(tf_compat.backend_variable(variable)) for variable in variables}
 
@@ -143,9 +136,9 @@ def increments_scaled(optimizer: keras.Optimizer, variables: Sequence[Any], fact
 
         return scaled_assign
 
-    replaced = {name: scaling(getattr(optimizer, name)) for name in ("assign_add", "assign_sub")}
-    with _members_replaced(optimizer, replaced):
-        yield
+    return tf_compat.members_replaced(
+        optimizer, assign_add=scaling(optimizer.assign_add), assign_sub=scaling(optimizer.assign_sub)
+    )
 
 
 def has_velocities(optimizer: keras.Optimizer) -> bool:
@@ -205,16 +198,3 @@ def twin_of(optimizer: keras.Optimizer) -> keras.Optimizer:
     twin._iterations, twin._learning_rate = optimizer._iterations, optimizer._learning_rate
     twin._clip_gradients = lambda gradients: gradients
     return twin
-
-
-@contextlib.contextmanager
-def _members_replaced(owner: Any, replaced: dict[str, Any]) -> Iterator[None]:
-    """Give an object these members for a while, bypassing its class's `__setattr__`."""
-    before = {name: vars(owner)[name] for name in replaced if name in vars(owner)}
-    vars(owner).update(replaced)
-    try:
-        yield
-    finally:
-        for name in replaced:
-            del vars(owner)[name]
-        vars(owner).update(before)

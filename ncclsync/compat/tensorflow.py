@@ -212,9 +212,7 @@ def has_host_results(op_type: str) -> bool:
 def hides_state(op_type: str, repeatable: frozenset[str]) -> bool:
     """Return whether ops of a type depend on a state outside variables, as far as TensorFlow declares it.
 
-    Args:
-        op_type: of a registered op; False for an unknown type.
-        repeatable: the stateful types that give equal results for equal inputs.
+    `repeatable` are the stateful types that give equal results for equal inputs.
     """
     definition = op_def_registry.get(op_type)
     writers = ("Assign", "ResourceApply", "ResourceScatter", "ResourceSparseApply", "ResourceStridedSliceAssign")
@@ -252,13 +250,9 @@ def copied_op(op: tf.Operation, inputs: Sequence[tf.Tensor]) -> tf.Operation:
 def new_op(
     op_type: str, inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType], attributes: Mapping[str, Any]
 ) -> tf.Operation:
-    """Make an op in the default graph; `Graph.create_op` inspects its own signature each time.
+    """Make an op in the default graph, from a flat list of inputs, dtypes of the results, and AttrValues by name.
 
-    Args:
-        op_type: of a registered op.
-        inputs: tensors, with lists flattened.
-        dtypes: of its results.
-        attributes: AttrValues by name.
+    `Graph.create_op` inspects its own signature each time.
     """
     graph = tf.compat.v1.get_default_graph()
     return graph._create_op_internal(op_type, list(inputs), list(dtypes), attrs=dict(attributes))
@@ -284,16 +278,9 @@ def open_rows(variables: Iterable[tf.Variable]) -> Iterator[None]:
             handle._handle_data = data
 
 
-def shape_behind(handle: tf.Tensor) -> tf.TensorShape:
-    """Return the shape of the variable behind a handle, as far as the graph knows it."""
-    data = handle_data_util.get_resource_handle_data(handle)
-    known = data is not None and data.is_set and len(data.shape_and_type) == 1
-    return tf.TensorShape(data.shape_and_type[0].shape if known else None)
-
-
-def list_element(tensor: tf.Tensor) -> tf.TensorSpec | None:
-    """Return the spec of the elements of a list of tensors, as far as the graph knows; None if it is no such list."""
-    data = handle_data_util.get_resource_handle_data(tensor) if tensor.dtype == tf.variant else None
+def spec_behind(tensor: tf.Tensor) -> tf.TensorSpec | None:
+    """Return the spec of the variable behind a handle, or of a list's elements; None if the graph does not know it."""
+    data = handle_data_util.get_resource_handle_data(tensor)
     if data is None or not data.is_set or len(data.shape_and_type) != 1:
         return None
     (known,) = data.shape_and_type
@@ -308,24 +295,13 @@ def folded(tensor: tf.Tensor) -> Any:
     return tensor_util.try_evaluate_constant(tensor)
 
 
-def attributes_of(op: tf.Operation) -> dict[str, Any]:
-    """Return an op's declared attributes, as `run_op` takes them."""
-    return {one.name: op.get_attr(one.name) for one in op.op_def.attr}
-
-
-def run_op(op_type: str, inputs: Sequence[Any], attributes: dict[str, Any], outputs: int) -> list[Any]:
-    """Run an op of a type outside any graph; return its results.
-
-    Args:
-        op_type: of a registered op.
-        inputs: tensors, with lists flattened.
-        attributes: all that the type declares, as `attributes_of` returns them, perhaps with other dtypes.
-        outputs: the number of its results.
-    """
+def run_op(op: tf.Operation, inputs: Sequence[Any]) -> list[Any]:
+    """Run an op like that of a graph, outside any graph, on a flat list of inputs; return its results."""
     flat: list[Any] = []
-    for name, value in attributes.items():
+    for name in [one.name for one in op.op_def.attr]:
+        value = op.get_attr(name)
         flat += [name, [_plain(one) for one in value] if isinstance(value, list) else _plain(value)]
-    return eager_execute.quick_execute(op_type, outputs, list(inputs), tuple(flat), eager_context.context())
+    return eager_execute.quick_execute(op.type, len(op.outputs), list(inputs), tuple(flat), eager_context.context())
 
 
 @contextlib.contextmanager
@@ -347,8 +323,9 @@ def uninitialized(shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
 
     Not by `tf.raw_ops.Empty`, whose result `tf.debugging.enable_check_numerics()` would check.
     """
-    (memory,) = run_op("Empty", [tf.constant(list(shape), tf.int32)], {"dtype": dtype, "init": False}, 1)
-    return memory
+    attributes = ("dtype", dtype.as_datatype_enum, "init", False)
+    context = eager_context.context()
+    return eager_execute.quick_execute("Empty", 1, [tf.constant(list(shape), tf.int32)], attributes, context)[0]
 
 
 def _plain(attribute: Any) -> Any:
@@ -373,9 +350,7 @@ def unordered_function(body: Callable, signature: Sequence[Any]) -> Callable:
     `tf.function` adds control dependencies: between ops that use the same variable, and from all side effects to the
     results. Between devices these go through a GPU's memory, and TensorFlow waits for the GPU.
 
-    Args:
-        body: a function of tensors, which is traced now. Its results must come after its side effects.
-        signature: their specs.
+    `body` is traced now, for tensors of these specs; its results must come after its side effects.
     """
 
     def on_components(*components: tf.Tensor) -> Any:
@@ -472,6 +447,20 @@ def methods_wrapped(
         finally:
             for cls, method in wrapped:
                 setattr(cls, name, method)
+
+
+@contextlib.contextmanager
+def members_replaced(owner: Any, **members: Any) -> Iterator[None]:
+    """Give an object these members for a while, past its class's `__setattr__`."""
+    own = vars(owner)
+    before = {name: own[name] for name in members if name in own}
+    own.update(members)
+    try:
+        yield
+    finally:
+        for name in members:
+            del own[name]
+        own.update(before)
 
 
 def wrapping(replacement: Callable[..., Any]) -> Callable[[Callable], Callable]:
@@ -606,8 +595,7 @@ def shared_function(
     Source: tensorflow/core/framework/local_rendezvous.cc, RecvAsync: the callback of a cancellation owns nothing.
 
     Args:
-        body: a function of tensors.
-        signature: their specs.
+        body, signature: a function of tensors, and their specs.
         jit_compile: whether XLA compiles it.
         meets_in_caller: whether its tensors go from device to device by its caller's rendezvous. That identifies a
             tensor by its devices and the op that makes it: two calls on the same devices must not run at once.

@@ -194,7 +194,7 @@ class _Run:
             name: tf.Variable(value, trainable=False, shape=tf.TensorShape(None)) for name, value in state.items()
         }
         inputs = [variables[one].handle if isinstance(one, str) else one for one in given]
-        results = tf_compat.run_op(op.type, inputs, tf_compat.attributes_of(op), len(op.outputs))
+        results = tf_compat.run_op(op, inputs)
         written = self.graph.writes[op.name] if state else ()
         return results, [variables[name].read_value() if name in written else value for name, value in state.items()]
 

@@ -144,7 +144,8 @@ def list_element(graph: StepGraph, name: str) -> tf.TensorSpec | None:
     """Return what the elements of a list are, of variants where it holds lists; None if `name` is no list."""
     if name in graph.exchanges or name in graph.variable_of:
         return None
-    return tf_compat.list_element(graph.tf_graph.get_tensor_by_name(name))
+    tensor = graph.tf_graph.get_tensor_by_name(name)
+    return tf_compat.spec_behind(tensor) if tensor.dtype == tf.variant else None
 
 
 def _stack(handle: tf.Tensor, element: tf.TensorSpec, pushed: bool) -> tf.Tensor:

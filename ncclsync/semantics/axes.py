@@ -494,8 +494,10 @@ def _equal(one: Values, two: Values) -> bool:
 def _traced(tensor: tf.Tensor) -> State:
     """Return the shapes that the trace knows; what it leaves open has none of the batch's rows."""
     if tensor.dtype == tf.resource:
-        shape = tf_compat.shape_behind(tensor)
-        return Items((tuple(shape.as_list()),) * len(BATCHES)) if shape.is_fully_defined() else None
+        spec = tf_compat.spec_behind(tensor)
+        if spec is None or not spec.shape.is_fully_defined():
+            return None
+        return Items((tuple(spec.shape.as_list()),) * len(BATCHES))
     if tensor.shape.rank is None or tensor.dtype == tf.variant:
         return None
     return tuple(tuple(batch.open if n is None else n for n in tensor.shape.as_list()) for batch in BATCHES)

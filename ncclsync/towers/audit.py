@@ -173,7 +173,7 @@ class Audit:
                 culprits.update(by[one] for one in set(differ[0]) & set(differ[1]))
             names.update(dict.fromkeys(self._name(self._sent[k], int(found[k, shard].max()))))
         devices = {rank: self._towers.layout.devices[i] for i, rank in enumerate(ranks)}
-        raise AuditError(step, sorted(pairs), sorted(culprits), list(names), devices)
+        raise AuditError(step, tuple(sorted(pairs)), tuple(sorted(culprits)), tuple(names), devices)
 
     def _name(self, exchanges: Sequence[Exchange], element: int) -> list[str]:
         """Return the name of a sent element in messages."""

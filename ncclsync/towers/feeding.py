@@ -7,7 +7,6 @@ of the one that is trained. One would do if its copies were sure to be asked for
 two it does not matter, and no copy waits for a kernel that waits for a copy.
 """
 
-import abc
 import collections
 import concurrent.futures
 import contextlib
@@ -157,7 +156,7 @@ class Staging:
         return Shards(batches, sizes, shares)
 
 
-class CountingDataset(tf_compat.SameDataset, abc.ABC):
+class CountingDataset(tf_compat.SameDataset):
     """A dataset that counts the batches handed out to steps; batches fetched ahead do not count yet.
 
     Attributes:
@@ -166,15 +165,19 @@ class CountingDataset(tf_compat.SameDataset, abc.ABC):
 
     sizes: tf.Variable | None = None
 
-    @abc.abstractmethod
-    def fetching(self, feeder: object) -> contextlib.AbstractContextManager[None]:
+    def __init__(self, batches: tf.data.Dataset, counted: Callable[..., Any]) -> None:
+        """Give what `counted` makes of each of these elements when it is handed out, after what is fetched ahead."""
+        options = tf.data.Options()
+        options.experimental_optimization.inject_prefetch = False  # another one, after `counted`
+        super().__init__(batches.prefetch(tf.data.AUTOTUNE).map(counted).with_options(options))
+
+    def fetching(self, feeder: object) -> contextlib.AbstractContextManager[Any]:
         """Let `feeder` fetch a batch within, alone."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def fetched(self) -> Any:
-        """Return the place after what was fetched last."""
+        """Return the place after what was fetched last; None: it cannot be resumed in the middle of a pass."""
 
-    @abc.abstractmethod
     def take(self, place: Any) -> None:
         """Let a place that `fetched` has returned be what counts, until another iterator begins."""
 

@@ -23,9 +23,6 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
     before it takes the name, and its folder after that: after a crash of the machine the name stands for the old
     content or for the new content, never for a part. If the body raises, the old file stays and the new one is removed.
 
-    Args:
-        path: of a file that may be there already.
-
     Raises:
         OSError: it cannot be written.
     """

@@ -39,12 +39,7 @@ _logger = logging.getLogger("ncclsync")
 
 
 def attach(model: keras.Model, towers: Towers) -> None:
-    """Let a model train, evaluate and predict on towers. Tower 0 is the model itself.
-
-    Args:
-        model: of any class.
-        towers: where to.
-    """
+    """Let a model, of any class, train, evaluate and predict on towers. Tower 0 is the model itself."""
     give_towers(model, towers)
     path = towers.options.health.emergency_checkpoint
     towers.session.model = ModelSide(
@@ -72,15 +67,10 @@ def is_plain(towers: Towers) -> bool:
 
 
 def maker(model: keras.Model, towers: Towers, kind: str) -> Callable[..., Any]:
-    """Return the replacement of a model's `make_{kind}_function`.
+    """Return the replacement of a model's `make_{kind}_function`; `kind` is "train", "test" or "predict".
 
     If the model's class overrides the method, the override is called, and its `super().make_{kind}_function()` makes
     the towers' function.
-
-    Args:
-        model: of any class.
-        towers: where its steps run.
-        kind: "train", "test" or "predict".
     """
     name, attribute = f"make_{kind}_function", f"{kind}_function"
     own = getattr(model, name)
@@ -91,8 +81,8 @@ def maker(model: keras.Model, towers: Towers, kind: str) -> Callable[..., Any]:
             setattr(model, attribute, step.run_each if kind == "predict" else step.run)
         return getattr(model, attribute)
 
-    if not keras_compat.is_overridden(model, name):
-        return make
+    if name not in vars(model) and getattr(type(model), name) is getattr(keras.Model, name):
+        return make  # nobody overrides it
     known: Any = None  # the last function that the override made
 
     @functools.wraps(own)
@@ -156,77 +146,36 @@ def _save(borrowed: "weakref.ref[keras.Model]", path: pathlib.Path) -> None:
     _logger.warning("Saved tower 0 to %s, since a collective has failed", path)
 
 
-class _KerasTraces:
-    """Know what a `tf.function` of Keras' has been traced for: by `reduce_retracing`, what differs is left open."""
-
-    def __init__(self) -> None:
-        self.made: list[tuple[Any, int]] = []  # specs, and the number of the model's settings
-
-    def find(self, specs: Any) -> int | None:
-        """Return the number of the closest trace that takes such a batch."""
-        fit = [one for one in self.made if _widened(specs, one[0]) == one[0]]
-        closest = next((one for one in fit if all(_widened(one[0], other) == other for other, _ in fit)), None)
-        return None if closest is None else closest[1]
-
-    def widened(self, specs: Any) -> Any:
-        """Return the specs for which such a batch would be traced."""
-        for other, _ in self.made:
-            specs = _widened(specs, other) or specs
-        return specs
-
-
-def _widened(specs: Any, other: Any) -> Any:
-    """Return the narrowest specs that take what two specs take; None: there are none."""
-    try:
-        tf.nest.assert_same_structure(specs, other)
-    except (TypeError, ValueError):
-        return None
-    pairs = list(zip(tf.nest.flatten(specs), tf.nest.flatten(other), strict=True))
-    found = [None if one is None or two is None else one.most_specific_common_supertype([two]) for one, two in pairs]
-    if any(common is None and one is not two for common, (one, two) in zip(found, pairs, strict=True)):
-        return None
-    return tf.nest.pack_sequence_as(specs, found)
-
-
 class ModelStep(TowerStep):
     """Run a step of a Keras model on all towers."""
 
     def __init__(self, model: keras.Model, towers: Towers, name: str) -> None:
         """Prepare; nothing is traced before the first batch.
 
-        Args:
-            model: tower 0.
-            towers: where the step runs.
-            name: "train_step", "test_step" or "predict_step": the method of the model.
+        `name` is that of the model's method: "train_step", "test_step" or "predict_step".
         """
         super().__init__(towers, trains=name == "train_step")
         self._model = model
         self._name = name
         self._settings: dict[tuple[Any, ...], int] = {}  # numbers of the settings that the model has had
         self._seen: dict[tuple[bool, str], int] = {}  # by source and specs, its trace's settings
-        self._of_iterators, self._of_batches = _KerasTraces(), _KerasTraces()
+        # In place of Keras' functions of a batch, and of an iterator, which calls that of a batch: TensorFlow decides
+        # when it traces them anew. A trace returns the number of the settings that it has met.
+        traced = functools.partial(tf.function, autograph=False, reduce_retracing=True)
+        number_of = self._settings
+        self._of_batches = traced(lambda batch: number_of.setdefault(keras_compat.settings_of(model), len(number_of)))
+        self._of_iterators = traced(lambda batch: _result_for(self._of_batches, batch))
 
     def version_for(self, batch: Any) -> int:
         """Return the number of the model's settings in the trace for such a batch.
 
         As in Keras, a changed attribute, such as a layer's `trainable`, takes effect when Keras traces anew.
         """
-        specs, leaves = fixed_specs(batch), tf.nest.flatten(batch)
-        is_iterator = any(isinstance(leaf, tf.TypeSpec) for leaf in leaves)
+        specs = fixed_specs(batch)
+        is_iterator = any(isinstance(leaf, tf.TypeSpec) for leaf in tf.nest.flatten(batch))
         key = is_iterator, repr(specs)
         if key not in self._seen:
-            new = []
-            # Keras' function of an iterator calls that of a batch.
-            for traces in (self._of_iterators, self._of_batches) if is_iterator else (self._of_batches,):
-                if (number := traces.find(specs)) is not None:
-                    break
-                specs = traces.widened(specs)
-                new.append((traces, specs))
-            else:
-                number = self._settings.setdefault(keras_compat.settings_of(self._model), len(self._settings))
-            for traces, traced in new:
-                traces.made.append((traced, number))
-            self._seen[key] = number
+            self._seen[key] = _result_for(self._of_iterators if is_iterator else self._of_batches, specs)
         return self._seen[key]
 
     @property
@@ -330,6 +279,11 @@ class ModelStep(TowerStep):
     def find_inexact(self) -> Sequence[Inexact]:
         """Return why the model does not train as on one device; some layers are made only when built."""
         return find_inexact(self._model, self.towers.options.exact_batch_norm, self.towers.options.exact_random)
+
+
+def _result_for(function: Any, batch: Any) -> int:
+    """Return the constant that a function's trace for such a batch returns."""
+    return int(tf.get_static_value(function.get_concrete_function(batch).outputs[0]))
 
 
 @contextlib.contextmanager

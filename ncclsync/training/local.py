@@ -5,10 +5,11 @@ comes along.
 """
 
 import contextlib
+import functools
 import itertools
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -20,10 +21,6 @@ from ncclsync.towers.feeding import CountingDataset
 from ncclsync.training.arguments import check_whole
 
 _ENDLESS = 1 << 62  # samples
-# The rows of each tower in the batch that was handed out last: graphs read the variable, which all `LocalRows` of as
-# many towers share. Who fetches a batch, and reads these, holds the lock. Steps that are given batches, as those of
-# `predict`, hold none: they have a variable of their own, which no feeder writes.
-_SIZES: dict[tuple[int, bool], tuple[tf.Variable, threading.Lock]] = {}
 _COUNTED = (
     "Tell how many there are, by dataset.apply(tf.data.experimental.assert_cardinality(samples)), or let them have no "
     "end, by dataset.repeat() and steps_per_epoch="
@@ -113,12 +110,10 @@ class Local(tf_compat.SameDataset):
                 for i, (samples, count, size) in enumerate(parts)
             ]
             raise ProcessError(f"Expected {remedy}. Received: {'; '.join(said)}")
-        key = process, is_given, *parts
+        key = process, is_given, tuple(zip(given, rows, towers, strict=True))
         if key not in self._made:
             with tf.device("/CPU:0"):
-                self._made[key] = LocalRows(
-                    self._samples, process, given=given, rows=rows, towers=towers, is_given=is_given
-                )
+                self._made[key] = LocalRows(self._samples, *key)
         return self._made[key]
 
 
@@ -146,32 +141,20 @@ class LocalRows(CountingDataset):
     """
 
     def __init__(
-        self,
-        samples: tf.data.Dataset,
-        process: int,
-        *,
-        given: Sequence[int],
-        rows: Sequence[int],
-        towers: Sequence[int],
-        is_given: bool,
+        self, samples: tf.data.Dataset, process: int, is_given: bool, parts: tuple[tuple[int, int, int], ...]
     ) -> None:
         """Make the batches.
 
         Args:
             samples: of this process.
             process: its number, p.
-            given: [P] samples of each process in a pass.
-            rows: [P] of each process in a full batch.
-            towers: [P] of each process.
             is_given: see `Local.of_process`.
+            parts: [P] of each process, how many samples it has in a pass, rows in a full batch, and towers.
         """
-        key = sum(towers), is_given
-        if key not in _SIZES:
-            _SIZES[key] = tf.Variable(tf.zeros([key[0]], tf.int32), trainable=False), threading.Lock()
-        self.sizes, self._lock = _SIZES[key]
-        held = self.sizes
-        self._parts = tuple(zip(given, rows, towers, strict=True))
-        self._batches = _batches(given[0], rows[0])
+        given, rows, towers = zip(*parts, strict=True)
+        self._parts, self._batches = parts, _batches(given[0], rows[0])
+        held, self._lock = _held_sizes(sum(towers), is_given)
+        self.sizes = held
 
         def rows_of(number: tf.Tensor) -> tf.Tensor:
             """Return [P] how many rows each process has in a batch."""
@@ -185,13 +168,10 @@ class LocalRows(CountingDataset):
             batch = tf.nest.map_structure(lambda one, row: tf.cond(has_rows, lambda: one, lambda: row), batch, kept)
             return tf.nest.map_structure(lambda one: one[-1:], batch), (number, batch)
 
-        def sizes_of(number: tf.Tensor) -> tf.Tensor:
-            """Return [towers] how many rows each tower has in a batch."""
-            each = zip(tf.unstack(rows_of(number)), towers, strict=True)
-            return tf.concat([sizes_in_graph(own_rows, among) for own_rows, among in each], 0)
-
         def handed_out(number: tf.Tensor, batch: Any) -> Any:
-            with tf.control_dependencies([held.assign(sizes_of(number))]):
+            each = zip(tf.unstack(rows_of(number)), towers, strict=True)
+            sizes = tf.concat([sizes_in_graph(own_rows, among) for own_rows, among in each], 0)
+            with tf.control_dependencies([held.assign(sizes)]):
                 return tf.nest.map_structure(tf.identity, batch)
 
         own = samples.batch(rows[process])
@@ -199,14 +179,10 @@ class LocalRows(CountingDataset):
         if missing:
             nothing = tf.nest.map_structure(_nothing, own.element_spec)
             none = tf.data.Dataset.from_tensors(nothing).repeat(missing)
-            numbered = own.concatenate(none).enumerate()
-            numbered = numbered.scan(nothing, with_rows)
+            numbered = own.concatenate(none).enumerate().scan(nothing, with_rows)
         else:
             numbered = own.enumerate()
-        # Handed out behind the prefetch, so that `sizes` are of the batch that the step gets.
-        options = tf.data.Options()
-        options.experimental_optimization.inject_prefetch = False
-        super().__init__(numbered.prefetch(tf.data.AUTOTUNE).map(handed_out).with_options(options))
+        super().__init__(numbered, handed_out)
 
     def cardinality(self) -> tf.Tensor:
         """Return how many batches a pass has."""
@@ -216,17 +192,19 @@ class LocalRows(CountingDataset):
         """Return what stands for a batch where processes compare theirs, of which each has other rows."""
         return repr(self._parts).encode()
 
-    @contextlib.contextmanager
-    def fetching(self, feeder: object) -> Iterator[None]:
+    def fetching(self, feeder: object) -> contextlib.AbstractContextManager[Any]:
         """Let one feeder fetch a batch within, and read its `sizes`; see `CountingDataset`."""
-        with self._lock:
-            yield
+        return self._lock
 
-    def fetched(self) -> None:
-        """Return no place: it cannot be resumed in the middle of a pass."""
 
-    def take(self, place: None) -> None:
-        """Do nothing; see `CountingDataset`."""
+@functools.cache
+def _held_sizes(towers: int, is_given: bool) -> tuple[tf.Variable, threading.Lock]:
+    """Return the `sizes` of all `LocalRows` of as many towers: graphs read the variable.
+
+    Who fetches a batch, and reads these, holds the lock. Steps that are given batches, as of `predict`, hold none:
+    they have a variable of their own, which no feeder writes.
+    """
+    return tf.Variable(tf.zeros([towers], tf.int32), trainable=False), threading.Lock()
 
 
 def _nothing(spec: tf.TensorSpec) -> tf.Tensor:

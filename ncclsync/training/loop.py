@@ -16,7 +16,7 @@ from ncclsync.towers.explanation import Explanation, explain_program
 from ncclsync.towers.options import TowerOptions, takes
 from ncclsync.towers.state import TowerState
 from ncclsync.towers.step import TowerStep
-from ncclsync.towers.step_function import leaves_of, to_tensor
+from ncclsync.towers.step_function import to_tensor
 from ncclsync.towers.traced_step import Results, Source
 
 if TYPE_CHECKING:
@@ -148,16 +148,10 @@ class Towers(TowerState):
                 self._warn_of_new_functions(step)
             self._steps[key] = self._steps.pop(key)  # the last one is what runs; see `explain`
             batch = grouped(tf.nest.map_structure(to_tensor, batch))
-            rows = next((leaf.shape[0] for leaf in leaves_of(batch) if leaf.shape.rank), None)
-            if rows is None:
-                raise ValueError(
-                    "Expected a batch with at least one tensor whose first axis runs over the samples. "
-                    f"Received: {batch}"
-                )
             outcome = self._steps[key].run_on_batch(batch)
         if not per_tower:
             return outcome
-        sizes = self.layout.sizes_of(rows or 1)  # a batch without rows is tower 0's
+        sizes = self.layout.sizes_of(rows_of(batch) or 1)  # a batch without rows is tower 0's
         own = dict(zip(self.layout.own_shards, outcome, strict=True))
         return [own.get(tower) if size else None for tower, size in enumerate(sizes)]
 

@@ -80,7 +80,7 @@ def _in_step(model: keras.Model, towers: Towers, method: Callable, read: Callabl
                 if isinstance(kwargs.get(name), Local):
                     kwargs[name] = _local_rows(kwargs[name], method.__name__, model, towers, kwargs)
                     if method.__name__ == "predict":
-                        stack.enter_context(_replaced(towers, sizes_of_given=kwargs[name].sizes))
+                        stack.enter_context(tf_compat.members_replaced(towers, sizes_of_given=kwargs[name].sizes))
                 # `predict`, and a step that runs line by line, take whole batches.
                 elif isinstance(kwargs.get(name), Shuffled) and method.__name__ != "predict" and not model.run_eagerly:
                     kwargs[name] = kwargs[name].of_process(towers.layout)
@@ -173,36 +173,20 @@ def _quiet() -> Iterator[None]:
             keras.config.enable_interactive_logging()
 
 
-@contextlib.contextmanager
-def _replaced(owner: Any, **members: Any) -> Iterator[None]:
-    """Give an object these members within."""
-    before = {name: vars(owner)[name] for name in members if name in vars(owner)}
-    for name, value in members.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name in members:
-            if name in before:
-                setattr(owner, name, before[name])
-            else:
-                delattr(owner, name)
-
-
 def _written_by_first(
     callback: Any, model: keras.Model, towers: Towers, read: Callable
 ) -> contextlib.AbstractContextManager[None]:
     """Let a callback that saves the model do so in process 0, and go on elsewhere with what it has read there."""
     if isinstance(callback, keras.callbacks.ModelCheckpoint) and not towers.is_chief:
         # It decides what is saved, and calls the model's methods: but it would make the folder by itself.
-        return _replaced(callback, filepath=os.path.basename(callback.filepath))
+        return tf_compat.members_replaced(callback, filepath=os.path.basename(callback.filepath))
     if not isinstance(callback, keras.callbacks.BackupAndRestore):
         return contextlib.nullcontext()
     restore = functools.partial(_restore, callback, model, towers, read, callback.on_train_begin)
     if towers.is_chief:
-        return _replaced(callback, on_train_begin=restore)
+        return tf_compat.members_replaced(callback, on_train_begin=restore)
     # A backup is left to the `save_weights` of process 0.
-    return _replaced(
+    return tf_compat.members_replaced(
         callback,
         on_train_begin=restore,
         **keras_compat.backup_methods(write=functools.partial(_leave_file, towers), read=lambda: None),
@@ -223,7 +207,7 @@ def _restore(
 
     def restore_here() -> tuple[Any, ...]:
         # Of its own: it may read one file after the other.
-        with _replaced(model, load_weights=read) if towers.is_chief else contextlib.nullcontext():
+        with tf_compat.members_replaced(model, load_weights=read) if towers.is_chief else contextlib.nullcontext():
             restore(logs)
         built = model.optimizer is not None and model.optimizer.built
         return keras_compat.first_epoch(model), built, None if data is None else data.upcoming

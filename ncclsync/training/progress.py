@@ -14,12 +14,7 @@ VARIABLE = "NCCLSYNC_PROGRESS"
 
 
 def report(name: str, *position: int) -> None:
-    """Append a position. Do nothing without a supervisor.
-
-    Args:
-        name: of the stored state, such as a backup's folder.
-        position: such as epoch and samples.
-    """
+    """Append a position, such as epoch and samples, of a state stored under that name, if there is a supervisor."""
     path = os.environ.get(VARIABLE)
     if not path:
         return

@@ -55,13 +55,9 @@ def random_data(
 
 
 def check_targets(model: keras.Model, y: Any) -> None:
-    """Raise ValueError for data without targets, of a model whose loss is Keras' to compute from them.
+    """Raise ValueError if a batch has no targets, `y` is None, and a compiled model's loss is Keras' to compute.
 
     Keras itself then says that None has no shape, or is not supported.
-
-    Args:
-        model: compiled.
-        y: of a batch, None if there is none.
     """
     stock = all(getattr(type(model), name) is getattr(keras.Model, name) for name in ("train_step", "compute_loss"))
     if y is None and stock and any(loss is not None for loss in keras.tree.flatten(model.loss)):

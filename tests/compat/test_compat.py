@@ -1008,13 +1008,14 @@ def test_calls_of_a_functional_model():
     x = keras.Input((2,))
     model = keras.Model(x, keras.layers.Add()([shared(shared(x)), x]) + x)
     (plus,) = keras_compat.calls_at_end(model)
-    added, given = plus.inputs()
-    second, same = added.inputs()
-    assert plus.adds and added.adds and not second.adds and given == same and given.inputs() == []
-    assert second.layer is shared and second.inputs()[0] == keras_compat.Call(shared, 0)
-    assert second == keras_compat.Call(shared, 1)
+    added, given = plus.parent_nodes
+    second, same = added.parent_nodes
+    assert [keras_compat.adds(one) for one in (plus, added, second)] == [True, True, False]
+    (first,) = second.parent_nodes
+    assert given is same and given.parent_nodes == [] and first is not second
+    assert first.operation is second.operation is shared and first.parent_nodes == [given]
     (last,) = keras_compat.calls_at_end(keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="last")]))
-    assert last.layer.name == "last"
+    assert last.operation.name == "last"
     assert keras_compat.calls_at_end(shared) == keras_compat.calls_at_end(keras.Sequential()) == []
 
 
@@ -1061,32 +1062,28 @@ def test_backups_are_written_and_read_by_methods(tmp_path):
         assert replaced == ["read", "write"]
 
 
-def test_attributes_of_and_run_op():
-    """An op of a graph can be run outside it, also in another dtype; loops by their functions' names."""
+def test_run_op():
+    """An op of a graph can be run outside it; loops by their functions' names."""
 
     def step(x, y):
         loop = tf.while_loop(lambda i, total: i < 3, lambda i, total: (i + 1, total * 2.0), (0, x))[1]
         parts = tf.split(tf.concat([x, y], 0), 2)
-        return loop, tf.reshape(tf.nn.max_pool2d(tf.reshape(x, [1, 2, 2, 1]), 2, 1, "VALID"), [1]), parts
+        return loop, tf.reshape(tf.nn.max_pool2d(tf.reshape(x, [1, 2, 2, 1]), 2, 1, "VALID"), [1]), parts, tf.no_op()
 
     function = tf.function(step, autograph=False).get_concrete_function(*[tf.TensorSpec([4])] * 2)
     ops = {op.type: op for op in function.graph.get_operations()}
-    for dtype in (tf.float32, tf.float64):
-        given = tf.range(4, dtype=dtype)
-        attributes = tf_compat.attributes_of(ops["ConcatV2"])
-        assert (attributes["N"], attributes["T"]) == (2, tf.float32)
-        (joined,) = tf_compat.run_op("ConcatV2", [given, given, tf.constant(0)], {**attributes, "T": dtype}, 1)
-        assert joined.dtype == dtype and joined.shape == [8]
-    attributes = {**tf_compat.attributes_of(ops["Split"]), "T": tf.float64}
-    assert [part.shape for part in tf_compat.run_op("Split", [tf.constant(0), joined], attributes, 2)] == [4, 4]
-    pooled = tf_compat.run_op("MaxPool", [tf.ones([1, 2, 2, 1])], tf_compat.attributes_of(ops["MaxPool"]), 1)
-    assert pooled[0].shape == [1, 1, 1, 1]
+    given = tf.range(4, dtype=tf.float32)
+    (joined,) = tf_compat.run_op(ops["ConcatV2"], [given, given, tf.constant(0)])
+    assert joined.numpy().tolist() == [0, 1, 2, 3] * 2
+    assert [part.shape for part in tf_compat.run_op(ops["Split"], [tf.constant(0), joined])] == [4, 4]
+    (pooled,) = tf_compat.run_op(ops["MaxPool"], [tf.ones([1, 2, 2, 1])])
+    assert pooled.shape == [1, 1, 1, 1]
     loop = ops["StatelessWhile"]
     inputs = [tf.constant(3) if one.dtype == tf.int32 else tf.ones([4]) for one in loop.inputs]
     inputs[0] = tf.constant(0)
-    results = tf_compat.run_op(loop.type, inputs, tf_compat.attributes_of(loop), len(loop.outputs))
+    results = tf_compat.run_op(loop, inputs)
     assert len(results) == len(loop.outputs)
-    assert tf_compat.run_op("NoOp", [], {}, 0) == []
+    assert tf_compat.run_op(ops["NoOp"], []) == []
 
 
 def test_hides_state():

@@ -219,7 +219,7 @@ def test_duplicates_stand_where_it_stands(duplicate, load):
     """Also in the middle of a pass; then each goes on by itself."""
     numbers = np.arange(10, dtype="float32")
     words = np.array([str(number) for number in range(10)])
-    arrays = {"a": numbers, "b": [words]}, numbers, numbers / 2
+    arrays = {"a": numbers, "b": [words], "c": None}, numbers, numbers / 2
     data = Shuffled(*arrays, batch_size=4, seed=3, load=load)
     list(data)
     iterator = iter(data)

@@ -81,15 +81,10 @@ class BackupAndRestore(keras_compat.BackupMethods):
                 f"batches: other data cannot be resumed at a sample. Received: save_freq={save_freq}"
             )
         super().__init__(os.fspath(backup_dir), save_freq, double_checkpoint, delete_checkpoint)
-        self._data = data
+        self.data = data
         self._epoch = 0  # of fit: the current epoch, or, between two, the next
         self._begun = Position(0, 0)  # the position when that epoch began
         self._expected: Position | None = None  # the position that the number of batches implies
-
-    @property
-    def data(self) -> Shuffled | None:
-        """Return the data whose position is stored."""
-        return self._data
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Restore the backup, if there is one.
@@ -99,32 +94,28 @@ class BackupAndRestore(keras_compat.BackupMethods):
             ValueError: the backup is of other data or of another model, or an epoch of `fit` is no pass over `data`.
         """
         steps = self.params.get("steps")
-        if self._data is not None and steps != len(self._data):
+        if self.data is not None and steps != len(self.data):
             raise ValueError(
                 f"Expected fit to be given the data of {type(self).__name__} and no steps_per_epoch: "
-                f"{len(self._data)} batches an epoch. Received: {steps}"
+                f"{len(self.data)} batches an epoch. Received: {steps}"
             )
-        if self._data is not None and not self.model.built:
+        if self.data is not None and not self.model.built:
             # Keras would build it in the first step, and a backup is restored before.
-            keras_compat.build_symbolically(self.model, self._data.element_spec)
+            keras_compat.build_symbolically(self.model, self.data.element_spec)
         towers = towers_of(self.model)
-        if towers is not None and towers.backend == "nccl":
-            self._tell_what_differs()
-        super().on_train_begin(logs)
-
-    def _tell_what_differs(self) -> None:
-        if not tf_compat.is_op_determinism_enabled():
+        if towers is not None and towers.backend == "nccl" and not tf_compat.is_op_determinism_enabled():
             _logger.info(
                 "A resumed run on GPUs ends with the very weights of an uninterrupted run only if "
                 "tf.config.experimental.enable_op_determinism() was called before the model was made: without it "
                 "kernels, and NCCL's sums within an NVSwitch, may differ in their last bits"
             )
+        super().on_train_begin(logs)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Record where the epoch begins."""
         self._epoch = epoch
-        if self._data is not None:
-            self._begun = self._data.upcoming
+        if self.data is not None:
+            self._begun = self.data.upcoming
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Make a backup if one is due.
@@ -132,9 +123,9 @@ class BackupAndRestore(keras_compat.BackupMethods):
         Raises:
             NcclSyncError: `fit` does not train on the given data.
         """
-        if self._data is not None:
-            seen = self._begun.samples + (batch + 1) * self._data.batch_size
-            ended = seen >= self._data.rows
+        if self.data is not None:
+            seen = self._begun.samples + (batch + 1) * self.data.batch_size
+            ended = seen >= self.data.rows
             epoch = self._begun.epoch
             self._expected = Position(epoch + 1, 0) if ended else Position(epoch, seen)
             if ended and self._begun.samples and not self.model.stop_training:
@@ -149,7 +140,7 @@ class BackupAndRestore(keras_compat.BackupMethods):
         """
         if self.model.stop_training is _PASS_ENDED:
             self.model.stop_training = False
-        if self._data is None:
+        if self.data is None:
             self._epoch = epoch + 1
         else:
             if not self.model.stop_training:
@@ -158,10 +149,10 @@ class BackupAndRestore(keras_compat.BackupMethods):
         super().on_epoch_end(epoch, logs)
 
     def _check(self) -> None:
-        if self._data is not None and self._data.position != self._expected:
+        if self.data is not None and self.data.position != self._expected:
             raise NcclSyncError(
                 f"Expected fit to train on the data of {type(self).__name__}, one pass per epoch, which "
-                f"would then stand at {self._expected}. Received: {self._data.position}"
+                f"would then stand at {self._expected}. Received: {self.data.position}"
             )
 
     def write_backup(self) -> None:
@@ -183,10 +174,10 @@ class BackupAndRestore(keras_compat.BackupMethods):
 
     def _state(self) -> dict[str, Any]:
         state = {"epoch": self._epoch, "seeds": [v.numpy().tolist() for v in _seeds(self.model)], "data": None}
-        if self._data is not None:
-            epoch, samples = self._data.position
+        if self.data is not None:
+            epoch, samples = self.data.position
             state["epoch"] = self._epoch + epoch - self._begun.epoch
-            state["data"] = {"epoch": epoch, "samples": samples, "seed": self._data.seed, "rows": self._data.rows}
+            state["data"] = {"epoch": epoch, "samples": samples, "seed": self.data.seed, "rows": self.data.rows}
         return state
 
     def read_backup(self) -> None:
@@ -207,18 +198,18 @@ class BackupAndRestore(keras_compat.BackupMethods):
             return
         for variable, value in zip(variables, state["seeds"], strict=True):
             variable.assign(np.array(value, variable.dtype.as_numpy_dtype))
-        if self._data is not None:
-            self._data.seek(state["data"]["epoch"], state["data"]["samples"])
+        if self.data is not None:
+            self.data.seek(state["data"]["epoch"], state["data"]["samples"])
 
     def _check_data(self, stored: dict[str, int] | None) -> None:
-        if self._data is None:
+        if self.data is None:
             if stored is not None and stored["samples"]:
                 raise ValueError(
                     f"Expected data=, since the backup in {self.backup_dir} was made in the middle of an "
                     f"epoch, after {stored['samples']} samples. Received: None"
                 )
             return
-        ours = {"seed": self._data.seed, "rows": self._data.rows}
+        ours = {"seed": self.data.seed, "rows": self.data.rows}
         theirs = None if stored is None else {name: stored[name] for name in ours}
         if theirs != ours:
             raise ValueError(f"Expected a backup of the same data, {ours}. Received: {theirs}")

@@ -131,12 +131,7 @@ class LargeBatch(keras.callbacks.Callback):
 
 
 def follow(model: keras.Model, recipe: LargeBatch) -> None:
-    """Let every step of a model follow a recipe, in `fit` and `train_on_batch`.
-
-    Args:
-        model: of any class; compiled by the time of its first step.
-        recipe: the recipe.
-    """
+    """Let every step of a model, compiled by its first step, follow a recipe in `fit` and `train_on_batch`."""
     fit, train_on_batch = model.fit, model.train_on_batch
 
     @functools.wraps(fit)

@@ -53,21 +53,18 @@ class ScaledRate:
         active: a bool variable.
         effective: a float32 variable, the rate of the last update; NaN before the first.
         always: whether steps outside a `fit` are scaled, too.
+        known: whether the length of the warm-up is known.
+        variables: all of its variables, which files do not hold.
     """
 
     def __init__(self, model: keras.Model, rule: Rule) -> None:
-        """Wrap the optimizer's update; steps traced from now on are scaled.
-
-        Args:
-            model: compiled, with one optimizer.
-            rule: the arguments to trace.
-        """
+        """Wrap the update of a compiled model's optimizer; steps traced from now on are scaled."""
         self.rule = rule
         self.always = False
+        self.known = False
         self._model = model
         self._optimizer = keras_optimizers.innermost(model.optimizer)
         self._open = 0  # steps of the model that are being traced
-        self._known = False
         self.active = _variable(False, "active")
         self.effective = _variable(float("nan"), "effective")
         self._largest = _variable(0.0, "batch_size")
@@ -75,20 +72,11 @@ class ScaledRate:
         self._skipped = _variable(tf.constant(0, tf.int64), "skipped_updates")  # of the warm-up
         # The reference rate of the velocities.
         self._previous = _variable(self._reference(), "previous_rate")
+        self.variables = [self.active, self.effective, self._largest, self._warmup, self._skipped, self._previous]
         keras_optimizers.wrap_update(self._optimizer, self._wrap)
         outer = model.optimizer
         vars(outer)["save_own_variables"] = tf_compat.wrapping(self._save_settled)(outer.save_own_variables)
         vars(outer)["load_own_variables"] = tf_compat.wrapping(self._load_and_note)(outer.load_own_variables)
-
-    @property
-    def variables(self) -> list[tf.Variable]:
-        """Return its variables, which files do not hold."""
-        return [self.active, self.effective, self._largest, self._warmup, self._skipped, self._previous]
-
-    @property
-    def known(self) -> bool:
-        """Return whether the length of the warm-up is known."""
-        return self._known
 
     def is_for(self, optimizer: keras.Optimizer) -> bool:
         """Return whether it scales this optimizer's rate."""
@@ -97,26 +85,23 @@ class ScaledRate:
     def begin(self, warmup_epochs: float, steps_per_epoch: int, epoch: int = 0) -> None:
         """Set the warm-up; a warm-up that has ended, or a part of it, is not repeated.
 
-        Args:
-            warmup_epochs: its length.
-            steps_per_epoch: batches.
-            epoch: the number of epochs trained before, as far as known.
+        `epoch` is the number of epochs trained before, as far as known.
         """
         made, length = int(self._updates()), int(self._warmup.numpy())
         updates = round(warmup_epochs * steps_per_epoch / self._batches_per_update())
         done = made + int(self._skipped.numpy())
-        ended = done >= length if self._known else epoch >= warmup_epochs
+        ended = done >= length if self.known else epoch >= warmup_epochs
         if made == 0:
             done = 0
         elif ended:
             done = max(updates, made)
-        elif self._known:
+        elif self.known:
             done = done * updates // length
         self._skipped.assign(done - made)
         self._warmup.assign(updates)
         self._largest.assign(0.0)
         self.active.assign(True)
-        self._known = True
+        self.known = True
 
     def run(self, step: Callable[[Any], Any], data: Any) -> Any:
         """Record the batch size, then run the model's step on the batch, or on a tower's shard of it."""
@@ -147,11 +132,11 @@ class ScaledRate:
 
     def _wrap(self, apply: Callable) -> Callable:
         def scaled_apply(gradients, variables):
-            if self.always and not self._open and not (self._known and self.rule.batch_size):
+            if self.always and not self._open and not (self.known and self.rule.batch_size):
                 raise NcclSyncError(
                     "Expected LargeBatch to have batch_size, and steps_per_epoch or warmup_epochs=0, for a "
                     "step that is not the model's own. Received: "
-                    f"batch_size={self.rule.batch_size}, length of the warm-up known: {self._known}"
+                    f"batch_size={self.rule.batch_size}, length of the warm-up known: {self.known}"
                 )
             if self.rule.exclude_from_weight_decay:
                 keras_optimizers.exclude_from_weight_decay(self._optimizer, _not_decayed(self._model))

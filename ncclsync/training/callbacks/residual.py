@@ -1,11 +1,11 @@
 """Begin residual blocks as the identity: `zero_last_gamma`."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 
 from ncclsync.compat import keras as keras_compat
-from ncclsync.compat.keras import Call
 
 
 def zero_last_gamma(model: keras.Model) -> list[keras.layers.BatchNormalization]:
@@ -34,7 +34,7 @@ def zero_last_gamma(model: keras.Model) -> list[keras.layers.BatchNormalization]
     found = []
     for inner in [model, *keras_compat.layers_of(model)]:
         for call in _history(keras_compat.calls_at_end(inner)):
-            last = _last_normalisation(call) if call.adds else None
+            last = _last_normalisation(call) if keras_compat.adds(call) else None
             if last is not None and last not in found:
                 found.append(last)
     if not found:
@@ -47,9 +47,9 @@ def zero_last_gamma(model: keras.Model) -> list[keras.layers.BatchNormalization]
     return found
 
 
-def _last_normalisation(addition: Call) -> keras.layers.BatchNormalization | None:
+def _last_normalisation(addition: Any) -> keras.layers.BatchNormalization | None:
     """Return the normalisation that ends the longer branch of an addition; None if there is none."""
-    branches = addition.inputs()
+    branches = addition.parent_nodes
     if len(branches) < 2:
         return None
     histories = [set(_history([branch])) for branch in branches]
@@ -59,23 +59,21 @@ def _last_normalisation(addition: Call) -> keras.layers.BatchNormalization | Non
     if lengths.count(lengths[longest]) > 1:
         return None
     end = branches[longest]
-    while isinstance(end.layer, keras.layers.Dropout):  # SpatialDropout too, which derives from it
-        (end,) = end.inputs()
-    layer = end.layer
+    while isinstance(end.operation, keras.layers.Dropout):  # SpatialDropout too, which derives from it
+        (end,) = end.parent_nodes
+    layer = end.operation
     return layer if isinstance(layer, keras.layers.BatchNormalization) and layer.gamma is not None else None
 
 
-def _history(ends: Sequence[Call]) -> list[Call]:
+def _history(ends: Sequence[Any]) -> list[Any]:
     """Return calls and the calls that they depend on, dependencies first."""
-    found: dict[Call, None] = {}
+    found: dict[Any, None] = {}
     queue = [*ends]
     while queue:
         call = queue.pop()
-        if call in found:
-            continue
-        missing = [one for one in call.inputs() if one not in found]
+        missing = [one for one in call.parent_nodes if one not in found]
         if missing:
             queue += [call, *missing]
         else:
-            found[call] = None
+            found[call] = None  # at its first place, if it is there already
     return list(found)

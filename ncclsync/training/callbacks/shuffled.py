@@ -4,6 +4,7 @@ It knows its position, to the sample; `backup.py` stores and restores it.
 """
 
 import contextlib
+import functools
 import hashlib
 import math
 import threading
@@ -105,12 +106,18 @@ class Shuffled(CountingDataset):
             self._fetching: object = None
             self._lock = threading.Lock()
             self._arrays, self._load = arrays, load
-            super().__init__(self._pipeline(Layout()))
+            super().__init__(self._pipeline(Layout()), self.counted)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle, and copy, the arrays and the place in them; the tf.data pipeline is made anew."""
-        arrays = tf.nest.map_structure(lambda array: array.numpy(), self._arrays)
-        return _restored, (type(self), arrays, self.batch_size, self.seed, self._load, self._place())
+        arrays = _map_arrays(lambda array: array.numpy(), self._arrays)
+        made = functools.partial(type(self), batch_size=self.batch_size, seed=self.seed, load=self._load)
+        return made, arrays, self._place()
+
+    def __setstate__(self, place: tuple[int, int, int]) -> None:
+        """Unpickle the place."""
+        self._epoch, self._first, seen = place
+        self._seen.assign(seen)
 
     def order(self, epoch: int) -> np.ndarray:
         """Return the order of pass `epoch`: int64 indices of the samples, [rows].
@@ -126,7 +133,7 @@ class Shuffled(CountingDataset):
     def position(self) -> Position:
         """Return the position after the last batch that was handed out."""
         epoch, _, seen = self._place()
-        return self._normalised(epoch, seen)
+        return Position(epoch + 1, 0) if seen == self.rows else Position(epoch, seen)
 
     @property
     def upcoming(self) -> Position:
@@ -178,10 +185,7 @@ class Shuffled(CountingDataset):
 
     def _upcoming(self, place: tuple[int, int, int]) -> Position:
         epoch, first, seen = place
-        return self._normalised(epoch, seen if seen == self.rows else first)
-
-    def _normalised(self, epoch: int, seen: int) -> Position:
-        return Position(epoch + 1, 0) if seen == self.rows else Position(epoch, seen)
+        return Position(epoch + 1, 0) if seen == self.rows else Position(epoch, first)
 
     def of_process(self, layout: Layout) -> "OwnRows":
         """Return the same batches, at the same place, of which only the rows of one process' towers are read."""
@@ -198,7 +202,7 @@ class Shuffled(CountingDataset):
         return hashlib.blake2b(digest_of_rows(self._arrays) + place, digest_size=16).digest()
 
     def _pipeline(self, layout: Layout) -> tf.data.Dataset:
-        """Return the batches of a pass, in which copies stand for the rows of other processes' towers."""
+        """Return the numbered batches of a pass; in them copies stand for the rows of other processes' towers."""
 
         def rest_of_pass(_):
             order, begun = tf.numpy_function(self._begin, [], [tf.int64, tf.int64])
@@ -246,17 +250,14 @@ class Shuffled(CountingDataset):
             samples = begins.flat_map(samples_of).map(loaded, num_parallel_calls=tf.data.AUTOTUNE)
             return tf.data.Dataset.zip(begins, samples.batch(max(1, rows))).map(completed)
 
-        def counted(begun, batch):
-            rows = tf.shape(_arrays_of(batch)[0], tf.int64)[0]
-            rows = tf.where(begun == self._pass, rows, 0)  # an abandoned iterator may still fetch
-            with tf.control_dependencies([self._seen.assign_add(rows)]):
-                return _map_arrays(tf.identity, batch)
+        return tf.data.Dataset.from_tensors(0).flat_map(rest_of_pass)
 
-        passes = tf.data.Dataset.from_tensors(0).flat_map(rest_of_pass)
-        # Counted after the prefetch, whose batches have not been handed out. TensorFlow must not add another one.
-        options = tf.data.Options()
-        options.experimental_optimization.inject_prefetch = False
-        return passes.prefetch(tf.data.AUTOTUNE).map(counted).with_options(options)
+    def counted(self, begun: tf.Tensor, batch: Any) -> Any:
+        """Count a batch that is handed out, of the pass of this number."""
+        rows = tf.shape(_arrays_of(batch)[0], tf.int64)[0]
+        rows = tf.where(begun == self._pass, rows, 0)  # an abandoned iterator may still fetch
+        with tf.control_dependencies([self._seen.assign_add(rows)]):
+            return _map_arrays(tf.identity, batch)
 
     def _begin(self) -> tuple[np.ndarray, np.int64]:
         """Begin a pass; return the order of its remaining samples, and its number among all passes.
@@ -284,47 +285,14 @@ def _arrays_of(structure: Any) -> list[Any]:
 
 
 class OwnRows(CountingDataset):
-    """Give the batches of a `Shuffled`, with only some towers' rows read, and its position."""
+    """Give the batches of a `Shuffled`, with only some towers' rows read, and count in it."""
 
     def __init__(self, data: Shuffled, batches: tf.data.Dataset) -> None:
         """Give these batches."""
-        super().__init__(batches)
-        self._data = data
-
-    def cardinality(self) -> tf.Tensor:
-        """See `Shuffled.cardinality`."""
-        return self._data.cardinality()
-
-    def digest(self) -> bytes:
-        """Return a digest that processes compare in place of their batches, whose rows differ."""
-        return self._data.digest_of_place()
-
-    def fetching(self, feeder: object) -> contextlib.AbstractContextManager[None]:
-        """See `Shuffled.fetching`."""
-        return self._data.fetching(feeder)
-
-    def fetched(self) -> tuple[int, int, int]:
-        """See `Shuffled.fetched`."""
-        return self._data.fetched()
-
-    def take(self, place: tuple[int, int, int]) -> None:
-        """See `Shuffled.take`."""
-        self._data.take(place)
-
-
-def _restored(
-    cls: type[Shuffled],
-    arrays: tuple[Any, ...],
-    batch_size: int,
-    seed: int,
-    load: Callable[..., Any] | None,
-    place: tuple[int, int, int],
-) -> Shuffled:
-    """Unpickle, with the position."""
-    data = cls(*arrays, batch_size=batch_size, seed=seed, load=load)
-    data._epoch, data._first, seen = place
-    data._seen.assign(seen)
-    return data
+        super().__init__(batches, data.counted)
+        for name in ("cardinality", "fetching", "fetched", "take"):
+            setattr(self, name, getattr(data, name))
+        self.digest = data.digest_of_place  # type: ignore[method-assign]
 
 
 def _rows_of(arrays: Any) -> int:

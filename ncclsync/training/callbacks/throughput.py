@@ -1,5 +1,6 @@
 """Log samples per second, and how a step spends its time: `Throughput`."""
 
+import collections
 import time
 from typing import Any
 
@@ -25,10 +26,6 @@ class Throughput(StepWatcher):
 
     The three shares add up to 1. They cover the steps alone: Keras' work between two steps, with callbacks, counts only
     in the first figure.
-
-    Attributes:
-        samples: the rows that `samples_per_second` counts, in this epoch.
-        seconds: the time that it counts.
     """
 
     async_safe = True  # for Keras: `on_train_batch_end` may be called from another thread
@@ -40,22 +37,9 @@ class Throughput(StepWatcher):
         self._start()
 
     def _start(self) -> None:
-        self._usual, self._traced = _Tally(), _Tally()
+        # Of calls that traced, and of all others: sums by the names of `Measured`, and the time since the call before.
+        self._sums = {traced: collections.Counter[str]() for traced in (True, False)}
         self._last_ns = time.monotonic_ns()
-
-    @property
-    def samples(self) -> int:
-        """See the class."""
-        return self._tally.samples
-
-    @property
-    def seconds(self) -> float:
-        """See the class."""
-        return self._tally.elapsed_ns / 1e9
-
-    @property
-    def _tally(self) -> "_Tally":
-        return self._usual if self._usual.samples else self._traced
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begin anew."""
@@ -68,10 +52,13 @@ class Throughput(StepWatcher):
     def measure(self, measured: Measured) -> None:
         """Count the call's steps."""
         now = time.monotonic_ns()
-        tally = self._traced if measured.traced else self._usual
-        tally.add(now - self._last_ns, measured)
+        sums = self._sums[measured.traced]
+        sums["elapsed_ns"] += now - self._last_ns
+        for name in ("samples", "step_ns", "communicating_ns", "waiting_ns"):
+            sums[name] += getattr(measured, name)
         self._last_ns = now
-        self._figures = self._tally.figures()
+        others = self._sums[False]
+        self._figures = _figures_of(others if others["samples"] else self._sums[True])
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Show the figures."""
@@ -84,27 +71,13 @@ class Throughput(StepWatcher):
             logs.update(self._figures)
 
 
-class _Tally:
-    """Add up some calls of the step's graph; times in ns."""
-
-    def __init__(self) -> None:
-        self.samples = self.elapsed_ns = 0
-        self._step_ns = self._communicating_ns = self._waiting_ns = 0
-
-    def add(self, elapsed_ns: int, measured: Measured) -> None:
-        self.elapsed_ns += elapsed_ns
-        self.samples += measured.samples
-        self._step_ns += measured.step_ns
-        self._communicating_ns += measured.communicating_ns
-        self._waiting_ns += measured.waiting_ns
-
-    def figures(self) -> dict[str, float]:
-        whole = self._step_ns + self._waiting_ns
-        if not self.samples or not whole:
-            return {}
-        return {
-            "samples_per_second": self.samples / (self.elapsed_ns / 1e9),
-            "computing": (self._step_ns - self._communicating_ns) / whole,
-            "communicating": self._communicating_ns / whole,
-            "waiting_for_data": self._waiting_ns / whole,
-        }
+def _figures_of(sums: collections.Counter[str]) -> dict[str, float]:
+    whole = sums["step_ns"] + sums["waiting_ns"]
+    if not sums["samples"] or not whole:
+        return {}
+    return {
+        "samples_per_second": sums["samples"] / (sums["elapsed_ns"] / 1e9),
+        "computing": (sums["step_ns"] - sums["communicating_ns"]) / whole,
+        "communicating": sums["communicating_ns"] / whole,
+        "waiting_for_data": sums["waiting_ns"] / whole,
+    }

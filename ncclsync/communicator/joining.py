@@ -1,13 +1,24 @@
-"""Join the processes that a launcher has started: by MPI, or by a service of process 0's."""
+"""Join the processes that a launcher has started, by a service of process 0's."""
 
-from ncclsync.communicator import mpi
+import contextlib
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import time
+
+from ncclsync.communicator import timeouts
 from ncclsync.communicator.messages import MessageError
-from ncclsync.communicator.peers import Peers, ServicePeers, end_with_process
+from ncclsync.communicator.peers import Peers, end_with_process
 from ncclsync.communicator.processes import Process, claim
-from ncclsync.communicator.service import KeyService
-from ncclsync.errors import NcclSyncError
+from ncclsync.communicator.service import Service
+from ncclsync.errors import NcclSyncError, NcclTimeoutError, NcclUnavailableError
 
 _FOR_EVER_S = 7 * 86400.0
+_LEAVE_S = 8.0  # that an ended process gives the others to end as well, if mpirun is to end a silent one
+_FOLDER = "PMIX_SERVER_TMPDIR"  # Open MPI makes it on each host for a job's processes there
+_BROADCAST = "import sys; from mpi4py import MPI; print(MPI.COMM_WORLD.bcast(sys.argv[1]))"
 
 _peers: dict[Process, Peers] = {}
 
@@ -21,23 +32,104 @@ def peers_of(process: Process, timeout_s: float | None) -> Peers:
 
     Raises NcclSyncError if they cannot be joined.
     """
-    if process.launcher == "Open MPI":
-        return mpi.peers(timeout_s)
-    if process.address is None:
+    claim()
+    if process not in _peers:
+        try:
+            found = Peers(_service(process, timeout_s), process.rank, process.size, timeout_s)
+        except (MessageError, NcclTimeoutError, NcclUnavailableError):
+            raise
+        except NcclSyncError as error:
+            raise NcclSyncError(f"{str(error).rstrip('.')}. {process.if_left_over}") from error
+
+        def end(words: str) -> None:
+            found.end(words)
+            if process.launcher == "Open MPI" and found.silent():
+                _let_mpirun_end(found)
+
+        end_with_process(end)
+        _peers[process] = found
+    return _peers[process]
+
+
+def _service(process: Process, timeout_s: float | None) -> Service:
+    """Reach process 0 at the address that the launcher names; by mpirun, at one that process 0 chooses."""
+    alone, join_s = process.local_size == process.size, timeout_s or _FOR_EVER_S
+    is_first = process.rank == 0
+
+    def joined(address: str) -> Service:
+        return Service(address, process.rank, process.size, join_s=join_s, on_one_host=alone)
+
+    if process.address is not None:
+        return joined(process.address)
+    if process.launcher != "Open MPI":
         raise NcclSyncError(
             "Expected MASTER_ADDR and MASTER_PORT, a host and a free port of it where process 0 is reached by the "
             f"others. Received: none of them, from {process.launcher} ({process.reason})"
         )
-    claim()
-    if process not in _peers:
-        rank, size, alone = process.rank, process.size, process.local_size == process.size
-        try:
-            service = KeyService(process.address, rank, size, join_s=timeout_s or _FOR_EVER_S, on_one_host=alone)
-            found = ServicePeers(service, rank, size, timeout_s)
-        except MessageError:
-            raise
-        except NcclSyncError as error:
-            raise NcclSyncError(f"{str(error).rstrip('.')}. {process.if_left_over}") from error
-        end_with_process(found.end)
-        _peers[process] = found
-    return _peers[process]
+    service = joined("127.0.0.1:0" if alone else f"{socket.gethostname()}:0") if is_first else None
+    address = "" if service is None else service.address
+    folder = pathlib.Path(os.environ.get(_FOLDER, ""))
+    if alone and _FOLDER in os.environ:
+        address = _by_file(folder / f"ncclsync.{os.environ.get('PMIX_NAMESPACE', '')}", address, timeout_s)
+    else:
+        address = _by_mpi(address, process, timeout_s)
+    return service or joined(address)
+
+
+def _by_file(path: pathlib.Path, address: str, timeout_s: float | None) -> str:
+    """Return process 0's address, `address` there, by a file that all processes of the host see."""
+    if address:
+        written = path.with_name(f"{path.name}.new")
+        written.write_text(address)
+        written.replace(path)
+        return address
+
+    def has_come() -> bool:
+        nonlocal address
+        with contextlib.suppress(OSError):
+            address = path.read_text()
+        return bool(address)
+
+    _wait_to_join(lambda slice_s: timeouts.poll(has_come, slice_s), "process 0 not arrived", timeout_s)
+    return address
+
+
+def _by_mpi(address: str, process: Process, timeout_s: float | None) -> str:
+    """Return process 0's address, `address` there, by a broadcast of MPI's: in a child, which this process can leave."""
+    if "mpi4py.MPI" in sys.modules:  # the program's own: a second MPI of this process would end it
+        return sys.modules["mpi4py.MPI"].COMM_WORLD.bcast(address)
+    child = subprocess.Popen([sys.executable, "-c", _BROADCAST, address], stdout=subprocess.PIPE, text=True)
+    try:
+        _wait_to_join(
+            lambda slice_s: timeouts.poll(lambda: child.poll() is not None, slice_s), "not all have come", timeout_s
+        )
+        found = child.communicate()[0].strip()
+    finally:
+        child.kill()
+    if not found:
+        raise NcclUnavailableError(
+            f"Expected mpi4py, or MASTER_ADDR and MASTER_PORT, to tell {process.size} processes on several hosts where "
+            "process 0 is. Received: neither. Install it by: pip install 'ncclsync[hosts]'; or name a host and a free "
+            "port of it by: mpirun -x MASTER_ADDR=host -x MASTER_PORT=29500"
+        )
+    return found
+
+
+def _wait_to_join(wait, late: str, timeout_s: float | None) -> None:
+    timeouts.wait(
+        wait,
+        call="join",
+        what=lambda: "the joining of processes",
+        timeout_s=timeout_s,
+        arrived=lambda: f"{late}. Each has to make towers, and to do so in time",
+    )
+
+
+def _let_mpirun_end(peers: Peers) -> None:
+    """End this process by an error, since mpirun would wait for a silent one; others get time to save."""
+    until = time.monotonic() + _LEAVE_S
+    while time.monotonic() < until and len(peers.gone()) < peers.size - 1:
+        time.sleep(0.25)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)

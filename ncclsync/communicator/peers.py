@@ -1,46 +1,38 @@
-"""Exchange values with the other processes, and hear which of them fail, end or go silent.
-
-Communicators use `Peers`. `mpi.MpiPeers` builds it on MPI, `ServicePeers` on a service of keys and values.
-"""
+"""Exchange values with the other processes, and hear which of them fail, end or go silent."""
 
 from __future__ import annotations
 
-import abc
 import atexit
-import contextlib
-import functools
 import operator
 import os
 import re
 import socket
 import sys
 import threading
-import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from ncclsync.communicator import timeouts
+from ncclsync.communicator import messages, native, timeouts
 from ncclsync.communicator.messages import MOST_BYTES, MessageError
-from ncclsync.communicator.service import KeyService
+from ncclsync.communicator.service import Service
 from ncclsync.errors import NcclSyncError, ProcessError
 
-SILENCE_S = 15.0  # after which a process that says nothing counts as dead
-HEARTBEAT_S = 10.0  # the same, where process 0's service reports silence
+SILENCE_S = 10.0  # after which a process that says nothing counts as dead
 MOST_TEXT = 600  # bytes of what is reported
 _COUNT_BITS = 32  # of `begun`, for exchanges of a generation
 _PULSE_S = 1.0
-_NAP_S = 0.005
-_LONG_S = 3600.0  # that a thread waits for news: the service keeps requests that were given up in memory
+_LONG_S = 3600.0
 _ROOM = 1 << 13  # bytes around a value: what it is, a remark, a digest
-# That a process waits for the service to take its report, and process 0 for each of the others to hear its end.
+# That a process waits for process 0 to take its report, and process 0 for each of the others to hear its end.
 _END_S = 5.0
+_WHO_S = 0.2  # that process 0 has to say who has come
 
 
 _SAME_CALLS = (
     "Let all processes make the same calls in the same order, with as many batches; within `if towers.is_chief:` only "
     "save and print"
 )
-_SAME_MODEL = "Let all build the same model, with the same options"
+SAME_MODEL = "Let all build the same model, with the same options"
 SAME_ROWS = (
     "Seed what shuffles or draws, by keras.utils.set_random_seed and tf.data's shuffle(seed=...); and divide no "
     "dataset by process, as by shard(), but for an ncclsync.Local"
@@ -74,7 +66,7 @@ class Doing(NamedTuple):
         return ", ".join(words) if self.place else f"at {', '.join(words)}"
 
 
-class Peers(abc.ABC):
+class Peers:
     """Know the processes that train together.
 
     A process that fails reports it to the others, which raise an error once; then all may go on together. A process
@@ -92,15 +84,13 @@ class Peers(abc.ABC):
         failures: [size] how often each process is known to have failed.
         reported: [size] how many of these have been raised here.
         begun: how often this process has begun to meet the others.
+        in_turn: is held by a thread while its processes are to do nothing else together.
         files: [size] the last known file of each process, as two counts: how often the process had begun to meet
             the others, and how many files it has written since, or left to process 0.
-        silence_s: after which a process that says nothing counts as dead.
-        by_notice: True if the agreement was ended by a notice rather than in a call that all processes had entered.
     """
 
-    silence_s = SILENCE_S
-
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, service: Service, rank: int, size: int, timeout_s: float | None) -> None:
+        """Learn the others' names, by the service that has joined them. Collective; `timeout_s` limits it."""
         self.rank, self.size = rank, size
         self.hosts = [""] * size
         self.failure: ProcessError | None = None
@@ -115,55 +105,124 @@ class Peers(abc.ABC):
         # `failures` and `generation` when the processes last agreed on them.
         self._agreed, self._generations = [0] * size, 0
         self._ended = [""] * size  # of those that have, why
-        self.by_notice = False
+        self._know_end = {0}  # the processes that have heard of process 0's end
+        self._dead: set[int] = set()
+        self._service = service
+        self.in_turn = threading.RLock()
+        self._stop = threading.Event()
+        self._data: dict[int, socket.socket] = {}
+        for task in (self._listen, self._watch)[: 1 if rank else 2]:
+            threading.Thread(target=task, name="ncclsync processes", daemon=True).start()
+        try:
+            own = socket.gethostname(), sorted(os.sched_getaffinity(0))
+            found = self.exchange(own, "the joining of processes", timeout_s)
+        except BaseException:
+            self._stop.set()
+            raise
+        self.hosts = [host for host, _ in found]
+        native.share_cores([cores for host, cores in found if host == self.hosts[rank]])
 
-    @abc.abstractmethod
     def exchange(
-        self, value: Any, text: str, timeout_s: float | None = None, *, heeds: bool = True, most_bytes: int = MOST_BYTES
+        self,
+        value: Any,
+        text: str,
+        timeout_s: float | None = None,
+        *,
+        heeds: bool = True,
+        most_bytes: int = MOST_BYTES,
+        failed: bool = False,
     ) -> list[Any]:
         """Return [size] what each process gives, as `messages.written` takes it. Collective.
 
+        If all have given their values before a failure or an end is known, all receive them.
+
         Args:
             value: this process'.
-            text: what it is, for messages; equal in all processes.
+            text: what it is, for messages; equal in all processes, except those that have failed.
             timeout_s: see `timeouts.wait`.
-            heeds: whether a failure of another process ends the exchange.
+            heeds: whether another process' report of a failure ends the exchange.
             most_bytes: that a process may give.
+            failed: whether this process has failed, as `text` says; no process gets values then.
 
         Raises:
             ProcessError: another process fails, ends, is silent, does something else, or gives an invalid value.
             NcclTimeoutError, NcclSyncError: as `timeouts.wait`.
         """
+        with self.in_turn:
+            if self.failure is not None:
+                raise self.failure
+            # After a failure, which may have ended an exchange in some processes alone, all count anew.
+            number = self.begun = max(self.begun, self.generation << _COUNT_BITS) + 1
+            given = messages.written((*self.doing(shortened(text)), text, failed, value))
+            awaited = self._service.give(number, given, most_bytes + _ROOM)
 
-    @abc.abstractmethod
-    def _end(self, words: str) -> None:
-        """See `end`."""
+            def go_on(slice_s: float) -> bool:
+                if awaited.wait(slice_s):
+                    return True
+                # What was complete before the news has come before it.
+                if self._has_news(heeds) and not awaited.wait(0):
+                    self.check(text) if heeds else self.check_alive(text)
+                self._service.check_reached(SILENCE_S + 2 * _PULSE_S)  # a more telling error may come before
+                return False
 
-    @abc.abstractmethod
-    def _report(self, words: str, ended: bool) -> None:
-        """Tell the others that this process has failed or ended, without waiting for them."""
+            def missing() -> str:
+                here = self._service.who(number, _WHO_S)
+                late = [self.name(i) for i in range(self.size) if i not in here]
+                return f"{', '.join(late)} not arrived"
 
-    @abc.abstractmethod
-    def _silent(self) -> list[int]:
-        """Return the processes that have not been heard of for too long."""
+            try:
+                timeouts.wait(go_on, call="exchange", what=lambda: text, timeout_s=timeout_s, arrived=missing)
+                received = [self._read(one, i, most_bytes) for i, one in enumerate(awaited.value)]
+            except NcclSyncError as error:
+                # This process has lost count of the exchanges; only a new start of all processes mends that.
+                if self.failure is None and error is not self.raised:
+                    self.failure = error if isinstance(error, ProcessError) else ProcessError(str(error))
+                raise
+            each = [Doing(*one[:4]) for one in received]
+            if any(one[5] for one in received):
+                said = [f"{self.name(i)}: {doing.text}" for i, doing in enumerate(each) if received[i][5]]
+                self.raised = ProcessError(f"Expected all processes to make this step. Received: {'; '.join(said)}")
+                raise self.raised
+            if len({(one[2], one[4]) for one in received}) > 1:
+                self.fail(self.difference(each))
+            return [one[6] for one in received]
 
-    def _listen_now(self) -> None:
-        """Ask for the others' reports soon."""
-        return
+    def _read(self, data: bytes, rank: int, most_bytes: int) -> tuple[Any, ...]:
+        """Return what a process has given to an exchange. Raises MessageError."""
+        found = messages.read(data, most_bytes + _ROOM)
+        if not isinstance(found, tuple) or [type(one) for one in found[:-1]] != [str, int, str, str, str, bool]:
+            raise MessageError(f"Expected seven values from {self.name(rank)}. Received: others")
+        return found
 
-    def _has_passed(self, begun: int) -> bool:
-        """Return whether process 0 is known to have begun to meet the others more often than that."""
-        return False
+    def data(self, timeout_s: float | None) -> dict[int, socket.socket]:
+        """Return a connection to each other process, for data: it does not block. Collective when first called."""
+        if not self._data:
+            text = "the joining of host memory"
+            addresses = self.exchange(self._service.open_for_data(), text, timeout_s)
+            self._service.connect_for_data(addresses, timeout_s or _LONG_S)
+            timeouts.wait(
+                lambda slice_s: timeouts.poll(lambda: len(self._service.data()) == self.size - 1, slice_s),
+                call="connect",
+                what=lambda: text,
+                timeout_s=timeout_s,
+                arrived=lambda: self.names({*range(self.size)} - {self.rank, *self._service.data()}) + " not arrived",
+                check=self.check_alive,
+            )
+            self._data = self._service.data()
+        return self._data
 
-    def fail(self, words: str, *, by_notice: bool = False) -> NoReturn:
+    def fail(self, words: str) -> NoReturn:
         """End the agreement for good, and raise a ProcessError that says why."""
         self.raised = self.failure = ProcessError(words)
-        self.by_notice = by_notice
         raise self.failure
 
     def name(self, rank: int) -> str:
         """Return a process' name in messages."""
         return f"process {rank} on {self.hosts[rank]}" if self.hosts[rank] else f"process {rank}"
+
+    def names(self, ranks: Iterable[int]) -> str:
+        """Return processes' names in messages."""
+        return ", ".join(map(self.name, sorted(ranks)))
 
     def doing(self, text: str) -> Doing:
         """Return what this process is doing in the call `text`."""
@@ -196,7 +255,7 @@ class Peers(abc.ABC):
             f"{self.name(i)} is {one.words(with_text=is_model or (by_text and not one.batch))}"
             for i, one in enumerate(each)
         ]
-        remedy = _SAME_MODEL if is_model else _SAME_CALLS
+        remedy = SAME_MODEL if is_model else _SAME_CALLS
         return f"Expected all processes to do the same. Received: {'; '.join(said)}. {remedy}"
 
     def report(self, words: str) -> None:
@@ -204,20 +263,26 @@ class Peers(abc.ABC):
         self.failures[self.rank] += 1
         self.reported[self.rank] += 1
         self._words[self.rank] = words
-        with contextlib.suppress(NcclSyncError):
-            self._report(words, False)
+        self._tell({"words": shortened(words)})
 
     def end(self, words: str) -> None:
-        """Tell the others that this process ends, and why; wait until they have heard of it."""
+        """Tell the others that this process ends, and why; process 0 waits until they have heard of it."""
         failed, is_known = self._words[self.rank], self.failures[self.rank] == self._agreed[self.rank]
         # They may hear of a failure and of the end at once.
-        self._end(words if is_known or failed in words else f"{words}, after {failed}")
+        told = words if is_known or failed in words else f"{words}, after {failed}"
+        self._tell({"ended": shortened(told)})
+        if self.rank == 0:
+            timeouts.poll(lambda: self._know_end.issuperset(set(range(self.size)) - self.gone()), _END_S)
+        self._stop.set()
 
     def report_file(self) -> None:
         """Tell the others that this process has written a file, or failed to, without waiting for them."""
         self._count_file()
-        with contextlib.suppress(NcclSyncError):
-            self._report(self._words[self.rank], False)
+        self._tell({})
+
+    def _tell(self, news: dict[str, Any]) -> None:
+        notice = {"rank": self.rank, "failures": self.failures[self.rank], "files": self.files[self.rank], **news}
+        self._service.tell(notice, _END_S)
 
     def wait_for_file(self, timeout_s: float | None) -> None:
         """Wait until process 0 has written the file that this process leaves to it, or has gone on without it.
@@ -229,14 +294,7 @@ class Peers(abc.ABC):
             return
 
         def is_there() -> bool:
-            return self.files[0] >= wanted or self._has_passed(wanted[0])
-
-        def poll(slice_s: float) -> bool:
-            until = time.monotonic() + slice_s
-            while not is_there() and time.monotonic() < until:
-                self._listen_now()
-                time.sleep(_NAP_S)
-            return is_there()
+            return self.files[0] >= wanted or 0 in self._service.who(wanted[0] + 1, _WHO_S)
 
         def check(what: str) -> None:
             try:
@@ -246,7 +304,7 @@ class Peers(abc.ABC):
                     raise
 
         timeouts.wait(
-            poll,
+            lambda slice_s: timeouts.poll(lambda: self.files[0] >= wanted, slice_s) or is_there(),
             call="save",
             what=lambda: "a file that process 0 writes",
             timeout_s=timeout_s,
@@ -259,23 +317,12 @@ class Peers(abc.ABC):
         self.files[self.rank] = self.begun, count + 1 if begun == self.begun else 1
         return self.files[self.rank]
 
-    def check(self, what: str, given: Container[int] = ()) -> None:
+    def check(self, what: str) -> None:
         """Raise ProcessError if waiting for the others has become futile: one has failed, ended or gone silent.
 
-        Each failure is raised once.
-
-        Args:
-            what: is waited for, for messages.
-            given: processes that have done their part already, and may have ended since.
+        Each failure is raised once. `what` is waited for, for messages.
         """
-        if self.failure is not None:
-            raise self.failure
-        ended = [i for i in self._others_ended() if i not in given]
-        if ended:
-            self.lost = set(self._others_ended())
-            words = ", ".join(f"{self.name(i)} {self._ended[i]}" for i in ended)
-            self.fail(f"Expected {what} to end. Received: {words}", by_notice=True)
-        self.check_silence(what)
+        self.check_alive(what)
         failed = [i for i, (n, reported) in enumerate(zip(self.failures, self.reported, strict=True)) if n > reported]
         if failed:
             before, self.reported = self.generation, list(self.failures)
@@ -285,23 +332,42 @@ class Peers(abc.ABC):
             self.raised = ProcessError(f"Expected all processes to make this step. Received: {said}")
             raise self.raised
 
+    def check_alive(self, what: str) -> None:
+        """Raise ProcessError, for good, if one has ended or is silent; see `check`."""
+        if self.failure is not None:
+            raise self.failure
+        ended = self._others_ended()
+        if ended:
+            self.lost = set(ended)
+            words = ", ".join(f"{self.name(i)} {self._ended[i]}" for i in ended)
+            self.fail(f"Expected {what} to end. Received: {words}")
+        silent = self.silent()
+        if silent:
+            self.lost = set(silent)
+            self.fail(
+                f"Expected {what} to end. Received: nothing for {SILENCE_S:g} s from "
+                f"{self.names(silent)}, which is stopped, killed or cut off"
+            )
+
+    def _has_news(self, heeds: bool) -> bool:
+        return self.have_ended() or (heeds and self.failures != self.reported)
+
     def have_ended(self) -> bool:
         """Return whether another process has ended, or gone silent."""
-        return self.failure is not None or bool(self._others_ended() or self._silent())
+        return self.failure is not None or bool(self.gone())
+
+    def gone(self) -> set[int]:
+        """Return the other processes that have ended or are silent."""
+        return {*self._others_ended(), *self.silent()}
 
     def _others_ended(self) -> list[int]:
         return [i for i, words in enumerate(self._ended) if words and i != self.rank]
 
-    def check_silence(self, what: str) -> None:
-        """Raise ProcessError, for good, if a process is silent; see `check`."""
-        silent = self._silent()
-        if silent:
-            self.lost = set(silent)
-            self.fail(
-                f"Expected {what} to end. Received: nothing for {self.silence_s:g} s from "
-                f"{', '.join(map(self.name, silent))}, which is stopped, killed or cut off",
-                by_notice=True,
-            )
+    def silent(self) -> list[int]:
+        """Return the other processes that have not been heard of for too long."""
+        if self.rank > 0 and self._service.silence()[0] > SILENCE_S:
+            return [0]
+        return sorted(self._dead - {self.rank})
 
     @property
     def generation(self) -> int:
@@ -314,170 +380,41 @@ class Peers(abc.ABC):
         self.reported = list(self.failures)
         self._agreed, self._generations = list(self.failures), self.generation
 
-    def hear(self, rank: int, failures: int, words: str, ended: str, files: Sequence[int]) -> None:
-        """Take over a process' report."""
-        begun, count = files
-        self.files[rank] = max(self.files[rank], (begun, count))
-        if ended:
-            self._ended[rank] = ended
-        if failures > self.failures[rank]:
-            self._words[rank] = words
-            self.failures[rank] = failures
-
-
-class ServicePeers(Peers):
-    """Know the other processes by a service that process 0 runs.
-
-    All processes hear notices in one order: the n-th notice has the key n, which only one process can set.
-    """
-
-    silence_s = HEARTBEAT_S
-
-    def __init__(self, service: KeyService, rank: int, size: int, timeout_s: float | None) -> None:
-        """Learn the others' names, by the service that has joined them. Collective; `timeout_s` limits it."""
-        super().__init__(rank, size)
-        self._service = service
-        self._lock = threading.Lock()
-        self._notices = 0  # that were heard
-        self._dead: set[int] = set()
-        self._stop = threading.Event()
-        for task in (self._listen, self._watch)[: 1 if rank else 2]:
-            threading.Thread(target=task, name="ncclsync processes", daemon=True).start()
-        try:
-            self.hosts = self.exchange(socket.gethostname(), "the joining of processes", timeout_s)
-        except BaseException:
-            self._stop.set()
-            raise
-
-    def exchange(
-        self, value: Any, text: str, timeout_s: float | None = None, *, heeds: bool = True, most_bytes: int = MOST_BYTES
-    ) -> list[Any]:
-        """Return [size] what each process gives; see `Peers.exchange`."""
-        with self._lock:
-            if self.failure is not None:
-                raise self.failure
-            # After a failure, which may have ended an exchange in some processes alone, all count anew.
-            number = self.begun = max(self.begun, self.generation << _COUNT_BITS) + 1
-            given = (*self.doing(text), text, value)
-            received: list[Any] = []
-
-            def run() -> None:
-                self._service.put(f"ncclsync/{number}/{self.rank}", given)
-                for i in range(self.size):
-                    found = self._service.get(f"ncclsync/{number}/{i}", timeout_s or _LONG_S, most_bytes + _ROOM)
-                    if found is None:
-                        return
-                    kinds = [type(one) for one in found[:-1]] if isinstance(found, tuple) else []
-                    if kinds != [str, int, str, str, str]:
-                        raise MessageError(f"Expected six values from {self.name(i)}. Received: others")
-                    received.append(found)
-                if number > 1:  # a process that has come this far has read the previous exchange
-                    self._service.delete(f"ncclsync/{number - 1}/{self.rank}")
-
-            def missing() -> str:
-                late = [self.name(i) for i in range(len(received), self.size) if not self._is_there(number, i)]
-                return f"{', '.join(late)} not arrived" if late else "all have arrived"
-
-            waiting = self._waiting(run, number, text, heeds)
-            try:
-                timeouts.wait(waiting, call="exchange", what=lambda: text, timeout_s=timeout_s, arrived=missing)
-            except NcclSyncError as error:
-                # This process has lost count of the exchanges; only a new start of all processes mends that.
-                if self.failure is None and error is not self.raised:
-                    self.failure = error if isinstance(error, ProcessError) else ProcessError(str(error))
-                raise
-            if len({one[4] for one in received}) > 1:
-                self.fail(self.difference([Doing(*one[:4]) for one in received]))
-            return [one[5] for one in received]
-
-    def _is_there(self, number: int, rank: int) -> bool:
-        """Return whether a process has given its value of an exchange."""
-        with contextlib.suppress(NcclSyncError):
-            return self._service.get(f"ncclsync/{number}/{rank}", _NAP_S * 40) is not None
-        return False
-
-    def _waiting(self, run: Callable[[], None], number: int, text: str, heeds: bool) -> Callable[[float], bool]:
-        """Return a function that begins an exchange, or waits for it, for so many seconds, and heeds the others."""
-        task: list[timeouts.Aside] = []
-
-        def wait(slice_s: float) -> bool:
-            if not task:
-                task.append(timeouts.Aside(run, "ncclsync exchange"))
-            try:
-                if task[0].wait(slice_s):
-                    return True
-            except MessageError:
-                raise
-            except NcclSyncError as error:  # the service is not reached: process 0 reports why, or is silent
-                task[0] = timeouts.Aside(functools.partial(self._lost, error), "ncclsync exchange")
-            given = {i for i in self._others_ended() if self._is_there(number, i)}
-            if heeds:
-                self.check(text, given)
-            elif self.failure is not None or any(self._ended) or self._silent():
-                self.reported = list(self.failures)
-                self.check(text, given)
-            return False
-
-        return wait
-
-    def _lost(self, error: NcclSyncError) -> None:
-        """Raise an error, after the time in which a more telling one may arrive."""
-        if not self._stop.wait(self.silence_s + 2 * _PULSE_S):
-            raise error
-
-    def _report(self, words: str, ended: bool) -> None:
-        state = {"words": "", "ended": shortened(words)} if ended else {"words": shortened(words), "ended": ""}
-        notice = {"rank": self.rank, "failures": self.failures[self.rank], "files": self.files[self.rank], **state}
-        # A stopped process 0 takes no notice: do not wait for it.
-        timeouts.Aside(functools.partial(self._post, notice), "ncclsync notice").wait(_END_S)
-
-    def _post(self, notice: dict[str, Any]) -> None:
-        number = self._notices
-        while not self._service.put(f"ncclsync/notice/{number}", notice):
-            number += 1
-
     def _listen(self) -> None:
         """Hear the processes' notices. Runs in a thread."""
         while not self._stop.is_set():
-            try:
-                notice = self._service.get(f"ncclsync/notice/{self._notices}", _LONG_S)
-            except NcclSyncError:
-                self._stop.wait(_PULSE_S)
-                continue
-            if notice is None:
-                continue
-            self._notices += 1
-            self._dead.update(notice.pop("dead", ()))
-            if not notice:
-                continue
-            self.hear(**notice)
-            if notice["ended"] and notice["rank"] == 0 != self.rank:
-                # An exchange that is not over reads what process 0 holds: let it end first.
-                if self._lock.acquire(timeout=_END_S):
-                    self._lock.release()
-                with contextlib.suppress(NcclSyncError):
-                    self._service.put(f"ncclsync/heard/{self.rank}", "")
+            self._hear(**self._service.notices.get())
+
+    def _hear(
+        self,
+        rank: int = 0,
+        failures: int = 0,
+        files: Sequence[int] = (0, 0),
+        words: str = "",
+        ended: str = "",
+        dead: Sequence[int] = (),
+        knows_end: bool = False,
+    ) -> None:
+        """Take over a process' notice."""
+        begun, count = files
+        self.files[rank] = max(self.files[rank], (begun, count))
+        self._dead.update(dead)
+        if knows_end:
+            self._know_end.add(rank)
+        if failures > self.failures[rank]:
+            self._words[rank] = words
+            self.failures[rank] = failures
+        if ended:
+            self._ended[rank] = ended
+            if rank == 0 != self.rank:
+                self._service.tell({"rank": self.rank, "knows_end": True}, 0)
 
     def _watch(self) -> None:
         """Report silent processes. Runs in a thread of process 0."""
         while not self._stop.wait(_PULSE_S):
-            dead = {i for i, silent_s in enumerate(self._service.silence()) if silent_s > self.silence_s}
+            dead = {i for i, silent_s in enumerate(self._service.silence()) if silent_s > SILENCE_S}
             if not dead <= self._dead:
-                self._post({"dead": sorted(dead)})
-
-    def _silent(self) -> list[int]:
-        if self.rank > 0 and self._service.silence()[0] > self.silence_s:
-            return [0]
-        return sorted(self._dead - {self.rank})
-
-    def _end(self, words: str) -> None:
-        """Tell the others that this process ends; process 0 waits until they have heard of it."""
-        with contextlib.suppress(NcclSyncError):
-            self._report(words, True)
-            for i in range(1, self.size) if self.rank == 0 else ():
-                if not self._ended[i] and i not in self._dead:
-                    self._service.get(f"ncclsync/heard/{i}", _END_S)
-        self._stop.set()
+                self._service.tell({"dead": sorted(dead)}, 0)
 
 
 def shortened(words: str) -> str:

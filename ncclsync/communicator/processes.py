@@ -70,14 +70,6 @@ class Process:
     reason: str
 
     @property
-    def by_mpi(self) -> str:
-        """Return the command that starts as many processes so that MPI joins them, for messages."""
-        mpirun = f"mpirun -np {self.size} python train.py"
-        if self.launcher != "Slurm":
-            return mpirun
-        return f"srun --mpi=pmix python train.py, where srun --mpi=list has pmix; or, by sbatch or salloc, {mpirun}"
-
-    @property
     def if_left_over(self) -> str:
         """Return what to do where nobody has started the other processes, for messages."""
         names = ", ".join(_VARIABLES.get(self.launcher, ("TF_CONFIG",))[:2])

@@ -1,8 +1,10 @@
-"""Store keys and values for several processes, in process 0, and know which processes are silent.
+"""Join several processes by process 0: it brings their values together, passes notices on, and knows who is silent.
 
-Each other process has two connections to process 0. The first carries its requests. On the second, C threads of both
-sides send beats, which go on while a call keeps Python from running. Only process 0 listens, at the address that the
-launcher names. `messages` encodes and seals everything that is sent.
+Each other process has two connections to process 0. The first carries what it gives and asks, and what it hears. On the
+second, C threads of both sides send beats, which go on while a call keeps Python from running. `messages` encodes and
+seals what is sent. Process 0 listens at the address that the launcher names.
+
+CPU towers need a connection between each two processes, for data; then the others listen, too.
 """
 
 from __future__ import annotations
@@ -10,7 +12,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import ipaddress
+import itertools
 import logging
+import math
 import os
 import queue
 import secrets
@@ -19,7 +23,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ncclsync.communicator import messages, native
@@ -33,12 +37,12 @@ _MAGIC = b"ncclsync"
 _IDENT_BYTES = 16
 _LENGTH = struct.Struct("<Q")
 _MOST_HELLO = 256  # bytes of the first message of a connection
-_MOST_PUT = 1 << 36
+_MOST_GIVEN = 1 << 36
 _MOST_STRANGERS = 256  # connections whose first message has not come yet
 _HELLO_S = 10.0
 _BEAT_S = 1.0
 _RETRY_S = 0.2
-_REQUESTS, _BEATS = "requests", "beats"
+_REQUESTS, _BEATS, _DATA = "requests", "beats", "data"
 
 
 class _Connection:
@@ -79,35 +83,103 @@ def read_exactly(raw: socket.socket, count: int) -> bytearray:
     return data
 
 
-class _Store:
-    """Store values, and call back those who wait for them."""
+class _Channel:
+    """Send values without waiting, in a thread, since the reader may have stopped; hear others in a second one."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        connection: _Connection,
+        most_bytes: Callable[[], int],
+        hear: Callable[..., None],
+        lose: Callable[[Exception], None],
+    ) -> None:
+        """Hear tuples by `hear`; call `lose` once, when the connection has ended or somebody has broken its rules."""
+        self._connection, self._most_bytes, self._hear, self._lose = connection, most_bytes, hear, lose
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def start(self) -> None:
+        for task in (self._send, self._receive):
+            threading.Thread(target=task, name="ncclsync service", daemon=True).start()
+
+    def send(self, *values: Any) -> None:
+        self._queue.put(values)
+
+    def _send(self) -> None:
+        with contextlib.suppress(OSError):
+            while (values := self._queue.get()) is not None:
+                self._connection.send(values)
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                self._hear(*self._connection.receive(self._most_bytes))
+        except (OSError, NcclSyncError, TypeError, ValueError) as error:
+            self._queue.put(None)
+            self._connection.raw.close()
+            self._lose(error)
+
+
+class _Hub:
+    """Bring the processes' values together, and pass on notices: process 0's part.
+
+    All hear in one order. A process hears of a notice after all values that were complete before it.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
         self._lock = threading.Lock()
-        self._values: dict[str, Any] = {}
-        self._waiting: dict[str, list[Callable[[Any], None]]] = {}
+        self._given: dict[int, dict[int, bytes]] = {}  # by number and process; of those that are not complete
+        self._notices: list[Any] = []
+        self._members: dict[int, Callable[..., None]] = {}
 
-    def put(self, key: str, value: Any) -> bool:
+    def join(self, rank: int, send: Callable[..., None]) -> None:
+        """Let a process hear by `send` from now on, which does not wait, and of all earlier notices."""
         with self._lock:
-            if key in self._values:
-                return False
-            self._values[key] = value
-            waiting = self._waiting.pop(key, ())
-        for give in waiting:
-            give(value)
-        return True
+            self._members[rank] = send
+            for notice in self._notices:
+                send("notice", 0, notice)
 
-    def get(self, key: str, give: Callable[[Any], None]) -> None:
+    def hear(self, rank: int, what: str, number: int, value: Any) -> None:
+        """Do what a process asks."""
         with self._lock:
-            if key not in self._values:
-                self._waiting.setdefault(key, []).append(give)
-                return
-            value = self._values[key]
-        give(value)
+            if what == "give":
+                self._take(rank, number, value)
+            elif what == "who":
+                self._members[rank]("who", value, sorted(self._given.get(number, ())))
+            else:
+                self._notices.append(value)
+                for send in self._members.values():
+                    send("notice", 0, value)
 
-    def delete(self, key: str) -> None:
-        with self._lock:
-            self._values.pop(key, None)
+    def _take(self, rank: int, number: int, value: bytes) -> None:
+        # A process that has come this far has left all before.
+        self._given = {n: given for n, given in self._given.items() if n >= number}
+        given = self._given.setdefault(number, {})
+        given[rank] = value
+        if len(given) == self._size:
+            del self._given[number]
+            for send in self._members.values():
+                send("given", number, [given[i] for i in range(self._size)])
+
+
+class Awaited:
+    """Wait for what process 0 was asked."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes = most_bytes
+        self.value: Any = None  # once it has come
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def put(self, value: Any) -> None:
+        """Bring it."""
+        self._queue.put(value)
+
+    def wait(self, slice_s: float) -> bool:
+        """Wait for so many seconds; return whether it has come."""
+        if self.value is None:
+            with contextlib.suppress(queue.Empty):
+                self.value = self._queue.get(timeout=slice_s)
+        return self.value is not None
 
 
 class _Pulse:
@@ -164,75 +236,26 @@ class _Pulse:
             self._heard[rank] = self._awake
 
 
-class KeyService:
-    """Join processes by keys and values that process 0 holds.
+class _Door:
+    """Listen, and admit the job's processes: who knows its secret. Its threads last as long as the process."""
 
-    Its threads last as long as the process.
-    """
-
-    def __init__(self, address: str, rank: int, size: int, *, join_s: float, on_one_host: bool = False) -> None:
-        """Listen, or reach process 0.
-
-        Raises NcclSyncError if process 0 is not reached or refuses this one; in process 0, if it cannot listen there.
+    def __init__(
+        self, listener: socket.socket, offer: bytes, size: int, admit: dict[str, Callable[[int, _Connection], None]]
+    ) -> None:
+        """Open it.
 
         Args:
-            address: "host:port", where process 0 listens.
-            rank: this process' number.
-            size: how many there are.
-            join_s: how long to wait for process 0.
-            on_one_host: whether all processes are on one host.
+            listener: already listens.
+            offer: process 0's, see `messages.Seal`.
+            size: how many processes there are.
+            admit: by kind of connection, what is called with the process' number and the connection.
         """
-        self._size, self._rank, self.address = size, rank, address
-        self._pulse = _Pulse(size)
-        host, _, port = address.rpartition(":")
-        where = host.strip("[]"), int(port)
-        if rank == 0:
-            self._store = _Store()
-            self._offer = messages.new_offer()
-            self._seal = Seal(self._offer)
-            self._joined: set[tuple[int, str]] = set()
-            self._has_warned = False
-            self._strangers = threading.BoundedSemaphore(_MOST_STRANGERS)
-            self._listener = _listen(*where, on_one_host)
-            threading.Thread(target=self._accept, name="ncclsync service", daemon=True).start()
-            return
-        self._lock = threading.Lock()
-        self._number = 0
-        self._answers: dict[int, tuple[int, queue.SimpleQueue[Any]]] = {}  # most bytes, and where they go
-        self._lost = ""
-        until = time.monotonic() + join_s
-        self._requests = self._connect(*where, _REQUESTS, until, join_s)
-        beats = self._connect(*where, _BEATS, until, join_s)
-        says, hears = (self._seal.sealed(f"beat {one}", b"") for one in (rank, f"to {rank}"))
-        self._pulse.add(0, beats.raw, says, hears)
-        threading.Thread(target=self._receive, name="ncclsync service", daemon=True).start()
-
-    def put(self, key: str, value: Any) -> bool:
-        """Give all processes a value, as `messages.written` takes it; return False if the key has one already.
-
-        Raises NcclSyncError if process 0 is not reached.
-        """
-        return bool(self._ask(("put", key, messages.written(value)), 3600, MOST_BYTES))
-
-    def get(self, key: str, wait_s: float, most_bytes: int = MOST_BYTES) -> Any:
-        """Return a key's value as soon as there is one; None if there is none for so many seconds.
-
-        Raises NcclSyncError if process 0 is not reached, MessageError if the value has more than `most_bytes`.
-        """
-        data = self._ask(("get", key, most_bytes), wait_s, most_bytes)
-        if isinstance(data, int):
-            raise MessageError(f"Expected {key} of at most {most_bytes} bytes. Received: {data}")
-        return None if data is None else messages.read(data, most_bytes)
-
-    def delete(self, key: str) -> None:
-        """Forget a key."""
-        self._ask(("delete", key, None), 3600, MOST_BYTES)
-
-    def silence(self) -> list[float]:
-        """Return [size] for how many seconds each process was silent: process 0 knows of all, the others of it."""
-        return self._pulse.silence()
-
-    # ---- Process 0 ----
+        self._listener, self._offer, self._size, self._admit = listener, offer, size, admit
+        self._seal = Seal(offer)
+        self._joined: set[tuple[int, str]] = set()
+        self._has_warned = False
+        self._strangers = threading.BoundedSemaphore(_MOST_STRANGERS)
+        threading.Thread(target=self._accept, name="ncclsync service", daemon=True).start()
 
     def _accept(self) -> None:
         while True:
@@ -265,18 +288,15 @@ class KeyService:
         except (OSError, MessageError) as error:
             if isinstance(error, MessageError) and not self._has_warned:
                 self._has_warned = True
-                _logger.warning("A connection to process 0 is refused, and perhaps more: %s", error)
+                _logger.warning("A connection is refused, and perhaps more: %s", error)
             raw.close()
             return
         finally:
             self._strangers.release()
-        if kind == _BEATS:
-            self._pulse.add(rank, raw, *(self._seal.sealed(f"beat {one}", b"") for one in (f"to {rank}", rank)))
-        else:
-            self._serve(connection)
+        self._admit[kind](rank, connection)
 
     def _refused(self, rank: int, size: int, kind: str) -> str:
-        if size != self._size or not 0 < rank < size or kind not in (_REQUESTS, _BEATS):
+        if size != self._size or not 0 < rank < size or kind not in self._admit:
             return f"Expected one of {self._size} processes. Received: process {rank} of {size}"
         if (rank, kind) in self._joined:
             return (
@@ -286,45 +306,154 @@ class KeyService:
         self._joined.add((rank, kind))
         return ""
 
-    def _serve(self, connection: _Connection) -> None:
-        """Answer requests. Runs in a thread; answers are sent by a second one, since a reader may have stopped."""
-        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
-        def answer() -> None:
-            with contextlib.suppress(OSError):
-                while (one := answers.get()) is not None:
-                    connection.send(one)
+class Service:
+    """Join this process with the others by process 0. Its threads last as long as the process.
 
-        def reply(number: int, found: Any) -> None:
-            answers.put((number, found))
+    Attributes:
+        address: "host:port", where process 0 listens.
+        notices: what processes have told all.
+    """
 
-        threading.Thread(target=answer, name="ncclsync service", daemon=True).start()
-        try:
-            while True:
-                number, (what, key, given) = connection.receive(lambda: _MOST_PUT)
-                self._answer(what, key, given, functools.partial(reply, number))
-        except (OSError, NcclSyncError, TypeError, ValueError) as error:
+    def __init__(self, address: str, rank: int, size: int, *, join_s: float, on_one_host: bool = False) -> None:
+        """Listen, or reach process 0.
+
+        Raises NcclSyncError if process 0 is not reached or refuses this one; in process 0, if it cannot listen there.
+
+        Args:
+            address: "host:port", where process 0 listens; port 0: any that is free.
+            rank: this process' number.
+            size: how many there are.
+            join_s: how long to wait for process 0.
+            on_one_host: whether all processes are on one host.
+        """
+        self._size, self._rank = size, rank
+        self.notices: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._lost = (math.inf, "")  # since when, and why, process 0 is not reached any more
+        self._lock = threading.Lock()
+        self._awaited: dict[tuple[str, int], Awaited] = {}
+        self._questions = itertools.count()
+        self._data: dict[int, socket.socket] = {}
+        self._pulse = _Pulse(size)
+        host, _, port = address.rpartition(":")
+        host = host.strip("[]")
+        if rank == 0:
+            self._hub = _Hub(size)
+            self._hub.join(0, self._hear)
+            self._ask = functools.partial(self._hub.hear, 0)
+            self._offer = messages.new_offer()
+            self._seal = Seal(self._offer)
+            listener = _listen(host, int(port), on_one_host)
+            self.address = f"{host}:{listener.getsockname()[1]}"
+            admit = {_REQUESTS: self._serve, _BEATS: self._beat, _DATA: self._add_data}
+            _Door(listener, self._offer, size, admit)
+            return
+        self.address = address
+        where, self._offer = (host, int(port)), b""
+        until = time.monotonic() + join_s
+        self._connection = self._connect(0, where, _REQUESTS, until, join_s)
+        self._beat(0, self._connect(0, where, _BEATS, until, join_s))
+        channel = _Channel(self._connection, self._most, self._hear, self._lose)
+        self._ask = channel.send
+        channel.start()
+
+    def give(self, number: int, value: bytes, most_bytes: int) -> Awaited:
+        """Give a value; wait for [size] those of all processes, of at most so many bytes each.
+
+        Whoever gives one of a number gives none of lower numbers any more.
+        """
+        awaited = self._expect("given", number, self._size * most_bytes)
+        self._ask("give", number, value)
+        return awaited
+
+    def who(self, number: int, wait_s: float) -> list[int]:
+        """Return which processes have given a value of a number that not all have given; [] if process 0 is silent."""
+        question = next(self._questions)
+        awaited = self._expect("who", question, MOST_BYTES)
+        self._ask("who", number, question)
+        return awaited.value if awaited.wait(wait_s) else []
+
+    def tell(self, notice: Any, wait_s: float) -> None:
+        """Give all processes a notice; wait until process 0 has taken it."""
+        self._ask("tell", 0, notice)
+        self.who(0, 0 if self._lost[1] else wait_s)
+
+    def silence(self) -> list[float]:
+        """Return [size] for how many seconds each process was silent: process 0 knows of all, the others of it."""
+        return self._pulse.silence()
+
+    def check_reached(self, within_s: float) -> None:
+        """Raise NcclSyncError if process 0 was not reached for so many seconds."""
+        since, why = self._lost
+        if time.monotonic() - since > within_s:
+            raise NcclSyncError(f"Expected process 0 to be reached at {self.address}. Received: {why}")
+
+    def open_for_data(self) -> tuple[str, int] | None:
+        """Let the other processes connect for data; return where, None: where process 0 listens for all."""
+        if self._rank == 0:
+            return None
+        raw = self._connection.raw
+        listener = socket.create_server((raw.getsockname()[0], 0), family=raw.family, backlog=128)
+        _Door(listener, self._offer, self._size, {_DATA: self._add_data})
+        return raw.getsockname()[0], listener.getsockname()[1]
+
+    def connect_for_data(self, addresses: Sequence[tuple[str, int] | None], wait_s: float) -> None:
+        """Reach the processes of lower numbers at [size] what `open_for_data` has returned there."""
+        until = time.monotonic() + wait_s
+        for other, address in enumerate(addresses[: self._rank]):
+            where = address or self._connection.raw.getpeername()[:2]
+            self._add_data(other, self._connect(other, where, _DATA, until, wait_s))
+
+    def data(self) -> dict[int, socket.socket]:
+        """Return the connections for data that there are, by process."""
+        return dict(self._data)
+
+    def _add_data(self, rank: int, connection: _Connection) -> None:
+        connection.raw.setblocking(False)
+        self._data = {**self._data, rank: connection.raw}
+
+    def _beat(self, rank: int, connection: _Connection) -> None:
+        member = max(rank, self._rank)
+        texts = [self._seal.sealed(f"beat {one}", b"") for one in (member, f"to {member}")]
+        self._pulse.add(rank, connection.raw, *(texts if self._rank else texts[::-1]))
+
+    def _serve(self, rank: int, connection: _Connection) -> None:
+        """Answer a process' requests, in process 0."""
+
+        def lose(error: Exception) -> None:
             if not isinstance(error, OSError):
                 _logger.warning("A process is served no longer: %s", error)
-            answers.put(None)
-            connection.raw.close()
 
-    def _answer(self, what: str, key: str, given: Any, give: Callable[[Any], None]) -> None:
-        """Do what a process asks of the store, and give it the answer, perhaps later."""
-        if what == "put":
-            give(self._store.put(key, given))
-        elif what == "get":
-            self._store.get(key, lambda found: give(found if len(found) <= given else len(found)))
-        else:
-            self._store.delete(key)
-            give(True)
+        channel = _Channel(connection, lambda: _MOST_GIVEN, functools.partial(self._hub.hear, rank), lose)
+        self._hub.join(rank, channel.send)
+        channel.start()
 
-    # ---- The others ----
+    def _expect(self, what: str, number: int, most_bytes: int) -> Awaited:
+        with self._lock:
+            awaited = self._awaited[what, number] = Awaited(most_bytes)
+        return awaited
 
-    def _connect(self, host: str, port: int, kind: str, until: float, join_s: float) -> _Connection:
+    def _hear(self, what: str, number: int, value: Any) -> None:
+        """Hear process 0."""
+        if what == "notice":
+            self.notices.put(value)
+            return
+        with self._lock:
+            awaited = self._awaited.pop((what, number), None)
+        if awaited is not None:
+            awaited.put(value)
+
+    def _lose(self, error: Exception) -> None:
+        self._lost = time.monotonic(), str(error) or type(error).__name__
+
+    def _most(self) -> int:
+        with self._lock:
+            return max((one.most_bytes for one in self._awaited.values()), default=0) + 2 * MOST_BYTES
+
+    def _connect(self, other: int, where: tuple[str, int], kind: str, until: float, join_s: float) -> _Connection:
         while True:
             try:
-                raw = socket.create_connection((host, port), timeout=max(1.0, min(_HELLO_S, until - time.monotonic())))
+                raw = socket.create_connection(where, timeout=max(1.0, min(_HELLO_S, until - time.monotonic())))
                 try:
                     return self._introduced(raw, kind)
                 except BaseException:
@@ -333,18 +462,18 @@ class KeyService:
             except OSError as error:
                 if time.monotonic() >= until:
                     raise NcclSyncError(
-                        f"Expected {self._size} processes to meet at {self.address}, within {join_s:g} s. Received: "
-                        f"process 0 is not reached there ({error}). Check that it was started, that its host is "
-                        "reached by that name, and that no other program has the port"
+                        f"Expected {self._size} processes to meet at {where[0]}:{where[1]}, within {join_s:g} s. "
+                        f"Received: process {other} is not reached there ({error}). Check that it was started, that "
+                        "its host is reached by that name, and that no other program has the port"
                     ) from None
                 time.sleep(_RETRY_S)
 
     def _introduced(self, raw: socket.socket, kind: str) -> _Connection:
         greeting = read_exactly(raw, len(_MAGIC) + messages.OFFER_BYTES + _IDENT_BYTES)
-        if greeting[: len(_MAGIC)] != _MAGIC:
+        offer, ident = bytes(greeting[len(_MAGIC) : -_IDENT_BYTES]), greeting[-_IDENT_BYTES:]
+        if greeting[: len(_MAGIC)] != _MAGIC or self._offer not in (b"", offer):
             raise OSError("another program answers")
-        offer, ident = greeting[len(_MAGIC) : -_IDENT_BYTES], greeting[-_IDENT_BYTES:]
-        self._seal = Seal(bytes(offer))
+        self._seal = Seal(offer)
         connection = _Connection(raw, self._seal, ident.hex(), is_server=False)
         connection.send((self._rank, self._size, kind))
         try:
@@ -356,53 +485,9 @@ class KeyService:
             ) from None
         if refused:
             raise MessageError(refused)
+        self._offer = offer
         raw.settimeout(None)
         return connection
-
-    def _ask(self, request: tuple[str, str, Any], wait_s: float, most_bytes: int) -> Any:
-        answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        if self._rank == 0:
-            self._answer(*request, answer.put)
-        else:
-            with self._lock:
-                self._check_reached()
-                self._number += 1
-                self._answers[self._number] = most_bytes, answer
-                try:
-                    self._requests.send((self._number, request))
-                except OSError as error:
-                    self._lost = str(error)
-                    self._check_reached()
-        try:
-            found = answer.get(timeout=wait_s)
-        except queue.Empty:
-            return None
-        if found is self:  # the connection has ended
-            self._check_reached()
-        return found
-
-    def _check_reached(self) -> None:
-        if self._lost:
-            raise NcclSyncError(f"Expected process 0 to be reached at {self.address}. Received: {self._lost}")
-
-    def _receive(self) -> None:
-        """Hand out answers. Runs in a thread."""
-        try:
-            while True:
-                number, found = self._requests.receive(self._most)
-                with self._lock:
-                    _, answer = self._answers.pop(number)
-                answer.put(found)
-        except (OSError, NcclSyncError, TypeError, ValueError, KeyError) as error:
-            self._lost = str(error) or type(error).__name__
-            self._requests.raw.close()
-            with self._lock:
-                for _, answer in self._answers.values():
-                    answer.put(self)
-
-    def _most(self) -> int:
-        with self._lock:
-            return max((most for most, _ in self._answers.values()), default=0) + 2 * MOST_BYTES
 
 
 def _listen(host: str, port: int, on_one_host: bool) -> socket.socket:

@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ncclsync.communicator import Communicator, CpuCommunicator, MpiCommunicator, NcclCommunicator, mpi, native
+from ncclsync.communicator import Communicator, CpuCommunicator, NcclCommunicator, TcpCommunicator, native
 from ncclsync.communicator.joining import peers_of
 from ncclsync.communicator.processes import Process, find_process
 from ncclsync.compat import host_gpus, other_libraries
@@ -150,7 +150,7 @@ def connect(
     Args:
         placement: where the towers stand.
         process: this one, if it is one of several that are joined. Collective then.
-        timeout_s: see `NcclCommunicator` and `MpiCommunicator`; a `CpuCommunicator` waits for nobody.
+        timeout_s: see `NcclCommunicator` and `TcpCommunicator`; a `CpuCommunicator` waits for nobody.
         preflight: see `NcclCommunicator`.
 
     Raises:
@@ -176,8 +176,7 @@ def connect(
             )
         return communicator
     if process is not None:
-        mpi.check_joins(process, timeout_s)
-        return MpiCommunicator(len(placement.devices), timeout_s=timeout_s)
+        return TcpCommunicator(peers_of(process, timeout_s), len(placement.devices), timeout_s=timeout_s)
     return CpuCommunicator(len(placement.devices))
 
 

@@ -1,6 +1,6 @@
 """Compare collectives over ranks of several processes with those of one process, bit for bit.
 
-Arguments: ranks each, bytes of a piece.
+Argument: ranks each.
 """
 
 import itertools
@@ -9,13 +9,13 @@ import sys
 import ml_dtypes
 import numpy as np
 
-from ncclsync.communicator import AllGather, AllReduce, Broadcast, CpuCommunicator, MpiCommunicator, ReduceScatter, mpi
-from ncclsync.communicator.mpi import peers
+from ncclsync.communicator import AllGather, AllReduce, Broadcast, CpuCommunicator, ReduceScatter, TcpCommunicator
+from ncclsync.communicator.joining import peers_of
+from ncclsync.communicator.processes import find_process
 from ncclsync.errors import ProcessError
 
-if sys.argv[2:]:
-    mpi._PIECE_BYTES = int(sys.argv[2])
-communicator = MpiCommunicator(int(sys.argv[1].split(",")[peers().rank]))
+peers = peers_of(find_process(), 60)
+communicator = TcpCommunicator(peers, int(sys.argv[1].split(",")[peers.rank]))
 ranks, world = communicator.ranks, communicator.world_size
 alone = CpuCommunicator(world)
 rng = np.random.default_rng(0)
@@ -50,7 +50,7 @@ for dtype, count in itertools.product(DTYPES, (0, 1, 7, 1000, 40_001)):
         buffers = [parts[rank].copy() for rank in ranks]
         communicator.broadcast(buffers, root)
         assert all(buffer.tobytes() == parts[root].tobytes() for buffer in buffers)
-assert communicator.exchange((peers().rank, "x"), "a value") == [(i, "x") for i in range(peers().size)]
+assert communicator.exchange((peers.rank, "x"), "a value") == [(i, "x") for i in range(peers.size)]
 
 
 def grouped(join, members):
@@ -79,7 +79,7 @@ for found, expected in zip(grouped(communicator, ranks), grouped(alone, range(wo
 large = [np.full(300_000, rank, "float32") for rank in ranks]
 sums = [np.zeros_like(one) for one in large]
 for _turn in range(3):
-    if peers().rank == 0:
+    if peers.rank == 0:
         communicator.report_failure(ValueError("told to fail"))
     else:
         try:
@@ -92,4 +92,4 @@ for _turn in range(3):
 communicator.all_reduce(large, sums)
 assert all((one == world * (world - 1) / 2).all() for one in sums)
 communicator.close()
-print(f"[{peers().rank}] equal on {world} ranks", flush=True)
+print(f"[{peers.rank}] equal on {world} ranks", flush=True)

@@ -95,7 +95,7 @@ def _by_file(path: pathlib.Path, address: str, timeout_s: float | None) -> str:
 
 
 def _by_mpi(address: str, process: Process, timeout_s: float | None) -> str:
-    """Return process 0's address, `address` there, by a broadcast of MPI's: in a child, which this process can leave."""
+    """Return process 0's address, `address` there, by MPI: in a child, which this process can leave."""
     if "mpi4py.MPI" in sys.modules:  # the program's own: a second MPI of this process would end it
         return sys.modules["mpi4py.MPI"].COMM_WORLD.bcast(address)
     child = subprocess.Popen([sys.executable, "-c", _BROADCAST, address], stdout=subprocess.PIPE, text=True)

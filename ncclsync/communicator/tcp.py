@@ -4,18 +4,19 @@ Each process owns one part of a buffer. It receives that part from all ranks, ad
 ranks, and sends the sum to all: bit for bit what `CpuCommunicator` computes for as many ranks in one process. A small
 buffer is sent whole to every process, and each adds it up: the same bits, with one message less to wait for.
 
-Before a collective all processes tell each other what they are about to do (`Peers.exchange`). So a process that does
-something else, has failed or has ended is an error in all processes, which names it, before any data is sent. What
-fails once they have agreed is the end.
+Before a collective all processes tell each other what they are about to do, by a digest; the first data travel along,
+and are used only when all digests are equal. Otherwise `Peers.exchange` tells who does something else, or has failed.
+A process that ends, is silent, or is interrupted in a collective ends the agreement for good.
 """
 
 from __future__ import annotations
 
 import collections
+import hashlib
 import itertools
 import select
 import socket
-import threading
+import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -33,10 +34,12 @@ from ncclsync.communicator.base import (
     read_buffers,
 )
 from ncclsync.communicator.buffers import HOST, Buffers, empty_aligned
+from ncclsync.communicator.messages import MOST_BYTES
 from ncclsync.communicator.native import ffi, lib
 from ncclsync.communicator.peers import SAME_MODEL, SILENCE_S, Peers, shortened
 from ncclsync.errors import NcclSyncError, ProcessError
 
+_HEADER = struct.Struct("<16sq")  # what a process does next, and how many bytes it sends along
 _SMALL = 1 << 18  # bytes of all ranks; up to here each process adds up the whole buffer
 _BYTES = ffi.typeof("char*")
 _TOLD_S = SILENCE_S + 2  # until the reason is known for which a connection has ended
@@ -59,9 +62,7 @@ class TcpCommunicator(Communicator):
     waits = compares_batches = True
     peers: Peers
 
-    def __init__(
-        self, peers: Peers, size: int, *, timeout_s: float | None = timeouts.DEFAULT_TIMEOUT_S
-    ) -> None:
+    def __init__(self, peers: Peers, size: int, *, timeout_s: float | None = timeouts.DEFAULT_TIMEOUT_S) -> None:
         """Join the ranks of all processes. Collective.
 
         Raises TypeError or ValueError for bad arguments; ProcessError or NcclTimeoutError if the others cannot be
@@ -97,13 +98,24 @@ class TcpCommunicator(Communicator):
         error, self.peers.raised = self.peers.raised, None
         return error
 
+    def exchange(self, value: Any, what: str, most_bytes: int = MOST_BYTES) -> list[Any]:
+        """Return what each process gives; see `Communicator.exchange`."""
+        if self.closed:
+            self.raise_closed()
+        with self.peers.in_turn:
+            self._meet(what, [])
+            return self.peers.exchange(value, what, self.timeout_s, most_bytes=most_bytes)
+
     def _tell(self, words: str) -> None:
         """Let the others' next collective raise it. Collective."""
-        if not self.closed:
-            try:
+        if self.closed:
+            return
+        try:
+            with self.peers.in_turn:
+                self._meet(words, [], kind="failed")
                 self.peers.exchange(None, shortened(words), self.timeout_s, failed=True)
-            except NcclSyncError:  # as all do
-                self.peers.raised = None
+        except NcclSyncError:  # as in all processes
+            self.peers.raised = None
 
     def reopen(self) -> None:
         """Do nothing, or raise the failure: processes cannot be joined again."""
@@ -122,34 +134,63 @@ class TcpCommunicator(Communicator):
         text = what[0] if len(what) == 1 else f"{what[0]}, and {len(what) - 1} more"
         stages = [self._stages(collective, *run) for collective, run in zip(collectives, runs, strict=True)]
         with self.peers.in_turn:
-            self._agree(what, text)
+            if not self._meet(text, [next(one) for one in stages], kind=repr(what)):
+                self._raise_difference(what, text)
             while moves := [move for one in stages if (move := next(one, None)) is not None]:
-                self._move(moves, text)
+                transfer = _Transfer(self._data, *self._joined(moves))
+                self._wait(transfer, transfer.go_on, text)
 
-    def _agree(self, what: Sequence[str], text: str) -> None:
-        """See that all processes are about to do the same."""
+    def _meet(self, text: str, moves: Sequence[Move], kind: str = "") -> bool:
+        """Tell all processes what this one does next, and run moves if all do the same; return whether they do.
+
+        What is sent follows at once. Where processes do different things it is dropped, so that they stay in step.
+        """
+        digest = hashlib.blake2b(f"{kind}\n{text}\n{self.peers.batch}".encode(), digest_size=16).digest()
+        sends, receives = self._joined(moves)
+        headers = {i: np.empty(_HEADER.size, np.uint8) for i in self._data}
+        for buffers in sends.values():
+            header = _HEADER.pack(digest, sum(one.size for one in buffers))
+            buffers.insert(0, np.frombuffer(header, np.uint8))
+        transfer = _Transfer(self._data, sends, {i: [header] for i, header in headers.items()})
+        self._wait(transfer, transfer.go_on_receiving, text)
+        found = {i: _HEADER.unpack(header) for i, header in headers.items()}
+        is_same = all(one == digest for one, _ in found.values())
+        transfer.receive(receives if is_same else {i: [np.empty(n, np.uint8)] for i, (_, n) in found.items()})
+        self._wait(transfer, transfer.go_on, text)
+        return is_same
+
+    def _raise_difference(self, what: Sequence[str], text: str) -> NoReturn:
+        """Raise what the others do, or that they have failed. Collective."""
         each = self.peers.exchange(tuple(what), text, self.timeout_s)
-        for i, found in enumerate(each):
-            if found != each[0]:
-                pair = next(pair for pair in itertools.zip_longest(each[0], found) if pair[0] != pair[1])
-                said = [f"{self.peers.name(j)} is at {one}" for j, one in zip((0, i), pair, strict=True)]
-                self.peers.fail(f"Expected all processes to do the same. Received: {'; '.join(said)}. {SAME_MODEL}")
+        i = next(i for i, found in enumerate(each) if found != each[0])
+        pair = next(pair for pair in itertools.zip_longest(each[0], each[i]) if pair[0] != pair[1])
+        said = [f"{self.peers.name(j)} is at {one}" for j, one in zip((0, i), pair, strict=True)]
+        self.peers.fail(f"Expected all processes to do the same. Received: {'; '.join(said)}. {SAME_MODEL}")
 
-    def _move(self, moves: Sequence[Move], text: str) -> None:
-        """Send and receive what collectives have to. An error is the end: processes are no longer in step."""
+    def _joined(self, moves: Sequence[Move]) -> tuple[dict[int, list[np.ndarray]], dict[int, list[np.ndarray]]]:
+        """Return what moves send to each other process and receive from it."""
+        sends, receives = ({i: [one for move in moves for one in move[way][i]] for i in self._data} for way in (0, 1))
+        return sends, receives
+
+    def _wait(self, transfer: _Transfer, go_on: Callable[[float], bool], text: str) -> None:
+        """Wait for a part of a transfer. An error is the end: processes are no longer in step."""
         peers = self.peers
-        sends, receives = (
-            {i: [one for move in moves for one in move[way][i]] for i in self._data} for way in (0, 1)
-        )
-        transfer = _Transfer(self._data, sends, receives)
+
+        def check(what: str) -> None:
+            if transfer.lost or peers.silent():  # who has ended may have sent all before
+                peers.check_alive(what)
+            if transfer.lost and time.monotonic() - transfer.lost_at > _TOLD_S:
+                ended = peers.names(transfer.lost)
+                peers.fail(f"Expected {what} to end. Received: the end of the connection to {ended}")
+
         try:
             timeouts.wait(
-                transfer.go_on,
+                go_on,
                 call="transfer",
                 what=lambda: text,
                 timeout_s=self.timeout_s,
                 arrived=lambda: f"{peers.names(transfer.waits_for())} not arrived",
-                check=lambda what: self._check_transfer(transfer, what),
+                check=check,
             )
         except BaseException as error:
             if peers.failure is None:
@@ -157,16 +198,6 @@ class TcpCommunicator(Communicator):
             for connection in self._data.values():  # nobody is to wait for this process
                 connection.close()
             raise
-
-    def _check_transfer(self, transfer: _Transfer, what: str) -> None:
-        """Raise why a process sends no more."""
-        lost = transfer.lost
-        if lost or self.peers.silent():  # who has ended may have sent all before
-            self.peers.check_alive(what)
-        if lost and time.monotonic() - transfer.lost_at > _TOLD_S:
-            self.peers.fail(
-                f"Expected {what} to end. Received: the end of the connection to {self.peers.names(lost)}"
-            )
 
     def _stages(self, collective: AnyCollective, reads: Buffers, writes: Buffers) -> Iterator[Move]:
         """Yield what a collective moves; when the generator ends, the collective is complete."""
@@ -255,16 +286,20 @@ class _Transfer:
         for i in connections:
             self._await(i)
 
+    def receive(self, receives: Mapping[int, Sequence[np.ndarray]]) -> None:
+        """Receive more from processes."""
+        for i, buffers in receives.items():
+            self._receives[i].extend(memoryview(one) for one in buffers if one.size and i not in self.lost)
+            self._await(i)
+
     def _await(self, i: int) -> None:
         """Wait for what is left to be done with a process."""
         events = select.POLLOUT * bool(self._sends[i]) | select.POLLIN * bool(self._receives[i])
-        if events == self._events.get(i, 0):
-            return
-        self._events[i] = events
-        if events:
+        if events and events != self._events.get(i, 0):
             self._poll.register(self._connections[i], events)
-        else:
+        elif not events and self._events.get(i, 0):
             self._poll.unregister(self._connections[i])
+        self._events[i] = events
 
     def waits_for(self) -> list[int]:
         """Return the processes from which something is to come."""
@@ -272,10 +307,16 @@ class _Transfer:
 
     def go_on(self, slice_s: float) -> bool:
         """Send and receive for so many seconds; return whether all is done."""
+        return self._go_on(slice_s, lambda: any(self._events.values()))
+
+    def go_on_receiving(self, slice_s: float) -> bool:
+        """Send and receive for so many seconds; return whether all is received."""
+        return self._go_on(slice_s, lambda: any(self._receives.values()))
+
+    def _go_on(self, slice_s: float, is_left: Callable[[], bool]) -> bool:
         until = time.monotonic() + slice_s
-        while any(self._events.values()):
-            found = self._poll.poll(max(0.0, 1e3 * (until - time.monotonic())))
-            for fd, event in found:
+        while is_left():
+            for fd, event in self._poll.poll(max(0.0, 1e3 * (until - time.monotonic()))):
                 self._advance(self._processes[fd], event)
             if time.monotonic() >= until:
                 return False

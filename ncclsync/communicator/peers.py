@@ -169,7 +169,8 @@ class Peers:
             def missing() -> str:
                 here = self._service.who(number, _WHO_S)
                 late = [self.name(i) for i in range(self.size) if i not in here]
-                return f"{', '.join(late)} not arrived"
+                advice = "" if self.hosts[0] else ". Each has to make towers, and to do so in time"
+                return f"{', '.join(late)} not arrived{advice}"
 
             try:
                 timeouts.wait(go_on, call="exchange", what=lambda: text, timeout_s=timeout_s, arrived=missing)
@@ -188,8 +189,10 @@ class Peers:
                 self.fail(self.difference(each))
             return [one[6] for one in received]
 
-    def _read(self, data: bytes, rank: int, most_bytes: int) -> tuple[Any, ...]:
+    def _read(self, data: bytes | int, rank: int, most_bytes: int) -> tuple[Any, ...]:
         """Return what a process has given to an exchange. Raises MessageError."""
+        if isinstance(data, int):
+            raise MessageError(f"Expected at most {most_bytes} bytes from {self.name(rank)}. Received: {data}")
         found = messages.read(data, most_bytes + _ROOM)
         if not isinstance(found, tuple) or [type(one) for one in found[:-1]] != [str, int, str, str, str, bool]:
             raise MessageError(f"Expected seven values from {self.name(rank)}. Received: others")

@@ -128,7 +128,7 @@ class _Hub:
     def __init__(self, size: int) -> None:
         self._size = size
         self._lock = threading.Lock()
-        self._given: dict[int, dict[int, bytes]] = {}  # by number and process; of those that are not complete
+        self._given: dict[int, dict[int, tuple[bytes, int]]] = {}  # by number and process; until they are complete
         self._notices: list[Any] = []
         self._members: dict[int, Callable[..., None]] = {}
 
@@ -143,7 +143,7 @@ class _Hub:
         """Do what a process asks."""
         with self._lock:
             if what == "give":
-                self._take(rank, number, value)
+                self._take(rank, number, *value)
             elif what == "who":
                 self._members[rank]("who", value, sorted(self._given.get(number, ())))
             else:
@@ -151,15 +151,16 @@ class _Hub:
                 for send in self._members.values():
                     send("notice", 0, value)
 
-    def _take(self, rank: int, number: int, value: bytes) -> None:
+    def _take(self, rank: int, number: int, value: bytes, most_bytes: int) -> None:
         # A process that has come this far has left all before.
         self._given = {n: given for n, given in self._given.items() if n >= number}
         given = self._given.setdefault(number, {})
-        given[rank] = value
+        given[rank] = value, most_bytes
         if len(given) == self._size:
             del self._given[number]
-            for send in self._members.values():
-                send("given", number, [given[i] for i in range(self._size)])
+            each = [given[i][0] for i in range(self._size)]
+            for i, send in self._members.items():
+                send("given", number, [one if len(one) <= given[i][1] else len(one) for one in each])
 
 
 class Awaited:
@@ -358,12 +359,12 @@ class Service:
         channel.start()
 
     def give(self, number: int, value: bytes, most_bytes: int) -> Awaited:
-        """Give a value; wait for [size] those of all processes, of at most so many bytes each.
+        """Give a value; wait for [size] those of all processes; of one of more than `most_bytes`, for its length.
 
         Whoever gives one of a number gives none of lower numbers any more.
         """
         awaited = self._expect("given", number, self._size * most_bytes)
-        self._ask("give", number, value)
+        self._ask("give", number, (value, most_bytes))
         return awaited
 
     def who(self, number: int, wait_s: float) -> list[int]:

@@ -1,4 +1,4 @@
-"""The service by which processes meet: keys and values, at one address, for who knows the secret; and who is silent."""
+"""The service by which processes meet: values and notices, at one address, for who knows the secret; who is silent."""
 
 import contextlib
 import ctypes
@@ -18,9 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from ncclsync.communicator import messages
 from ncclsync.communicator.messages import MessageError
-from ncclsync.communicator.peers import ServicePeers
-from ncclsync.communicator.service import KeyService
+from ncclsync.communicator.peers import Peers
+from ncclsync.communicator.service import Service
 from ncclsync.errors import NcclSyncError, ProcessError
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -41,40 +42,65 @@ def address():
 
 def joined(address, size):
     """Return [size] services; all in this process."""
-    return [KeyService(address, rank, size, join_s=10) for rank in range(size)]
+    return [Service(address, rank, size, join_s=10) for rank in range(size)]
 
 
-def test_keys_and_values(address):
-    """A key has one value for all; whoever waits for it has it at once, and nobody waits for longer than he wants."""
+def given(services, number, *, most_bytes=1 << 20):
+    """What each process receives of values that name their processes."""
+    awaited = [
+        one.give(number, messages.written((rank, b"\x00", None)), most_bytes) for rank, one in enumerate(services)
+    ]
+    assert all(one.wait(10) for one in awaited)
+    return [[messages.read(value) for value in one.value] for one in awaited]
+
+
+def test_values_and_notices(address):
+    """All receive what each gives, once all have; each hears what one tells, also who joins later, in one order."""
+    services = [Service(address, rank, 3, join_s=10) for rank in range(2)]
+    services[1].tell("first", 5)
+    services[0].tell("second", 5)
+    early = [one.give(7, messages.written(rank), 100) for rank, one in enumerate(services)]
+    assert not any(one.wait(0.1) for one in early)
+    assert services[0].who(7, 5) == services[1].who(7, 5) == [0, 1] and services[1].who(8, 5) == []
+    services.append(Service(address, 2, 3, join_s=10))
+    assert [one.notices.get(timeout=5) for one in services for _ in range(2)] == ["first", "second"] * 3
+    last = services[2].give(7, messages.written(2), 100)
+    assert all(one.wait(10) and list(map(messages.read, one.value)) == [0, 1, 2] for one in (*early, last))
+    assert given(services, 8) == [[(rank, b"\x00", None) for rank in range(3)]] * 3
+
+
+def test_a_value_before_a_notice(address):
+    """Whoever hears that a process has failed or ended has what all had given before."""
     services = joined(address, 3)
-    found = []
-    waiting = [threading.Thread(target=lambda s=s: found.append(s.get("late", 30))) for s in services]
-    for thread in waiting:
-        thread.start()
-    for rank, service in enumerate(services):
-        assert service.put(f"of {rank}", (rank, b"\x00", None))
-        assert not service.put(f"of {rank}", "another")
-    assert [s.get(f"of {r}", 5) for s in services for r in range(3)] == 3 * [(r, b"\x00", None) for r in range(3)]
-    began = time.monotonic()
-    assert [s.get("nothing", 0.1) for s in services] == 3 * [None]
-    assert time.monotonic() - began < 5
-    services[2].put("late", 1.5)
-    for thread in waiting:
-        thread.join(10)
-    assert found == [1.5] * 3
-    services[1].delete("of 2")
-    assert services[0].put("of 2", "again") and services[2].get("of 2", 5) == "again"
+    for number in range(1, 50):
+        awaited = [one.give(number, messages.written(number), 100) for one in services]
+        assert awaited[1].wait(10)
+        services[1].tell(number, 5)
+        for one, of in zip(services, awaited, strict=True):
+            assert one.notices.get(timeout=10) == number and of.wait(0)
+
+
+def test_values_that_are_left(address):
+    """Those of a number that some have left, as after a failure, take no part in what follows."""
+    services = joined(address, 2)
+    left = services[0].give(1, messages.written("left"), 100)
+    assert given(services, 1 << 32) == [[(rank, b"\x00", None) for rank in range(2)]] * 2
+    assert services[1].who(1, 5) == [] and not left.wait(0)
 
 
 def test_arrays_and_their_limit(address):
-    """Whoever asks for a value says how large it may be."""
-    services = joined(address, 2)
+    """Whoever exchanges values says how large they may be."""
     numbers = np.arange(1 << 19, dtype=np.float64)
-    for giver, taker in (services, services[::-1]):
-        giver.put(str(id(giver)), numbers)
-        with pytest.raises(MessageError, match=r"at most 1048576 bytes"):
-            taker.get(str(id(giver)), 5)
-        np.testing.assert_array_equal(taker.get(str(id(giver)), 5, 1 << 23), numbers)
+    with ThreadPoolExecutor(2) as pool:
+        services = joined(address, 2)
+        both = [one.result() for one in [pool.submit(Peers, s, rank, 2, 20) for rank, s in enumerate(services)]]
+        found = [pool.submit(one.exchange, numbers, "numbers", 30, most_bytes=1 << 23) for one in both]
+        for one in found:
+            np.testing.assert_array_equal(one.result(), [numbers] * 2)
+        found = [pool.submit(one.exchange, numbers, "numbers", 30) for one in both]
+        for one in found:
+            with pytest.raises(MessageError, match=r"at most 1048576 bytes from process 0"):
+                one.result()
 
 
 def test_listens_at_the_named_address_only(address):
@@ -84,7 +110,7 @@ def test_listens_at_the_named_address_only(address):
     assert listening() - before == {("127.0.0.1", int(address.split(":")[1]))}
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", int(address.split(":")[1])), timeout=5)
-    assert services[1].put("a", "b")
+    assert given(services, 1)
 
 
 def listening():
@@ -98,10 +124,10 @@ def test_address_that_is_no_address_of_the_host(monkeypatch):
     """An error that says what to set; and that is listened at."""
     port = free_port()
     with pytest.raises(NcclSyncError, match=r"listen at 192.0.2.7, port \d+.*set NCCLSYNC_LISTEN to its own"):
-        KeyService(f"192.0.2.7:{port}", 0, 2, join_s=1)
+        Service(f"192.0.2.7:{port}", 0, 2, join_s=1)
     monkeypatch.setenv("NCCLSYNC_LISTEN", "127.0.0.1")
-    KeyService(f"192.0.2.7:{port}", 0, 2, join_s=1)
-    assert KeyService(f"127.0.0.1:{port}", 1, 2, join_s=5).put("a", "b")
+    first = Service(f"192.0.2.7:{port}", 0, 2, join_s=1)
+    assert given([first, Service(f"127.0.0.1:{port}", 1, 2, join_s=5)], 1)
 
 
 def test_name_that_means_the_host_alone(monkeypatch, caplog):
@@ -112,7 +138,7 @@ def test_name_that_means_the_host_alone(monkeypatch, caplog):
     for alone in (True, False):
         before = listening()
         try:
-            KeyService(f"this-host:{free_port()}", 0, 2, join_s=1, on_one_host=alone)
+            Service(f"this-host:{free_port()}", 0, 2, join_s=1, on_one_host=alone)
         except OSError:
             pytest.skip("no route to a network")
         ((found, _),) = listening() - before
@@ -124,7 +150,7 @@ def test_strangers(address, monkeypatch):
     """Whatever they send, or if nothing: no thread fails, no code runs, and processes join."""
     failed = []
     monkeypatch.setattr(threading, "excepthook", failed.append)
-    first = KeyService(address, 0, 2, join_s=10)
+    first = Service(address, 0, 2, join_s=10)
     where = ("127.0.0.1", int(address.split(":")[1]))
     rng = random.Random(0)
     silent = socket.create_connection(where)
@@ -138,8 +164,7 @@ def test_strangers(address, monkeypatch):
             with contextlib.suppress(OSError):  # it may be closed already
                 stranger.shutdown(socket.SHUT_WR)
                 assert stranger.recv(100) == b""
-    second = KeyService(address, 1, 2, join_s=10)
-    assert second.put("a", "b") and first.get("a", 5) == "b"
+    assert given([first, Service(address, 1, 2, join_s=10)], 1)
     silent.close()
     assert not failed and not ran
 
@@ -149,17 +174,14 @@ def test_a_client_that_goes_wrong(address, monkeypatch):
     failed = []
     monkeypatch.setattr(threading, "excepthook", failed.append)
     first, bad, good = joined(address, 3)
-    bad._requests.raw.sendall(b"x" * 100)
+    bad._connection.raw.sendall(b"x" * 100)
     until = time.monotonic() + 20
-    while time.monotonic() < until:
-        try:
-            bad.get("a", 0.1)
-        except NcclSyncError as error:
-            assert "process 0 to be reached" in str(error)
-            break
-    else:
-        raise AssertionError("it is served")
-    assert good.put("a", "b") and first.get("a", 5) == "b"
+    with pytest.raises(NcclSyncError, match="process 0 to be reached"):
+        while time.monotonic() < until:
+            bad.check_reached(0)
+            time.sleep(0.05)
+    good.tell("a", 5)
+    assert first.notices.get(timeout=5) == good.notices.get(timeout=5) == "a"
     assert not failed
 
 
@@ -176,26 +198,26 @@ class Exploit:
 def test_other_secret(address, monkeypatch):
     """Is told which variable to set."""
     monkeypatch.setenv("NCCLSYNC_SECRET", "the secret of process 0")
-    KeyService(address, 0, 2, join_s=10)
+    Service(address, 0, 2, join_s=10)
     monkeypatch.setenv("NCCLSYNC_SECRET", "the secret of process 1")
     with pytest.raises(MessageError, match=r"process 0 at .* to take this process.*the same NCCLSYNC_SECRET"):
-        KeyService(address, 1, 2, join_s=10)
+        Service(address, 1, 2, join_s=10)
 
 
 def test_a_process_that_is_there_already(address):
     """A second process of a number is refused, as is a number that there is not."""
     services = joined(address, 2)
     with pytest.raises(MessageError, match=r"each process once.*another process 1 of 2.*processes=False"):
-        KeyService(address, 1, 2, join_s=10)
+        Service(address, 1, 2, join_s=10)
     with pytest.raises(MessageError, match=r"one of 2 processes. Received: process 2 of 3"):
-        KeyService(address, 2, 3, join_s=10)
-    assert services[1].put("a", "b")
+        Service(address, 2, 3, join_s=10)
+    assert given(services, 1)
 
 
 def test_process_0_that_does_not_come(address):
     """An error that says where, and for how long it was tried."""
     with pytest.raises(NcclSyncError, match=rf"2 processes to meet at {address}, within 1 s.*process 0 is not reached"):
-        KeyService(address, 1, 2, join_s=1)
+        Service(address, 1, 2, join_s=1)
 
 
 def test_processes_that_do_not_come(address):
@@ -204,7 +226,7 @@ def test_processes_that_do_not_come(address):
 
     def join(rank):
         try:
-            ServicePeers(KeyService(address, rank, 4, join_s=10), rank, 4, timeout_s=2)
+            Peers(Service(address, rank, 4, join_s=10), rank, 4, timeout_s=2)
         except NcclSyncError as error:
             errors[rank] = str(error)
 
@@ -222,23 +244,23 @@ def test_another_program_has_the_port(address):
     """An error in process 0, which cannot listen; and in the others, which hear something else."""
     with socket.create_server(("127.0.0.1", int(address.split(":")[1]))) as other:
         with pytest.raises(NcclSyncError, match="to listen at"):
-            KeyService(address, 0, 2, join_s=1)
+            Service(address, 0, 2, join_s=1)
         threading.Thread(target=lambda: other.accept()[0].sendall(b"HTTP/1.1 400\r\n" * 9), daemon=True).start()
         with pytest.raises(NcclSyncError, match="process 0 is not reached"):
-            KeyService(address, 1, 2, join_s=2)
+            Service(address, 1, 2, join_s=2)
 
 
 CHILD = """
 import ctypes, sys, time
-from ncclsync.communicator.peers import ServicePeers
-from ncclsync.communicator.service import KeyService
+from ncclsync.communicator.service import Service
 
-service = KeyService(sys.argv[1], 1, 2, join_s=20)
-service.put("here", None)
-service.get("go on", 60)
+service = Service(sys.argv[1], 1, 2, join_s=20)
+service.tell("here", 20)
+while service.notices.get(timeout=60) != "go on":
+    pass
 ctypes.PyDLL(None).sleep(int(sys.argv[2]))  # no other thread runs Python
-service.put("back", service.silence()[0])
-service.get("end", 60)
+service.tell(service.silence()[0], 20)
+time.sleep(60)
 """
 
 
@@ -251,8 +273,8 @@ def child(address):
 
     def start(seconds):
         started.append(subprocess.Popen([*command, str(seconds)], env=environment))
-        service = KeyService(address, 0, 2, join_s=20)
-        service.get("here", 30)
+        service = Service(address, 0, 2, join_s=20)
+        assert service.notices.get(timeout=30) == "here"
         return service, started[0]
 
     yield start
@@ -264,10 +286,13 @@ def child(address):
 def test_a_process_that_keeps_python_from_running_is_alive(child):
     """As in one long call: its beat is heard by the other, and the other's counts when it is through."""
     service, _ = child(5)
-    service.put("go on", None)
+    service.tell("go on", 0)
+    assert service.notices.get(timeout=5) == "go on"
     most = 0.0
-    while (heard_s := service.get("back", 0.2)) is None:
+    while service.notices.empty():
         most = max(most, service.silence()[1])
+        time.sleep(0.1)
+    heard_s = service.notices.get()
     assert most < 2.5 and heard_s < 2.5
     ctypes.PyDLL(None).sleep(4)  # and the same in process 0
     assert service.silence()[1] < 2.5
@@ -283,31 +308,11 @@ def test_a_process_that_is_stopped_or_killed_is_silent(child, way):
     assert service.silence()[1] > 3
 
 
-class Late:
-    """A service that hands out what process 0 gives only after the notice that process 0 has ended was read."""
-
-    def __init__(self, service):
-        self._service, self._is_known = service, threading.Event()
-        self.put, self.delete, self.silence = service.put, service.delete, service.silence
-
-    def get(self, key, *args):
-        if key == "ncclsync/2/0" and threading.current_thread().name == "ncclsync exchange":
-            assert self._is_known.wait(20)
-            time.sleep(0.5)
-        found = self._service.get(key, *args)
-        if key == "ncclsync/notice/0":
-            self._is_known.set()
-        return found
-
-
 def test_process_0_may_end_once_it_has_given_its_part(address):
     """An exchange that process 0 has left is read to its end by the others, whom process 0 waits for."""
     with ThreadPoolExecutor(2) as pool:
-        services = [pool.submit(KeyService, address, rank, 2, join_s=10) for rank in range(2)]
-        both = [
-            pool.submit(ServicePeers, wrap(one.result()), rank, 2, timeout_s=20)
-            for rank, (one, wrap) in enumerate(zip(services, (lambda one: one, Late), strict=True))
-        ]
+        services = [pool.submit(Service, address, rank, 2, join_s=10) for rank in range(2)]
+        both = [pool.submit(Peers, one.result(), rank, 2, timeout_s=20) for rank, one in enumerate(services)]
         first, other = (one.result() for one in both)
         received = pool.submit(other.exchange, "b", "the end of fit", 30)
         assert first.exchange("a", "the end of fit", 30) == ["a", "b"]

@@ -23,17 +23,22 @@ def test_child_of_a_process(mpirun):
         assert re.search(words + r" number.*processes=False.*apart 1.*towers 2, divergence 0.0", said(done, rank)), done
 
 
-@pytest.mark.parametrize("way", ["late", "late after MPI"])
-def test_process_that_does_not_come(mpirun, way):
+@pytest.mark.parametrize(("way", "other"), [("late", 1), ("late first", 0)])
+def test_process_that_does_not_come(mpirun, way, other):
     """Is named by the other one, when its time is up."""
     done = mpirun(2, "joining.py", way)
-    words = r"\[0\] NcclTimeoutError .*: Expected the joining of processes to end. Received: .*: process 1 has not come"
+    words = (
+        rf"\[{1 - other}\] NcclTimeoutError .*: Expected the joining of processes to end. Received: .*: "
+        rf"process {other} not arrived. Each has to make towers"
+    )
     assert re.search(words, done.stdout), done.stdout + done.stderr
 
 
 def test_other_secrets(mpirun):
     """Whoever has another secret than the rest is no process of the job."""
     done = mpirun(2, "joining.py", "secrets")
-    for rank in range(2):
-        words = r"MessageError after \d+ s: .*the digest of this job's secret.*the same NCCLSYNC_SECRET"
-        assert re.search(words, said(done, rank)), done.stdout + done.stderr
+    words = (
+        r"MessageError after \d+ s: .*Received: an end of the connection. Give all processes the same NCCLSYNC_SECRET"
+    )
+    assert re.search(words, said(done, 1)), done.stdout + done.stderr
+    assert re.search(r"NcclTimeoutError after \d+ s: .*process 1 not arrived", said(done, 0)), done.stdout + done.stderr

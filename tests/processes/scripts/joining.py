@@ -11,7 +11,6 @@ import ncclsync
 
 WAY = sys.argv[1]
 RANK = int(os.environ["OMPI_COMM_WORLD_RANK"])
-LAST = int(os.environ["OMPI_COMM_WORLD_SIZE"]) - 1 == RANK
 
 
 if WAY == "secrets":
@@ -27,10 +26,8 @@ if WAY == "helper":
     told(lambda: ncclsync.Towers(1, health=ncclsync.Health(timeout_s=20)))
 if WAY == "helper apart":
     print(f"[{RANK}] apart {len(ncclsync.Towers(1, processes=False))}", flush=True)
-if WAY in ("late", "late after MPI"):
-    if LAST:
-        if WAY != "late":
-            from mpi4py import MPI  # noqa: F401
+if WAY in ("late", "late first"):
+    if (0 if WAY == "late first" else 1) == RANK:
         time.sleep(60)
     told(lambda: ncclsync.Towers(1, health=ncclsync.Health(timeout_s=4)))
     os._exit(1)  # so that mpirun ends the other

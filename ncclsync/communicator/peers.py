@@ -393,9 +393,9 @@ class Peers:
     def _listen(self) -> None:
         """Hear the processes' notices. Runs in a thread."""
         while not self._stop.is_set():
-            self._hear(**self._service.notices.get())
+            self.hear(**self._service.notices.get())
 
-    def _hear(
+    def hear(
         self,
         rank: int = 0,
         failures: int = 0,

@@ -1,13 +1,16 @@
 """Which launcher has started this process, as one of how many; and how it waits for files of process 0."""
 
 import json
+import queue
 import threading
 
 import pytest
 
 from ncclsync import NcclSyncError, NcclTimeoutError
+from ncclsync.communicator import native
 from ncclsync.communicator.peers import Doing, Peers
 from ncclsync.communicator.processes import find_process
+from ncclsync.communicator.service import Awaited
 from ncclsync.errors import ProcessError
 
 OPEN_MPI = {
@@ -107,87 +110,94 @@ def test_half_set(variables, named):
     assert named in str(caught.value) and "unset them, or write processes=False" in str(caught.value)
 
 
-class Others(Peers):
-    """Process 1 of 2, to which the test tells what it hears."""
+@pytest.fixture(autouse=True)
+def all_cores(monkeypatch):
+    """Processes that join share the host's cores: here they are none."""
+    monkeypatch.setattr(native, "_share", 0)
+
+
+class Hub:
+    """What process 1 of 2 knows of process 0, which gives what it gives, and has given those of `numbers` already."""
 
     def __init__(self):
-        super().__init__(1, 2)
-        self.passed, self.said = -1, []
+        self.notices, self.said, self.numbers = queue.SimpleQueue(), [], ()
 
-    def exchange(self, value, text, timeout_s=None, *, heeds=True):
-        self.begun += 1
+    def give(self, number, value, most_bytes):
+        awaited = Awaited(most_bytes)
+        awaited.put([value, value])
+        return awaited
 
-    def _end(self, words):
-        self.said.append(words)
+    def who(self, number, wait_s):
+        return [0] if number in self.numbers else []
 
-    def _report(self, words, ended):
-        assert not ended
+    def tell(self, notice, wait_s):
+        self.said += [notice["ended"]] if "ended" in notice else []
 
-    def _silent(self):
-        return []
+    def silence(self):
+        return [0.0, 0.0]
 
-    def _has_passed(self, begun):
-        return self.passed > begun
+
+def others():
+    """Process 1 of 2, to which the test tells what it hears, after it has joined."""
+    return Peers(Hub(), 1, 2, 5)
 
 
 def test_files_are_waited_for_one_by_one():
     """Until process 0 has written as many since the processes met, or has gone on; not longer if it then ends."""
-    others = Others()
-    others.exchange(None, "")
-    waiting = [threading.Thread(target=others.wait_for_file, args=(60,)) for _ in range(2)]
+    peers = others()
+    waiting = [threading.Thread(target=peers.wait_for_file, args=(60,)) for _ in range(2)]
     for number, thread in enumerate(waiting, start=1):
         thread.start()
-        others.hear(0, 0, "", "", (0, 9))  # before they met
-        others.hear(0, 0, "", "", (1, number - 1))
+        peers.hear(files=(0, 9))  # before they met
+        peers.hear(files=(1, number - 1))
         thread.join(0.05)
         assert thread.is_alive()
-        others.hear(0, 0, "", "", (1, number))
+        peers.hear(files=(1, number))
         thread.join(60)
         assert not thread.is_alive()
-    others.hear(0, 0, "", "", (1, 4))
-    others.hear(0, 0, "", "", (0, 1))  # late
+    peers.hear(files=(1, 4))
+    peers.hear(files=(0, 1))  # late
     for _ in range(2):  # written before
-        others.wait_for_file(60)
-    others.passed = 2
-    others.wait_for_file(60)  # process 0 does not write it
-    others.exchange(None, "")
-    others.hear(0, 0, "", "has ended", (2, 1))
-    others.wait_for_file(60)
-    with pytest.raises(ProcessError, match="process 0 has ended"):
-        others.passed = -1
-        others.wait_for_file(60)
-    others.wait_for_file(60)  # nobody writes it any more
+        peers.wait_for_file(60)
+    peers._service.numbers = (2,)
+    peers.wait_for_file(60)  # process 0 does not write it
+    peers.exchange(None, "")
+    peers.hear(files=(2, 1), ended="has ended")
+    peers.wait_for_file(60)
+    with pytest.raises(ProcessError, match="process 0 .*has ended"):
+        peers.wait_for_file(60)
+    peers.wait_for_file(60)  # nobody writes it any more
 
 
 def test_a_file_that_nobody_writes():
     """Ends the wait in time."""
-    with pytest.raises(NcclTimeoutError, match=r"a file that process 0 writes.*process 0 has not written it"):
-        Others().wait_for_file(0.05)
+    with pytest.raises(NcclTimeoutError, match=r"a file that process 0 writes.*process 0 .*has not written it"):
+        others().wait_for_file(0.05)
 
 
 def test_processes_that_fail_together():
     """Raise what is their own alone; a failure after they have met again is one for the other, too."""
-    others = Others()
-    others.report("ValueError: pruned")
-    others.hear(0, 1, "ValueError: pruned", "", (0, 0))
-    others.check("the next step")
-    others.agree_on_failures([(1, 0), (1, 1)])
-    others.hear(0, 2, "ValueError: other", "", (0, 0))
-    with pytest.raises(ProcessError, match="process 0: ValueError: other"):
-        others.check("the next step")
-    others.check("the next step")
+    peers = others()
+    peers.report("ValueError: pruned")
+    peers.hear(failures=1, words="ValueError: pruned")
+    peers.check("the next step")
+    peers.agree_on_failures([(1, 0), (1, 1)])
+    peers.hear(failures=2, words="ValueError: other")
+    with pytest.raises(ProcessError, match="process 0 .*: ValueError: other"):
+        peers.check("the next step")
+    peers.check("the next step")
 
 
 def test_an_end_right_after_a_failure_says_both():
     """The others may hear of both at once; once they have met, the failure is known, and not said again."""
-    others = Others()
-    others.end("has ended")
-    others.report("ValueError: pruned")
-    others.end("has ended")
-    others.end("has ended: ValueError: pruned")  # nobody has caught it
-    others.agree_on_failures([(0, 1), (0, 1)])
-    others.end("has ended")
-    first, *said, last = others.said
+    peers = others()
+    peers.end("has ended")
+    peers.report("ValueError: pruned")
+    peers.end("has ended")
+    peers.end("has ended: ValueError: pruned")  # nobody has caught it
+    peers.agree_on_failures([(0, 1), (0, 1)])
+    peers.end("has ended")
+    first, *said, last = peers._service.said
     assert said == ["has ended, after ValueError: pruned", "has ended: ValueError: pruned"]
     assert first == last == "has ended"
 
@@ -196,9 +206,11 @@ def test_a_variable_written_in_one_process_is_named():
     """And not the collective that was to send it."""
     sends = "broadcast (dense/kernel:0) of 20 × float32, 0"
     steps, writes = Doing("`fit`, at epoch 2", 1, "4 abc", "a step"), Doing("`fit`, at epoch 2", 0, "", sends)
-    assert Others().difference([steps, writes]) == (
+    peers = others()
+    peers.hosts = ["", ""]
+    assert peers.difference([steps, writes]) == (
         "Expected all processes to write variables alike. Received: dense/kernel, written in process 1 (in `fit`, at "
         "epoch 2), not in process 0. Write it in all, as load_weights does"
     )
     other = writes._replace(text=sends.replace("20", "40"))
-    assert "Let all build the same model" in Others().difference([writes, other])
+    assert "Let all build the same model" in peers.difference([writes, other])

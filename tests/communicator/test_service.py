@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from ncclsync.communicator import messages
+from ncclsync.communicator import messages, native
 from ncclsync.communicator.messages import MessageError
 from ncclsync.communicator.peers import Peers
 from ncclsync.communicator.service import Service
@@ -33,6 +33,12 @@ def free_port(host="127.0.0.1"):
     with socket.socket() as free:
         free.bind((host, 0))
         return free.getsockname()[1]
+
+
+@pytest.fixture(autouse=True)
+def all_cores(monkeypatch):
+    """Processes that join share the host's cores: here they are none."""
+    monkeypatch.setattr(native, "_share", 0)
 
 
 @pytest.fixture

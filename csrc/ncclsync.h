@@ -172,18 +172,8 @@ ncclResult_t ncs_meter_take(ncs_meter* meter, size_t most, /*outputs*/ ncs_times
 
 enum { NCS_MOST_BEAT = 1024 };
 
-/* A thread that tells other processes, every so many seconds, that this one is alive. It calls only `send` and MPI. */
+/* A thread that tells other processes, every so many seconds, that this one is alive. */
 typedef struct ncs_beat ncs_beat;
-
-/* MPI's calls and handles, from the library that the caller has loaded with MPI_THREAD_MULTIPLE; none is linked
- * here. */
-typedef struct {
-  void* isend;      /* MPI_Isend */
-  void* test;       /* MPI_Test */
-  uint64_t comm;    /* an MPI_Comm */
-  uint64_t byte;    /* MPI_BYTE */
-  int handle_bytes; /* of a handle: an int's or a pointer's */
-} ncs_mpi;
 
 /* The caller owns *beat and ends it by ncs_beat_destroy in the same process: no thread survives fork().
  * NULL is allowed there. ncclInvalidArgument: an interval that is not positive. ncclSystemError: no memory, no
@@ -194,11 +184,6 @@ ncclResult_t ncs_beat_destroy(ncs_beat* beat);
 /* Sends `size` bytes on a socket from now on, until it is closed; if its buffer is full, a beat is left out. The
  * descriptor is duplicated, the message copied. ncclInvalidArgument: no socket, 0 bytes, or more than NCS_MOST_BEAT. */
 ncclResult_t ncs_beat_add(ncs_beat* beat, int fd, const void* message, size_t size);
-
-/* Sends `size` bytes to a rank of MPI from now on, in place of earlier bytes; the first time `at_once`, if that is not
- * 0. Waits for a message under way. The bytes are copied. End the beat before MPI is finalized.
- * ncclInvalidArgument: no rank, 0 bytes, or more than NCS_MOST_BEAT. ncclSystemError: no memory. */
-ncclResult_t ncs_beat_tell(ncs_beat* beat, const ncs_mpi* mpi, int rank, const void* message, size_t size, int at_once);
 
 /* ---- GPUs by NCCL (nccl/) ---- */
 

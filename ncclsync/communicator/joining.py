@@ -1,14 +1,16 @@
 """Join the processes that a launcher has started, by a service of process 0's."""
 
-import contextlib
+import functools
 import os
 import pathlib
+import secrets
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
-from ncclsync.communicator import timeouts
+from ncclsync.communicator import messages, timeouts
 from ncclsync.communicator.messages import MessageError
 from ncclsync.communicator.peers import Peers, end_with_process
 from ncclsync.communicator.processes import Process, claim
@@ -18,7 +20,7 @@ from ncclsync.errors import NcclSyncError, NcclTimeoutError, NcclUnavailableErro
 _FOR_EVER_S = 7 * 86400.0
 _LEAVE_S = 8.0  # that an ended process gives the others to end as well, if mpirun is to end a silent one
 _FOLDER = "PMIX_SERVER_TMPDIR"  # Open MPI makes it on each host for a job's processes there
-_BROADCAST = "import sys; from mpi4py import MPI; print(MPI.COMM_WORLD.bcast(sys.argv[1]))"
+_BROADCAST = "import sys; from mpi4py import MPI; print(MPI.COMM_WORLD.bcast(sys.stdin.read()))"
 
 _peers: dict[Process, Peers] = {}
 
@@ -36,8 +38,11 @@ def peers_of(process: Process, timeout_s: float | None) -> Peers:
     if process not in _peers:
         try:
             found = Peers(_service(process, timeout_s), process.rank, process.size, timeout_s)
-        except (MessageError, NcclTimeoutError, NcclUnavailableError):
+        except (MessageError, NcclUnavailableError):
             raise
+        except NcclTimeoutError as error:
+            words = f"{error.last_error}. {process.if_left_over}"
+            raise NcclTimeoutError(error.status, error.call, words, error.status_name, error.during) from error
         except NcclSyncError as error:
             raise NcclSyncError(f"{str(error).rstrip('.')}. {process.if_left_over}") from error
 
@@ -53,10 +58,10 @@ def peers_of(process: Process, timeout_s: float | None) -> Peers:
 
 def _service(process: Process, timeout_s: float | None) -> Service:
     """Reach process 0 at the address that the launcher names; by mpirun, at one that process 0 chooses."""
-    alone, join_s = process.local_size == process.size, timeout_s or _FOR_EVER_S
-    is_first = process.rank == 0
+    alone = process.local_size == process.size
 
     def joined(address: str) -> Service:
+        join_s = timeout_s or _FOR_EVER_S
         return Service(address, process.rank, process.size, join_s=join_s, on_one_host=alone)
 
     if process.address is not None:
@@ -66,44 +71,46 @@ def _service(process: Process, timeout_s: float | None) -> Service:
             "Expected MASTER_ADDR and MASTER_PORT, a host and a free port of it where process 0 is reached by the "
             f"others. Received: none of them, from {process.launcher} ({process.reason})"
         )
-    service = joined("127.0.0.1:0" if alone else f"{socket.gethostname()}:0") if is_first else None
-    address = "" if service is None else service.address
-    folder = pathlib.Path(os.environ.get(_FOLDER, ""))
+    service, told = None, ""
+    if process.rank == 0:
+        # What tells the others the address keeps a secret as well.
+        os.environ.setdefault(messages.VARIABLE, secrets.token_hex(32))
+        service = joined("127.0.0.1:0" if alone else f"{socket.gethostname()}:0")
+        told = f"{service.address} {os.environ[messages.VARIABLE]}"
     if alone and _FOLDER in os.environ:
-        address = _by_file(folder / f"ncclsync.{os.environ.get('PMIX_NAMESPACE', '')}", address, timeout_s)
+        path = pathlib.Path(os.environ[_FOLDER], f"ncclsync.{os.environ.get('PMIX_NAMESPACE', '')}")
+        told = _told_by_file(path, told, timeout_s)
     else:
-        address = _by_mpi(address, process, timeout_s)
+        told = _told_by_mpi(told, process, timeout_s)
+    address, secret = told.split()
+    os.environ.setdefault(messages.VARIABLE, secret)
     return service or joined(address)
 
 
-def _by_file(path: pathlib.Path, address: str, timeout_s: float | None) -> str:
-    """Return process 0's address, `address` there, by a file that all processes of the host see."""
-    if address:
+def _told_by_file(path: pathlib.Path, told: str, timeout_s: float | None) -> str:
+    """Return what process 0 tells, `told` there, by a file in a folder that the job's processes on a host share."""
+    if told:
         written = path.with_name(f"{path.name}.new")
-        written.write_text(address)
+        written.touch(0o600)
+        written.write_text(told)
         written.replace(path)
-        return address
-
-    def has_come() -> bool:
-        nonlocal address
-        with contextlib.suppress(OSError):
-            address = path.read_text()
-        return bool(address)
-
-    _wait_to_join(lambda slice_s: timeouts.poll(has_come, slice_s), "process 0 not arrived", timeout_s)
-    return address
+        return told
+    _wait_to_join(lambda slice_s: timeouts.poll(path.exists, slice_s), "process 0 not arrived", timeout_s)
+    return path.read_text()
 
 
-def _by_mpi(address: str, process: Process, timeout_s: float | None) -> str:
-    """Return process 0's address, `address` there, by MPI: in a child, which this process can leave."""
-    if "mpi4py.MPI" in sys.modules:  # the program's own: a second MPI of this process would end it
-        return sys.modules["mpi4py.MPI"].COMM_WORLD.bcast(address)
-    child = subprocess.Popen([sys.executable, "-c", _BROADCAST, address], stdout=subprocess.PIPE, text=True)
+def _told_by_mpi(told: str, process: Process, timeout_s: float | None) -> str:
+    """Return what process 0 tells, `told` there, by MPI: in a child, for which this process need not wait."""
+    if "mpi4py.MPI" in sys.modules:  # the program's own: MPI takes no second process in its place
+        return sys.modules["mpi4py.MPI"].COMM_WORLD.bcast(told)
+    child = subprocess.Popen([sys.executable, "-c", _BROADCAST], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdin is not None and child.stdout is not None
     try:
-        _wait_to_join(
-            lambda slice_s: timeouts.poll(lambda: child.poll() is not None, slice_s), "not all have come", timeout_s
-        )
-        found = child.communicate()[0].strip()
+        child.stdin.write(told.encode())
+        child.stdin.close()
+        has_ended = functools.partial(timeouts.poll, lambda: child.poll() is not None)
+        _wait_to_join(has_ended, "not all have come", timeout_s)
+        found = child.stdout.read().decode()
     finally:
         child.kill()
     if not found:
@@ -115,7 +122,7 @@ def _by_mpi(address: str, process: Process, timeout_s: float | None) -> str:
     return found
 
 
-def _wait_to_join(wait, late: str, timeout_s: float | None) -> None:
+def _wait_to_join(wait: Callable[[float], bool], late: str, timeout_s: float | None) -> None:
     timeouts.wait(
         wait,
         call="join",

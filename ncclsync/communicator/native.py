@@ -207,22 +207,6 @@ class Beat:
         """Send a message on a socket from now on, until it is closed."""
         check(lib.ncs_beat_add(self._handle, fd, message, len(message)), "ncs_beat_add")
 
-    def tell(self, mpi: Any, rank: int, message: bytes, at_once: bool) -> None:
-        """Send a message to a rank of MPI from now on, in place of the one before.
-
-        Args:
-            mpi: an ``ncs_mpi*``.
-            rank: of its communicator.
-            message: at most 1024 bytes.
-            at_once: whether it is sent now, too.
-        """
-        check(lib.ncs_beat_tell(self._handle, mpi, rank, message, len(message), at_once), "ncs_beat_tell")
-
-    def close(self) -> None:
-        """End. Idempotent."""
-        handle, self._handle = self._handle, ffi.NULL
-        check(lib.ncs_beat_destroy(handle), "ncs_beat_destroy")
-
 
 def _candidates(variable: str, package: str, file: str) -> list[str]:
     """Return what to give to ``dlopen``, in order of preference. A variable that is set decides alone."""

@@ -164,7 +164,7 @@ def test_files_are_waited_for_one_by_one():
     peers.exchange(None, "")
     peers.hear(files=(2, 1), ended="has ended")
     peers.wait_for_file(60)
-    with pytest.raises(ProcessError, match="process 0 .*has ended"):
+    with pytest.raises(ProcessError, match=r"process 0 .*has ended"):
         peers.wait_for_file(60)
     peers.wait_for_file(60)  # nobody writes it any more
 
@@ -183,7 +183,7 @@ def test_processes_that_fail_together():
     peers.check("the next step")
     peers.agree_on_failures([(1, 0), (1, 1)])
     peers.hear(failures=2, words="ValueError: other")
-    with pytest.raises(ProcessError, match="process 0 .*: ValueError: other"):
+    with pytest.raises(ProcessError, match=r"process 0 .*: ValueError: other"):
         peers.check("the next step")
     peers.check("the next step")
 

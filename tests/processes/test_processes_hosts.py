@@ -60,5 +60,5 @@ def test_pulled_cable(on_both, hosts):
     began = time.monotonic()
     while "ProcessError" not in (line := process.stdout.readline()):
         assert line
-    assert re.search(r"\[0\] ProcessError after \d+ s: .*nothing for 15 s from process 1 on right", line)
+    assert re.search(r"\[0\] ProcessError after \d+ s: .*nothing for 10 s from process 1 on right", line)
     assert time.monotonic() - began < 30

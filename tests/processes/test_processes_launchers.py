@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import psutil
@@ -13,6 +14,7 @@ from standin import COMPILER
 
 RUN = ROOT / "tests" / "virtual_gpus" / "run.py"
 PROGRAM = ROOT / "examples" / "several_hosts.py"
+ALONE = "import ncclsync; ncclsync.Towers(1, health=ncclsync.Health(timeout_s=3))"
 
 pytestmark = pytest.mark.slow
 
@@ -23,36 +25,34 @@ def run(*command, **more):
     return subprocess.run(words, env=environment(**more), capture_output=True, text=True, timeout=280)
 
 
-def test_cpu_towers_by_srun():
-    """Where Slurm has PMIx they have the bits of one process; else an error says what to write."""
-    srun = LAUNCHERS["srun"](2)
-    has_pmix = "pmix" in run("srun", "--mpi=list").stderr + run("srun", "--mpi=list").stdout
-    if has_pmix:
-        done, alone = run(*srun, "--mpi=pmix", sys.executable, PROGRAM, 2), run(sys.executable, PROGRAM, 4)
-        (found,), (expected,) = (re.findall("4 towers: .*", text) for text in (done.stdout, alone.stdout))
-        assert found == expected
-    done = run(*srun, "--mpi=none", sys.executable, PROGRAM, 2)
-    assert done.returncode and "Start them by: srun --mpi=pmix python" in done.stderr
+@pytest.fixture(scope="module")
+def alone():
+    """What one process prints of four towers."""
+    return re.findall("4 towers: .*", run(sys.executable, PROGRAM, 4).stdout)
 
 
-@pytest.mark.parametrize("launcher", ["RANK", "RANK in srun -n1", "torchrun", "torchrun in srun -n1"])
-def test_cpu_towers_need_mpi(launcher):
-    """An error says how to start them, in each process, before anything is trained; also within a step of one task."""
+@pytest.mark.parametrize("launcher", ["RANK", "TF_CONFIG", "RANK in srun -n1", *LAUNCHERS, "torchrun in srun -n1"])
+def test_cpu_towers(launcher, alone):
+    """They have the bits of one process, whoever starts theirs; also within a step of one task."""
     command = [sys.executable, PROGRAM, 2]
-    if launcher == "torchrun in srun -n1":
-        done = run(*LAUNCHERS["srun"](1), *LAUNCHERS["torchrun"](2), *command)
-    elif launcher == "RANK in srun -n1":
-        step = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}
-        done = run(*command, **variables_of("RANK", 0, free_port()), **step)
-    elif launcher == "torchrun":
-        done = run(*LAUNCHERS["torchrun"](2), *command)
+    if launcher in LAUNCHERS:
+        printed = run(*LAUNCHERS[launcher](2), *command).stdout
+    elif launcher == "torchrun in srun -n1":
+        printed = run(*LAUNCHERS["srun"](1), *LAUNCHERS["torchrun"](2), *command).stdout
     else:
-        done = run(*command, **variables_of("RANK", 0, free_port()))
-    words = r"NcclUnavailableError: Expected MPI to join the 2 processes that torchrun has started \(RANK=\d"
-    assert re.search(words, done.stderr), done.stderr
-    assert "Start them by: mpirun -np 2 python train.py" in done.stderr
+        step = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}
+        name, port = launcher.split()[0], free_port()
+        with ThreadPoolExecutor(2) as pool:
+            each = [variables_of(name, rank, port) | (step if "srun" in launcher else {}) for rank in range(2)]
+            printed = "".join(done.stdout for done in pool.map(lambda more: run(*command, **more), each))
+    assert re.findall("4 towers: .*", printed) == alone != []
+
+
+def test_process_that_has_no_other():
+    """As where variables are left over: an error names who has not come, and says what to unset."""
+    done = run(sys.executable, "-c", ALONE, **variables_of("RANK", 0, free_port()))
+    assert "process 1 not arrived" in done.stderr and done.returncode, done.stderr
     assert "unset RANK, WORLD_SIZE, or write processes=False" in done.stderr
-    assert done.returncode and "Epoch" not in done.stdout
 
 
 def workers_of(started):

@@ -96,7 +96,7 @@ def test_problems_are_told_once():
     assert [one.text for one in found] == ["this is wrong.", "process 1 on b: that is wrong."]
 
 
-@pytest.mark.parametrize(("backend", "way", "remedy"), [("cpu", "MPI", "btl_tcp"), ("nccl", "NCCL", "NCCL_SOCKET")])
+@pytest.mark.parametrize(("backend", "way", "remedy"), [("cpu", "TCP", "MASTER_ADDR"), ("nccl", "NCCL", "NCCL_SOCKET")])
 def test_a_wrong_sum_is_an_error(backend, way, remedy):
     """On the screen too, with all processes."""
     host = Host("3.11.7", "python", "0.1.0", "ncclsync")

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from ncclsync.communicator import Communicator, CpuCommunicator, MpiCommunicator, NcclCommunicator, empty_aligned
+from ncclsync.communicator import Communicator, CpuCommunicator, NcclCommunicator, TcpCommunicator, empty_aligned
 from ncclsync.communicator.processes import Process, find_process
 from ncclsync.errors import NcclSyncError
 from ncclsync.tools.bench.results import Result, Row, size_text
@@ -36,7 +36,7 @@ from ncclsync.tools.bench.turns import (
     ratio,
     take_turns,
 )
-from ncclsync.tools.processes import join, mpi_versions
+from ncclsync.tools.processes import join
 
 PEERS = ("mpi",)
 NUMBERS_OF_TOWERS = (2, 4, 8)
@@ -80,14 +80,15 @@ def _between_processes(given: argparse.Namespace, show: Callable[[str], None], p
             f"Expected neither --towers nor --backend nccl by {process.launcher}: each of the {process.size} processes "
             f"has one tower, in host memory. Received: --towers {given.towers}, --backend {given.backend}"
         )
-    with ProcessSide(process) as side:
+    with_mpi = "mpi" in given.against and not missing_mpi() and process.launcher == "Open MPI"
+    with ProcessSide(process, with_mpi=with_mpi) as side:
         if process.rank > 0:
             side.follow()
             return None
         rows: list[Row] = []
         for size in given.sizes:
             rows += _time_case(given, process.size, size, [side], show)
-    return Result("all-reduce", "s", tuple(rows), (f"{side.description}: one tower of each.",))
+    return Result("all-reduce", "s", tuple(rows), (f"{side.description}: one tower of each.", *missing(given)))
 
 
 class ProcessSide:
@@ -100,19 +101,19 @@ class ProcessSide:
 
     name = "ncclsync"
 
-    def __init__(self, process: Process) -> None:
-        """Join the other processes. Collective.
+    def __init__(self, process: Process, *, with_mpi: bool) -> None:
+        """Join the other processes; `with_mpi`: MPI's all-reduce runs, too. Collective.
 
         Raises:
             BenchError: they cannot be joined.
         """
         try:
-            self._peers = join(process)
-            self._reducer, self._ranks = MpiReducer(process.size, beside=True), Ranks()
+            self._peers = join()
+            self._reducer, self._ranks = RankReducer(process.size, with_mpi), Ranks()
         except NcclSyncError as error:
             raise BenchError(str(error)) from error
         hosts = len(set(self._peers.hosts))
-        self.description = f"{process.size} processes on {hosts} host{'s' * (hosts != 1)}, {mpi_versions()['MPI']}"
+        self.description = f"{process.size} processes on {hosts} host{'s' * (hosts != 1)}, {process.launcher}"
 
     def ask(self, do: str, **details: Any) -> dict[str, Any]:
         """Let all processes work, in process 0; see `Side.ask` and `Ranks.join`."""
@@ -320,22 +321,30 @@ class NcclReducer(HostReducer):
             return tf.identity(tf.constant(array))
 
 
-class MpiReducer(HostReducer):
-    """Run a rank of mpirun's processes: MPI's own all-reduce and, if asked, ncclsync's, and a copy."""
+class RankReducer(HostReducer):
+    """Run a rank of several processes: ncclsync's all-reduce, a copy and, under mpirun, MPI's own all-reduce."""
 
-    def __init__(self, towers: int, beside: bool = False) -> None:
-        """Join the others; `beside`: also run ncclsync and a copy on the same buffers. Collective."""
-        from mpi4py import MPI
+    def __init__(self, towers: int, with_mpi: bool) -> None:
+        """Join the others. Collective."""
+        peers = join()
+        self._communicator = TcpCommunicator(peers, 1)
+        super().__init__(towers, self._communicator, [peers.rank], 1)
+        if with_mpi:
+            from mpi4py import MPI
 
-        self._world = MPI.COMM_WORLD
-        super().__init__(towers, MpiCommunicator(1), [self._world.Get_rank()], 1)
-        by_mpi = {"mpi": lambda: self._world.Allreduce(self.sends[0], self.recvs[0])}
-        self.libraries = {**self.libraries, **by_mpi} if beside else by_mpi
+            self.libraries["mpi"] = lambda: MPI.COMM_WORLD.Allreduce(self.sends[0], self.recvs[0])
 
     def run(self, library: str, iterations: int) -> float:
-        """See `HostReducer.run`; returns when the last rank has its result."""
-        self._world.Barrier()
-        began = time.perf_counter()
-        super().run(library, iterations)
-        self._world.Barrier()
-        return time.perf_counter() - began
+        """See `HostReducer.run`; all begin together."""
+        one = np.zeros(1, np.float32)
+        self._communicator.all_reduce([one], [one])
+        return super().run(library, iterations)
+
+
+class MpiReducer(RankReducer):
+    """Run MPI's all-reduce alone."""
+
+    def __init__(self, towers: int) -> None:
+        """Join the others. Collective."""
+        super().__init__(towers, with_mpi=True)
+        self.libraries = {"mpi": self.libraries["mpi"]}

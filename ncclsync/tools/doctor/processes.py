@@ -8,17 +8,16 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ncclsync.communicator import Communicator, MpiCommunicator, NcclCommunicator, preflight
+from ncclsync.communicator import Communicator, NcclCommunicator, TcpCommunicator, preflight
 from ncclsync.communicator.joining import peers_of
-from ncclsync.communicator.mpi import MpiPeers
 from ncclsync.communicator.peers import Peers
 from ncclsync.communicator.processes import Process
-from ncclsync.errors import NcclSyncError, NcclUnavailableError
+from ncclsync.errors import NcclSyncError
 from ncclsync.tools.doctor import probes
 from ncclsync.tools.doctor.examination import examine
 from ncclsync.tools.doctor.facts import ERROR, WARNING, AllReduce, Host, Problem, ProcessFacts, Report, from_json
 from ncclsync.tools.doctor.problems import apart, by_severity, summarize
-from ncclsync.tools.processes import join, mpi_versions, tell_of
+from ncclsync.tools.processes import tell_of
 
 _NAMED = 3  # processes that a message names
 
@@ -35,7 +34,7 @@ _OF_A_HOST = re.compile(
 _DECISIVE = ("ncclsync", "TensorFlow", "Keras")
 _PIP = "Install the same on all hosts: pip install '%s=={}'"
 _REMEDIES = {
-    **{name: _PIP % name.lower() for name in (*_DECISIVE, "mpi4py")},
+    **{name: _PIP % name.lower() for name in _DECISIVE},
     "Python": "Start all processes with Python {}.",
     "NCCL": "Install the same on all hosts, pip install 'nvidia-nccl-cu12=={}', or name one by NCCLSYNC_NCCL_LIBRARY.",
     "driver": "Install the NVIDIA driver {} on all hosts.",
@@ -51,7 +50,7 @@ def examine_all(process: Process, timeout_s: float) -> Report | None:
         In process 0 the report; None in the others.
     """
     try:
-        joined = _meet(process, timeout_s)
+        joined = peers_of(process, timeout_s)
     except NcclSyncError as error:
         if process.rank > 0:
             tell_of(error, process, "python -m ncclsync doctor")
@@ -69,14 +68,11 @@ def examine_all(process: Process, timeout_s: float) -> Report | None:
         everyone = [read(text, rank, joined.hosts[rank]) for rank, text in enumerate(reports)]
         problems = [*merged(everyone), *differences(everyone)]
         backends = {one.backend for one in everyone}
-        if backends == {"nccl"} or isinstance(joined, MpiPeers):
+        if len(backends) == 1:
             joint = _reduce(joined, report, backends == {"nccl"}, timeout_s)
             outcomes = joined.exchange((joint.error, joint.kind), "the all-reduce over all processes")
             words, kind = next((one for one in outcomes if one[1]), ("", ""))
             joint = dataclasses.replace(joint, ok=not kind, error=words, kind=kind)
-        elif backends == {"cpu"}:
-            text = f"CPU towers of several processes are joined by MPI alone, and {process.launcher} has started these."
-            problems = [*problems, Problem("processes-without-mpi", text, f"Start them by: {process.by_mpi}.", ERROR)]
     except NcclSyncError as error:
         remedy = "Look at what that process has printed; run doctor there by itself."
         problems = [*problems, Problem("processes-lost", str(error), remedy, ERROR)]
@@ -85,27 +81,13 @@ def examine_all(process: Process, timeout_s: float) -> Report | None:
     return judged(report.host, report, problems, everyone, joint)
 
 
-def _meet(process: Process, timeout_s: float) -> Peers:
-    """Join the other processes: by MPI or, like training on GPUs, by the service of process 0.
-
-    Raises:
-        NcclSyncError: they cannot be joined.
-    """
-    try:
-        return join(process)
-    except NcclUnavailableError:
-        if process.address is None:
-            raise
-    return peers_of(process, timeout_s)
-
-
 def judged(
     host: Host, report: Report, problems: Sequence[Problem], everyone: Sequence[ProcessFacts], joint: AllReduce | None
 ) -> Report:
     """Return the report of process 0 with the findings and problems of all, and the all-reduce over all."""
     if joint is not None and not joint.ok and everyone:
-        by_mpi = "MPI takes: mpirun --mca btl_tcp_if_include"
-        way = "NCCL takes: NCCL_SOCKET_IFNAME" if joint.backend == "nccl" else by_mpi
+        by_tcp = "process 0's name means: MASTER_ADDR"
+        way = "NCCL takes: NCCL_SOCKET_IFNAME" if joint.backend == "nccl" else by_tcp
         remedy = f"Look whether the hosts reach each other by the network that {way}."
         text = f"The all-reduce over all {len(everyone)} processes fails: {joint.error.rstrip('.')}."
         problems = [*problems, Problem(f"joint-all-reduce-{joint.kind}", text, remedy, ERROR)]
@@ -121,8 +103,6 @@ def judged(
 
 def _facts(joined: Peers, report: Report) -> ProcessFacts:
     versions = {one.component: one.version for one in report.versions}
-    if isinstance(joined, MpiPeers):
-        versions |= mpi_versions()
     choice = report.host.choice
     values = {one.name: one.value for one in reversed(report.host.variables)}  # the environment precedes a file
     return ProcessFacts(
@@ -154,7 +134,7 @@ def must_be_alike(name: str) -> bool:
 def _reduce(joined: Peers, report: Report, by_nccl: bool, timeout_s: float) -> AllReduce:
     """All-reduce known numbers over the towers of all processes. Collective.
 
-    `by_nccl`: the towers of all stand on GPUs, and NCCL's preflight does it; else MPI in host memory.
+    `by_nccl`: the towers of all stand on GPUs, and NCCL's preflight does it; else TCP in host memory.
 
     Raises:
         ProcessError: the others cannot be joined.
@@ -169,7 +149,7 @@ def _reduce(joined: Peers, report: Report, by_nccl: bool, timeout_s: float) -> A
         if by_nccl:
             communicator = NcclCommunicator.from_peers(joined, devices, timeout_s=timeout_s)
         else:
-            communicator = MpiCommunicator(len(devices), timeout_s=timeout_s)
+            communicator = TcpCommunicator(joined, len(devices), timeout_s=timeout_s)
         with communicator:
             found["ranks"] = communicator.world_size
             wrong = "" if by_nccl else probes.known_answer(communicator)

@@ -90,7 +90,7 @@ def _checks(report: Report) -> Iterator[Text]:
     if host.all_reduce is not None:
         yield _outcome(f"Known-answer all-reduce, {host.all_reduce.backend} backend", host.all_reduce)
     if joint is not None:
-        way = "NCCL" if joint.backend == "nccl" else "MPI"
+        way = "NCCL" if joint.backend == "nccl" else "TCP"
         yield _outcome(f"Known-answer all-reduce over all {len(report.processes)} processes, by {way}", joint)
     if host.frameworks.nvls and (host.choice.backend == "nccl" or host.gpu_count):
         yield Text(f"NVLS, sums within the NVSwitch that differ from call to call: {host.frameworks.nvls}")

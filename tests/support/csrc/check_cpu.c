@@ -291,57 +291,6 @@ static void beat_on_sockets(void) {
   EXPECT(close(first[1]) == 0 && close(second[0]) == 0);
 }
 
-enum { COMM = 7, BYTE = 9, REQUEST = 11 };
-static int tested, news[2]; /* how many messages of each of two ranks have come that say "new" */
-
-static int check_message(const void* message, int size, int rank) {
-  if (size == 3 && memcmp(message, "new", 3) == 0) __atomic_fetch_add(&news[rank], 1, __ATOMIC_RELAXED);
-  return size == 3 || memcmp(message, "old one", 7) == 0 ? 0 : 1;
-}
-
-static int isend_by_int(const void* message, int size, int byte, int rank, int tag, int comm, int* request) {
-  *request = REQUEST;
-  return byte == BYTE && comm == COMM && tag == 0 ? check_message(message, size, rank) : 1;
-}
-
-static int isend_by_pointer(const void* message, int size, void* byte, int rank, int tag, void* comm, void** request) {
-  *request = &tested;
-  return byte == (void*)BYTE && comm == (void*)COMM && tag == 0 ? check_message(message, size, rank) : 1;
-}
-
-/* Complete every second time. */
-static int test_by_int(int* request, int* is_done, void* status) {
-  *is_done = *request == REQUEST && ++tested % 2 == 0;
-  return status == NULL;
-}
-
-static int test_by_pointer(void** request, int* is_done, void* status) {
-  *is_done = *request == &tested && ++tested % 2 == 0;
-  return status == NULL;
-}
-
-static int has_come(int rank) { return __atomic_load_n(&news[rank], __ATOMIC_RELAXED) > 0; }
-
-/* By MPI's handles of both kinds; a rank hears what it was told last, soon where that is said. */
-static void beat_by_mpi(void) {
-  const ncs_mpi calls[] = {{(void*)isend_by_int, (void*)test_by_int, COMM, BYTE, sizeof(int)},
-                           {(void*)isend_by_pointer, (void*)test_by_pointer, COMM, BYTE, sizeof(void*)}};
-  const ncs_mpi wrong = {(void*)isend_by_int, (void*)test_by_int, COMM, BYTE, 3};
-  for (int i = 0; i < 2; ++i) {
-    const struct timespec nap = {0, 100000000L};
-    ncs_beat* beat = NULL;
-    news[0] = news[1] = 0;
-    EXPECT(ncs_beat_create(i == 0 ? 0.001 : 0.05, &beat) == ncclSuccess);
-    EXPECT(ncs_beat_tell(beat, &wrong, 0, "new", 3, 1) == ncclInvalidArgument);
-    EXPECT(ncs_beat_tell(beat, &calls[i], -1, "new", 3, 1) == ncclInvalidArgument);
-    for (int rank = 0; rank < 2; ++rank) EXPECT(ncs_beat_tell(beat, &calls[i], rank, "old one", 7, rank) == ncclSuccess);
-    for (int rank = 0; rank < 2; ++rank) EXPECT(ncs_beat_tell(beat, &calls[i], rank, "new", 3, 1) == ncclSuccess);
-    for (int naps = 0; naps < 100 && !(has_come(0) && has_come(1)); ++naps) nanosleep(&nap, NULL);
-    EXPECT(ncs_beat_destroy(beat) == ncclSuccess);
-    EXPECT(has_come(0) && has_come(1));
-  }
-}
-
 int main(void) {
   ncs_pool* pool = NULL;
   pthread_t callers[CALLERS];
@@ -371,7 +320,6 @@ int main(void) {
 
   record_from_several_threads();
   beat_on_sockets();
-  beat_by_mpi();
 
   for (int i = 0; i < 50; ++i) { /* ended before the workers have begun, as often as it happens */
     EXPECT(ncs_pool_create(1 + i % 4, NCS_INSTRUCTION_SET_BEST, &pool) == ncclSuccess);

@@ -14,10 +14,9 @@ from ncclsync.communicator import messages, timeouts
 from ncclsync.communicator.messages import MessageError
 from ncclsync.communicator.peers import Peers, end_with_process
 from ncclsync.communicator.processes import Process, claim
-from ncclsync.communicator.service import Service
+from ncclsync.communicator.service import FOR_EVER_S, Service
 from ncclsync.errors import NcclSyncError, NcclTimeoutError, NcclUnavailableError
 
-_FOR_EVER_S = 7 * 86400.0
 _LEAVE_S = 8.0  # that an ended process gives the others to end as well, if mpirun is to end a silent one
 _FOLDER = "PMIX_SERVER_TMPDIR"  # Open MPI makes it on each host for a job's processes there
 _BROADCAST = "import sys; from mpi4py import MPI; print(MPI.COMM_WORLD.bcast(sys.stdin.read()))"
@@ -61,7 +60,7 @@ def _service(process: Process, timeout_s: float | None) -> Service:
     alone = process.local_size == process.size
 
     def joined(address: str) -> Service:
-        join_s = timeout_s or _FOR_EVER_S
+        join_s = timeout_s or FOR_EVER_S
         return Service(address, process.rank, process.size, join_s=join_s, on_one_host=alone)
 
     if process.address is not None:

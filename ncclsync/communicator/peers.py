@@ -22,7 +22,6 @@ SILENCE_S = 10.0  # after which a process that says nothing counts as dead
 MOST_TEXT = 600  # bytes of what is reported
 _COUNT_BITS = 32  # of `begun`, for exchanges of a generation
 _PULSE_S = 1.0
-_LONG_S = 3600.0
 _ROOM = 1 << 13  # bytes around a value: what it is, a remark, a digest
 # That a process waits for process 0 to take its report, and process 0 for each of the others to hear its end.
 _END_S = 5.0
@@ -199,20 +198,11 @@ class Peers:
         return found
 
     def data(self, timeout_s: float | None) -> dict[int, socket.socket]:
-        """Return a connection to each other process, for data: it does not block. Collective when first called."""
+        """Return a connection to each other process, see `Service.connect`. Collective when first called."""
         if not self._data:
-            text = "the joining of host memory"
-            addresses = self.exchange(self._service.open_for_data(), text, timeout_s)
-            self._service.connect_for_data(addresses, timeout_s or _LONG_S)
-            timeouts.wait(
-                lambda slice_s: timeouts.poll(lambda: len(self._service.data()) == self.size - 1, slice_s),
-                call="connect",
-                what=lambda: text,
-                timeout_s=timeout_s,
-                arrived=lambda: self.names({*range(self.size)} - {self.rank, *self._service.data()}) + " not arrived",
-                check=self.check_alive,
+            self._data = self._service.connect(
+                lambda where: self.exchange(where, "the joining of host memory", timeout_s), timeout_s
             )
-            self._data = self._service.data()
         return self._data
 
     def fail(self, words: str) -> NoReturn:

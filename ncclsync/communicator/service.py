@@ -23,10 +23,10 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from ncclsync.communicator import messages, native
+from ncclsync.communicator import messages, native, timeouts
 from ncclsync.communicator.messages import MOST_BYTES, SEAL_BYTES, MessageError, Seal
 from ncclsync.errors import NcclSyncError
 
@@ -39,6 +39,7 @@ _LENGTH = struct.Struct("<Q")
 _MOST_HELLO = 256  # bytes of the first message of a connection
 _MOST_GIVEN = 1 << 36
 _MOST_STRANGERS = 256  # connections whose first message has not come yet
+FOR_EVER_S = 7 * 86400.0
 _HELLO_S = 10.0
 _BEAT_S = 1.0
 _RETRY_S = 0.2
@@ -54,6 +55,7 @@ class _Connection:
         sides = ("server", "client") if is_server else ("client", "server")
         self._sends, self._receives = (f"{about} {side}" for side in sides)
         self._sent = self._received = 0
+        self._waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def send(self, value: Any) -> None:
         data = messages.written(value)
@@ -71,6 +73,32 @@ class _Connection:
             raise MessageError(f"Expected at most {most_bytes()} bytes. Received: {length}")
         return messages.read(self._seal.opened(about, read_exactly(self.raw, SEAL_BYTES + length)), length)
 
+    def post(self, *values: Any) -> None:
+        """Send a tuple once `start` was called, without waiting: the reader may have stopped."""
+        self._waiting.put(values)
+
+    def start(
+        self, hear: Callable[..., None], lose: Callable[[Exception], None], most_bytes: Callable[[], int]
+    ) -> None:
+        """Pass on what comes, in a thread, to `hear`; and why no more comes to `lose`. Send in a second thread."""
+
+        def send() -> None:
+            with contextlib.suppress(OSError):
+                while (values := self._waiting.get()) is not None:
+                    self.send(values)
+
+        def receive() -> None:
+            try:
+                while True:
+                    hear(*self.receive(most_bytes))
+            except (OSError, NcclSyncError, TypeError, ValueError) as error:
+                self._waiting.put(None)
+                self.raw.close()
+                lose(error)
+
+        for task in (send, receive):
+            threading.Thread(target=task, name="ncclsync service", daemon=True).start()
+
 
 def read_exactly(raw: socket.socket, count: int) -> bytearray:
     """Return so many bytes. Raises OSError: the connection has ended."""
@@ -81,42 +109,6 @@ def read_exactly(raw: socket.socket, count: int) -> bytearray:
             raise ConnectionResetError("the connection has ended")
         begin += received
     return data
-
-
-class _Channel:
-    """Send values without waiting, in a thread, since the reader may have stopped; hear others in a second one."""
-
-    def __init__(
-        self,
-        connection: _Connection,
-        most_bytes: Callable[[], int],
-        hear: Callable[..., None],
-        lose: Callable[[Exception], None],
-    ) -> None:
-        """Hear tuples by `hear`; call `lose` once, when the connection has ended or somebody has broken its rules."""
-        self._connection, self._most_bytes, self._hear, self._lose = connection, most_bytes, hear, lose
-        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    def start(self) -> None:
-        for task in (self._send, self._receive):
-            threading.Thread(target=task, name="ncclsync service", daemon=True).start()
-
-    def send(self, *values: Any) -> None:
-        self._queue.put(values)
-
-    def _send(self) -> None:
-        with contextlib.suppress(OSError):
-            while (values := self._queue.get()) is not None:
-                self._connection.send(values)
-
-    def _receive(self) -> None:
-        try:
-            while True:
-                self._hear(*self._connection.receive(self._most_bytes))
-        except (OSError, NcclSyncError, TypeError, ValueError) as error:
-            self._queue.put(None)
-            self._connection.raw.close()
-            self._lose(error)
 
 
 class _Hub:
@@ -354,9 +346,8 @@ class Service:
         until = time.monotonic() + join_s
         self._connection = self._connect(0, where, _REQUESTS, until, join_s)
         self._beat(0, self._connect(0, where, _BEATS, until, join_s))
-        channel = _Channel(self._connection, self._most, self._hear, self._lose)
-        self._ask = channel.send
-        channel.start()
+        self._ask = self._connection.post
+        self._connection.start(self._hear, self._lose, self._most)
 
     def give(self, number: int, value: bytes, most_bytes: int) -> Awaited:
         """Give a value; wait for [size] those of all processes; of one of more than `most_bytes`, for its length.
@@ -389,29 +380,35 @@ class Service:
         if time.monotonic() - since > within_s:
             raise NcclSyncError(f"Expected process 0 to be reached at {self.address}. Received: {why}")
 
-    def open_for_data(self) -> tuple[str, int] | None:
-        """Let the other processes connect for data; return where, None: where process 0 listens for all."""
-        if self._rank == 0:
-            return None
-        raw = self._connection.raw
-        listener = socket.create_server((raw.getsockname()[0], 0), family=raw.family, backlog=128)
-        _Door(listener, self._offer, self._size, {_DATA: self._add_data})
-        return raw.getsockname()[0], listener.getsockname()[1]
+    def connect(self, exchange: Callable[[Any], list[Any]], timeout_s: float | None) -> dict[int, socket.socket]:
+        """Return a connection to each other process, for data, which does not block. Collective, once.
 
-    def connect_for_data(self, addresses: Sequence[tuple[str, int] | None], wait_s: float) -> None:
-        """Reach the processes of lower numbers at [size] what `open_for_data` has returned there."""
-        until = time.monotonic() + wait_s
+        `exchange` returns [size] what all processes give. Raises NcclSyncError if one is not reached.
+        """
+        where = None  # process 0 listens already
+        if self._rank > 0:
+            raw = self._connection.raw
+            listener = socket.create_server((raw.getsockname()[0], 0), family=raw.family, backlog=128)
+            _Door(listener, self._offer, self._size, {_DATA: self._add_data})
+            where = raw.getsockname()[0], listener.getsockname()[1]
+        addresses = exchange(where)
+        until = time.monotonic() + (timeout_s or FOR_EVER_S)
         for other, address in enumerate(addresses[: self._rank]):
-            where = address or self._connection.raw.getpeername()[:2]
-            self._add_data(other, self._connect(other, where, _DATA, until, wait_s))
-
-    def data(self) -> dict[int, socket.socket]:
-        """Return the connections for data that there are, by process."""
-        return dict(self._data)
+            # Each process reaches those of lower numbers.
+            address = address or self._connection.raw.getpeername()[:2]
+            self._add_data(other, self._connect(other, address, _DATA, until, timeout_s or FOR_EVER_S))
+        timeouts.wait(
+            lambda slice_s: timeouts.poll(lambda: len(self._data) == self._size - 1, slice_s),
+            call="connect",
+            what=lambda: "the joining of host memory",
+            timeout_s=timeout_s,
+            arrived=lambda: f"{len(self._data)} of {self._size - 1} processes are connected",
+        )
+        return self._data
 
     def _add_data(self, rank: int, connection: _Connection) -> None:
         connection.raw.setblocking(False)
-        self._data = {**self._data, rank: connection.raw}
+        self._data[rank] = connection.raw
 
     def _beat(self, rank: int, connection: _Connection) -> None:
         member = max(rank, self._rank)
@@ -425,9 +422,8 @@ class Service:
             if not isinstance(error, OSError):
                 _logger.warning("A process is served no longer: %s", error)
 
-        channel = _Channel(connection, lambda: _MOST_GIVEN, functools.partial(self._hub.hear, rank), lose)
-        self._hub.join(rank, channel.send)
-        channel.start()
+        self._hub.join(rank, connection.post)
+        connection.start(functools.partial(self._hub.hear, rank), lose, lambda: _MOST_GIVEN)
 
     def _expect(self, what: str, number: int, most_bytes: int) -> Awaited:
         with self._lock:
@@ -516,17 +512,11 @@ def _bound(host: str, on_one_host: bool) -> str:
         found = {str(one[4][0]) for one in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
         if all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found):
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                probe.connect(
-                    ("192.0.2.1", 9)
-                )  # sends nothing: an address reserved for documentation, by the usual route
+                # Sends nothing: an address reserved for documentation, by the usual route.
+                probe.connect(("192.0.2.1", 9))
                 own = str(probe.getsockname()[0])
-            _logger.warning(
-                "%s is %s on its own host: process 0 listens at %s. Set %s if the others use another network",
-                host,
-                " and ".join(sorted(found)),
-                own,
-                VARIABLE,
-            )
+            words = "%s is %s on its own host: process 0 listens at %s. Set %s if the others use another network"
+            _logger.warning(words, host, " and ".join(sorted(found)), own, VARIABLE)
             return own
     return host
 

@@ -12,6 +12,7 @@ A process that ends, is silent, or is interrupted in a collective ends the agree
 from __future__ import annotations
 
 import collections
+import functools
 import hashlib
 import itertools
 import select
@@ -138,7 +139,7 @@ class TcpCommunicator(Communicator):
                 self._raise_difference(what, text)
             while moves := [move for one in stages if (move := next(one, None)) is not None]:
                 transfer = _Transfer(self._data, *self._joined(moves))
-                self._wait(transfer, transfer.go_on, text)
+                self._wait(transfer, text)
 
     def _meet(self, text: str, moves: Sequence[Move], kind: str = "") -> bool:
         """Tell all processes what this one does next, and run moves if all do the same; return whether they do.
@@ -152,11 +153,11 @@ class TcpCommunicator(Communicator):
             header = _HEADER.pack(digest, sum(one.size for one in buffers))
             buffers.insert(0, np.frombuffer(header, np.uint8))
         transfer = _Transfer(self._data, sends, {i: [header] for i, header in headers.items()})
-        self._wait(transfer, transfer.go_on_receiving, text)
+        self._wait(transfer, text, sends=False)
         found = {i: _HEADER.unpack(header) for i, header in headers.items()}
         is_same = all(one == digest for one, _ in found.values())
         transfer.receive(receives if is_same else {i: [np.empty(n, np.uint8)] for i, (_, n) in found.items()})
-        self._wait(transfer, transfer.go_on, text)
+        self._wait(transfer, text)
         return is_same
 
     def _raise_difference(self, what: Sequence[str], text: str) -> NoReturn:
@@ -172,7 +173,7 @@ class TcpCommunicator(Communicator):
         sends, receives = ({i: [one for move in moves for one in move[way][i]] for i in self._data} for way in (0, 1))
         return sends, receives
 
-    def _wait(self, transfer: _Transfer, go_on: Callable[[float], bool], text: str) -> None:
+    def _wait(self, transfer: _Transfer, text: str, *, sends: bool = True) -> None:
         """Wait for a part of a transfer. An error is the end: processes are no longer in step."""
         peers = self.peers
 
@@ -185,7 +186,7 @@ class TcpCommunicator(Communicator):
 
         try:
             timeouts.wait(
-                go_on,
+                functools.partial(transfer.go_on, sends=sends),
                 call="transfer",
                 what=lambda: text,
                 timeout_s=self.timeout_s,
@@ -280,44 +281,28 @@ class _Transfer:
         )
         self.lost: list[int] = []
         self.lost_at = 0.0
-        self._poll = select.poll()
-        self._processes = {connection.fileno(): i for i, connection in connections.items()}
-        self._events: dict[int, int] = {}
-        for i in connections:
-            self._await(i)
 
     def receive(self, receives: Mapping[int, Sequence[np.ndarray]]) -> None:
         """Receive more from processes."""
         for i, buffers in receives.items():
             self._receives[i].extend(memoryview(one) for one in buffers if one.size and i not in self.lost)
-            self._await(i)
-
-    def _await(self, i: int) -> None:
-        """Wait for what is left to be done with a process."""
-        events = select.POLLOUT * bool(self._sends[i]) | select.POLLIN * bool(self._receives[i])
-        if events and events != self._events.get(i, 0):
-            self._poll.register(self._connections[i], events)
-        elif not events and self._events.get(i, 0):
-            self._poll.unregister(self._connections[i])
-        self._events[i] = events
 
     def waits_for(self) -> list[int]:
         """Return the processes from which something is to come."""
         return [i for i, buffers in self._receives.items() if buffers]
 
-    def go_on(self, slice_s: float) -> bool:
-        """Send and receive for so many seconds; return whether all is done."""
-        return self._go_on(slice_s, lambda: any(self._events.values()))
-
-    def go_on_receiving(self, slice_s: float) -> bool:
-        """Send and receive for so many seconds; return whether all is received."""
-        return self._go_on(slice_s, lambda: any(self._receives.values()))
-
-    def _go_on(self, slice_s: float, is_left: Callable[[], bool]) -> bool:
+    def go_on(self, slice_s: float, *, sends: bool = True) -> bool:
+        """Work for so many seconds; return whether all is received and, if `sends`, all is sent."""
         until = time.monotonic() + slice_s
-        while is_left():
-            for fd, event in self._poll.poll(max(0.0, 1e3 * (until - time.monotonic()))):
-                self._advance(self._processes[fd], event)
+        while self.waits_for() or (sends and any(self._sends.values())):
+            poll, processes = select.poll(), {}
+            for i, connection in self._connections.items():
+                events = select.POLLOUT * bool(self._sends[i]) | select.POLLIN * bool(self._receives[i])
+                if events:
+                    poll.register(connection, events)
+                    processes[connection.fileno()] = i
+            for fd, event in poll.poll(max(0.0, 1e3 * (until - time.monotonic()))):
+                self._advance(processes[fd], event)
             if time.monotonic() >= until:
                 return False
         if self.lost:
@@ -325,17 +310,15 @@ class _Transfer:
         return not self.lost
 
     def _advance(self, i: int, event: int) -> None:
-        connection = self._connections[i]
         try:
             if event & select.POLLOUT:
-                _pass(self._sends[i], connection.send)
+                _pass(self._sends[i], self._connections[i].send)
             if event & ~select.POLLOUT:
-                _pass(self._receives[i], connection.recv_into)
+                _pass(self._receives[i], self._connections[i].recv_into)
         except OSError:
             self._sends[i].clear()
             self._receives[i].clear()
             self.lost, self.lost_at = [*self.lost, i], time.monotonic()
-        self._await(i)
 
 
 def _pass(buffers: collections.deque[memoryview], way: Callable[[memoryview], int]) -> None:

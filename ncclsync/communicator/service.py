@@ -121,7 +121,7 @@ class _Hub:
         self._size = size
         self._lock = threading.Lock()
         self._given: dict[int, dict[int, tuple[bytes, int]]] = {}  # by number and process; until they are complete
-        self._notices: list[Any] = []
+        self._notices: list[Any] = []  # for those who have not joined
         self._members: dict[int, Callable[..., None]] = {}
 
     def join(self, rank: int, send: Callable[..., None]) -> None:
@@ -139,7 +139,8 @@ class _Hub:
             elif what == "who":
                 self._members[rank]("who", value, sorted(self._given.get(number, ())))
             else:
-                self._notices.append(value)
+                if len(self._members) < self._size:
+                    self._notices.append(value)
                 for send in self._members.values():
                     send("notice", 0, value)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import operator
 import os
 import re
-import select
 import socket
 import sys
 import threading
@@ -167,9 +167,8 @@ class Peers:
 
             def missing() -> str:
                 here = self._service.who(number, _WHO_S)
-                late = [self.name(i) for i in range(self.size) if i not in here]
                 advice = "" if self.hosts[0] else ". Each has to make towers, and to do so in time"
-                return f"{', '.join(late)} not arrived{advice}"
+                return f"{self.names({*range(self.size)} - {*here})} not arrived{advice}"
 
             try:
                 timeouts.wait(go_on, call="exchange", what=lambda: text, timeout_s=timeout_s, arrived=missing)
@@ -288,13 +287,8 @@ class Peers:
             return
 
         def is_there() -> bool:
-            # Process 0 may have gone on to an exchange, or to a collective, for which it sends data.
-            has_passed = 0 in self._service.who(wanted[0] + 1, _WHO_S)
-            return (
-                self.files[0] >= wanted
-                or has_passed
-                or bool(select.select(list(self._data.values())[:1], [], [], 0)[0])
-            )
+            has_passed = 0 in self._service.who(wanted[0] + 1, _WHO_S) or self._receives_data()
+            return self.files[0] >= wanted or has_passed
 
         def check(what: str) -> None:
             try:
@@ -311,6 +305,12 @@ class Peers:
             arrived=lambda: f"{self.name(0)} has not written it",
             check=check,
         )
+
+    def _receives_data(self) -> bool:
+        """Return whether process 0 has begun a collective, for which it has sent data."""
+        with contextlib.suppress(KeyError, OSError):
+            return bool(self._data[0].recv(1, socket.MSG_PEEK))
+        return False
 
     def _count_file(self) -> tuple[int, int]:
         begun, count = self.files[self.rank]

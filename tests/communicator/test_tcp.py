@@ -114,10 +114,7 @@ def test_all_go_on_after_a_failure(threads, joined):
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (
-            lambda one, x: one.all_reduce([x[:5]], [x[:5]], label="a"),
-            "of 300001 .* of 5 .*Let all build the same model",
-        ),
+        (lambda one, x: one.all_reduce([x[:5]], [x[:5]], label="a"), "of 300001 .* of 5 .*all build the same model"),
         (lambda one, x: one.exchange(None, "the end of fit"), "is at all-reduce .* is at the end of fit.*same calls"),
         (lambda one, x: one.run_group([AllReduce([x], [x]), Broadcast([x[:2]])]), "is at all-reduce .*and 1 more"),
     ],
@@ -183,3 +180,20 @@ def test_a_connection_that_ends(joined, monkeypatch):
         connection.close()
     with pytest.raises(ProcessError, match=r"the end of the connection to process 1 on"):
         first.all_reduce([np.zeros(4)], [np.zeros(4)])
+
+
+def test_files_are_counted_between_collectives(threads, joined):
+    """One that process 0 has written alone, before, is not the one that is waited for; nor does it wait for ever."""
+    first, second = joined(1, 1)
+    x = np.ones(4)
+    first.report_file()
+    together(threads, *(lambda one=one: one.all_reduce([x], [np.zeros(4)]) for one in (first, second)))
+    waiting = threads.submit(second.wait_for_file)
+    time.sleep(0.5)
+    assert not waiting.done()
+    first.report_file()
+    assert waiting.result(10) is None
+    going_on = threads.submit(first.all_reduce, [x], [np.zeros(4)])
+    second.wait_for_file()  # process 0 does not write it
+    second.all_reduce([x], [np.zeros(4)])
+    assert going_on.result(10) is None

@@ -172,18 +172,11 @@ ncclResult_t ncs_meter_take(ncs_meter* meter, size_t most, /*outputs*/ ncs_times
 
 enum { NCS_MOST_BEAT = 1024 };
 
-/* A thread that tells other processes, every so many seconds, that this one is alive. */
-typedef struct ncs_beat ncs_beat;
-
-/* The caller owns *beat and ends it by ncs_beat_destroy in the same process: no thread survives fork().
- * NULL is allowed there. ncclInvalidArgument: an interval that is not positive. ncclSystemError: no memory, no
- * thread. */
-ncclResult_t ncs_beat_create(double interval_s, /*outputs*/ ncs_beat** beat);
-ncclResult_t ncs_beat_destroy(ncs_beat* beat);
-
-/* Sends `size` bytes on a socket from now on, until it is closed; if its buffer is full, a beat is left out. The
- * descriptor is duplicated, the message copied. ncclInvalidArgument: no socket, 0 bytes, or more than NCS_MOST_BEAT. */
-ncclResult_t ncs_beat_add(ncs_beat* beat, int fd, const void* message, size_t size);
+/* Starts a thread that sends `size` bytes on a socket, now and every so many seconds, until the other side closes it; if
+ * the socket's buffer is full, a beat is left out. The descriptor is duplicated, the message copied; no thread survives
+ * fork(). ncclInvalidArgument: no socket, 0 bytes, more than NCS_MOST_BEAT, an interval that is not positive.
+ * ncclSystemError: no memory, no thread. */
+ncclResult_t ncs_beat(int fd, const void* message, size_t size, double interval_s);
 
 /* ---- GPUs by NCCL (nccl/) ---- */
 

@@ -194,18 +194,9 @@ class Timestamps:
                 return found
 
 
-class Beat:
-    """Tell other processes that this one is alive: a thread's work, which no lock of Python's holds up."""
-
-    def __init__(self, interval_s: float) -> None:
-        """Begin to beat every so many seconds."""
-        handle = ffi.new("ncs_beat**")
-        check(lib.ncs_beat_create(interval_s, handle), "ncs_beat_create")
-        self._handle: Any = handle[0]  # never freed by itself: a forked child has no such thread
-
-    def add(self, fd: int, message: bytes) -> None:
-        """Send a message on a socket from now on, until it is closed."""
-        check(lib.ncs_beat_add(self._handle, fd, message, len(message)), "ncs_beat_add")
+def beat(fd: int, message: bytes, interval_s: float) -> None:
+    """Send a message on a socket every so many seconds, until it is closed: a thread's work, without Python's lock."""
+    check(lib.ncs_beat(fd, message, len(message), interval_s), "ncs_beat")
 
 
 def _candidates(variable: str, package: str, file: str) -> list[str]:

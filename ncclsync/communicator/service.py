@@ -183,7 +183,6 @@ class _Pulse:
     """
 
     def __init__(self, size: int) -> None:
-        self._beat = native.Beat(_BEAT_S)
         self._selector = selectors.DefaultSelector()
         self._awake = 0.0  # seconds
         self._heard = [0.0] * size
@@ -195,7 +194,7 @@ class _Pulse:
         raw.setblocking(False)
         self._heard[rank], self._begun[rank] = self._awake, True
         self._selector.register(raw, selectors.EVENT_READ, (rank, hears, bytearray()))
-        self._beat.add(raw.fileno(), says)
+        native.beat(raw.fileno(), says, _BEAT_S)
 
     def silence(self) -> list[float]:
         """Return [size] for how many seconds each process was silent; 0 before it has come."""

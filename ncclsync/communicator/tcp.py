@@ -78,8 +78,8 @@ class TcpCommunicator(Communicator):
             raise ValueError(f"Expected size to be a number of ranks, at least 1. Received: {size!r}")
         timeouts.check_timeout(timeout_s)
         self.peers, self.timeout_s = peers, timeout_s
-        sizes = peers.exchange(size, "the joining of ranks", timeout_s)
         self._data = peers.data(timeout_s)
+        sizes = self.exchange(size, "the joining of ranks")
         begins = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
         self._ranges = [range(*pair) for pair in itertools.pairwise(begins)]  # of ranks, by process
         self.size, self.world_size, self.ranks = size, sum(sizes), self._ranges[peers.rank]

@@ -116,6 +116,7 @@ def test_all_go_on_after_a_failure(threads, joined):
     [
         (lambda one, x: one.all_reduce([x[:5]], [x[:5]], label="a"), "of 300001 .* of 5 .*all build the same model"),
         (lambda one, x: one.exchange(None, "the end of fit"), "is at all-reduce .* is at the end of fit.*same calls"),
+        (lambda one, x: TcpCommunicator(one.peers, 2), "is at all-reduce .* is at the joining of ranks"),
         (lambda one, x: one.run_group([AllReduce([x], [x]), Broadcast([x[:2]])]), "is at all-reduce .*and 1 more"),
     ],
 )

@@ -23,7 +23,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ncclsync.communicator import messages, native, timeouts
@@ -233,7 +233,7 @@ class _Door:
     """Listen, and admit the job's processes: who knows its secret. Its threads last as long as the process."""
 
     def __init__(
-        self, listener: socket.socket, offer: bytes, size: int, admit: dict[str, Callable[[int, _Connection], None]]
+        self, listener: socket.socket, offer: bytes, size: int, admit: Mapping[str, Callable[[int, _Connection], None]]
     ) -> None:
         """Open it.
 
@@ -333,7 +333,7 @@ class Service:
         if rank == 0:
             self._hub = _Hub(size)
             self._hub.join(0, self._hear)
-            self._ask = functools.partial(self._hub.hear, 0)
+            self._ask: Callable[..., None] = functools.partial(self._hub.hear, 0)
             self._offer = messages.new_offer()
             self._seal = Seal(self._offer)
             listener = _listen(host, int(port), on_one_host)

@@ -155,7 +155,7 @@ class TcpCommunicator(Communicator):
             buffers.insert(0, np.frombuffer(header, np.uint8))
         transfer = _Transfer(self._data, sends, {i: [header] for i, header in headers.items()})
         self._wait(transfer, text, sends=False)
-        found = {i: _HEADER.unpack(header) for i, header in headers.items()}
+        found = {i: _HEADER.unpack(header.data) for i, header in headers.items()}
         is_same = all(one == digest for one, _ in found.values())
         transfer.receive(receives if is_same else {i: [np.empty(n, np.uint8)] for i, (_, n) in found.items()})
         self._wait(transfer, text)
@@ -277,7 +277,7 @@ class _Transfer:
         self._connections = connections
         # By process, what is left, in order.
         self._sends, self._receives = (
-            {i: collections.deque(memoryview(one) for one in buffers if one.size) for i, buffers in each.items()}
+            {i: collections.deque(one.data for one in buffers if one.size) for i, buffers in each.items()}
             for each in (sends, receives)
         )
         self.lost: list[int] = []
@@ -286,7 +286,7 @@ class _Transfer:
     def receive(self, receives: Mapping[int, Sequence[np.ndarray]]) -> None:
         """Receive more from processes."""
         for i, buffers in receives.items():
-            self._receives[i].extend(memoryview(one) for one in buffers if one.size and i not in self.lost)
+            self._receives[i].extend(one.data for one in buffers if one.size and i not in self.lost)
 
     def waits_for(self) -> list[int]:
         """Return the processes from which something is to come."""

@@ -1,5 +1,6 @@
 """Join the processes that a launcher has started, by a service of process 0's."""
 
+import ctypes
 import functools
 import os
 import pathlib
@@ -138,4 +139,4 @@ def _let_mpirun_end(peers: Peers) -> None:
         time.sleep(0.25)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1)
+    ctypes.CDLL(None).quick_exit(1)

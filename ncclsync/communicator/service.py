@@ -18,7 +18,6 @@ import math
 import os
 import queue
 import secrets
-import selectors
 import socket
 import struct
 import threading
@@ -183,50 +182,33 @@ class _Pulse:
     """
 
     def __init__(self, size: int) -> None:
-        self._selector = selectors.DefaultSelector()
         self._awake = 0.0  # seconds
-        self._heard = [0.0] * size
-        self._begun = [False] * size
-        threading.Thread(target=self._listen, name="ncclsync pulse", daemon=True).start()
+        self._heard: list[float | None] = [None] * size
+        threading.Thread(target=self._count, name="ncclsync pulse", daemon=True).start()
 
     def add(self, rank: int, raw: socket.socket, says: bytes, hears: bytes) -> None:
         """Beat by `says` on a connection to a process, which says `hears`."""
-        raw.setblocking(False)
-        self._heard[rank], self._begun[rank] = self._awake, True
-        self._selector.register(raw, selectors.EVENT_READ, (rank, hears, bytearray()))
+        self._heard[rank] = self._awake
         native.beat(raw.fileno(), says, _BEAT_S)
+        threading.Thread(target=self._hear, args=(rank, raw, hears), name="ncclsync pulse", daemon=True).start()
 
     def silence(self) -> list[float]:
         """Return [size] for how many seconds each process was silent; 0 before it has come."""
-        return [self._awake - heard if begun else 0.0 for heard, begun in zip(self._heard, self._begun, strict=True)]
+        return [0.0 if heard is None else self._awake - heard for heard in self._heard]
 
-    def _listen(self) -> None:
+    def _count(self) -> None:
         last = time.monotonic()
         while True:
-            for key, _ in self._selector.select(_BEAT_S / 4) if self._selector.get_map() else ():
-                self._hear(key.fileobj, *key.data)
-            if not self._selector.get_map():
-                time.sleep(_BEAT_S / 4)
+            time.sleep(_BEAT_S / 4)
             now = time.monotonic()
             self._awake += min(now - last, _BEAT_S / 2)
             last = now
 
-    def _hear(self, raw: Any, rank: int, hears: bytes, rest: bytearray) -> None:
-        try:
-            rest += raw.recv(1 << 12)
-        except BlockingIOError:
-            return
-        except OSError:
-            rest.clear()
-        if not rest:  # the connection has ended: the process is silent from now on
-            self._selector.unregister(raw)
-            return
-        while len(rest) >= len(hears):
-            if rest[: len(hears)] != hears:
-                self._selector.unregister(raw)
-                return
-            del rest[: len(hears)]
-            self._heard[rank] = self._awake
+    def _hear(self, rank: int, raw: socket.socket, hears: bytes) -> None:
+        """Hear beats until the connection ends: the process is silent from then on."""
+        with contextlib.suppress(OSError):
+            while read_exactly(raw, len(hears)) == hears:
+                self._heard[rank] = self._awake
 
 
 class _Door:

@@ -22,6 +22,7 @@ _LEAVE_S = 8.0  # that an ended process gives the others to end as well, if mpir
 _FOLDER = "PMIX_SERVER_TMPDIR"  # Open MPI makes it on each host for a job's processes there
 _BROADCAST = "import sys; from mpi4py import MPI; print(MPI.COMM_WORLD.bcast(sys.stdin.read()))"
 
+_services: dict[Process, Service] = {}
 _peers: dict[Process, Peers] = {}
 
 
@@ -37,7 +38,9 @@ def peers_of(process: Process, timeout_s: float | None) -> Peers:
     claim()
     if process not in _peers:
         try:
-            found = Peers(_service(process, timeout_s), process.rank, process.size, timeout_s)
+            if process not in _services:  # kept if the others do not come in time, and it is tried again
+                _services[process] = _service(process, timeout_s)
+            found = Peers(_services[process], process.rank, process.size, timeout_s)
         except (MessageError, NcclUnavailableError):
             raise
         except NcclTimeoutError as error:

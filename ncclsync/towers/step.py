@@ -209,7 +209,7 @@ class TowerStep(TracedStep):
         layout = self.towers.layout
         made = key.kind(
             towers=self.towers,
-            layout=layout if self._sizes is None else dataclasses.replace(layout, held=self._sizes),
+            layout=layout if self._sizes is None else dataclasses.replace(layout, sizes=self._sizes),
             batch_specs=batch_specs,
             specs=specs,
             program=program,

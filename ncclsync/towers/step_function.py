@@ -89,7 +89,7 @@ class StepFunction(abc.ABC):
     def _kept(self, batch: Any) -> Any:
         """Keep a batch, in the graph; return it, or its shards where only this layout knows them."""
         batch = self.kept.keep(grouped(without_optionals(batch)))
-        return batch if self.layout.held is None else split_batch(batch, self.layout, self.meter)
+        return batch if self.layout.sizes is None else split_batch(batch, self.layout, self.meter)
 
 
 class OnGiven(StepFunction):

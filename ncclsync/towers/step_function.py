@@ -188,7 +188,7 @@ class OnFed(StepFunction):
                 if done == 0:
                     raise NoBatchLeft(error) from None
                 break
-            self.kept.hold(components)
+            self.kept.keep_components(components)
             results = self.graph(*parts)
             done += 1
         return done, results

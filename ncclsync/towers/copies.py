@@ -15,12 +15,7 @@ from ncclsync.towers.session import Session
 
 
 class Copies(Holder):
-    """Hold one variable of tower 0 and its copies on the other towers; know when they are stale.
-
-    Attributes:
-        role: how the copies relate.
-        copies: [N - 1] those of the other towers.
-    """
+    """Hold one variable of tower 0 and its copies on the other towers; know when they are stale."""
 
     def __init__(
         self,
@@ -32,24 +27,14 @@ class Copies(Holder):
         session: Session,
         forget: Callable[[], None],
     ) -> None:
-        """Track a variable.
-
-        Args:
-            variable: tower 0's, which is not kept alive.
-            role: how the copies relate.
-            copies: [N - 1] those of the other towers.
-            pending: its id is added when the copies are stale.
-            shared: its id is added when other towers hold copies of the variable too.
-            session: knows whether it rests on a collective that has not ended, and adds up parts of all processes.
-            forget: is called when it is deleted.
-        """
+        """Track tower 0's variable, which is not kept alive; `forget` is called when it is deleted."""
         super().__init__(variable, forget)
         self._session = session
         self._key = id(variable)
-        self.role = role
-        self.copies = copies
-        self._pending = pending
-        self._shared = shared
+        self.role = role  # how the copies relate
+        self.copies = copies  # [N - 1] those of the other towers
+        self._pending = pending  # the variable's id is added when the copies are stale
+        self._shared = shared  # the variable's id is added when other towers hold copies of it too
         self._is_whole = False  # what this process' first tower holds, of parts
         self.track()
         if role is Role.PARTIAL:
@@ -91,14 +76,12 @@ class Copies(Holder):
             self._is_whole = True
             self._pending.add(self._key)
             tf.raw_ops.AssignVariableOp(resource=self.variable.handle, value=total)
+        else:
             for copy in self.copies:
-                copy.assign(tf.zeros_like(copy))
-            return
+                with tf.device(self.variable.device):
+                    tf.raw_ops.AssignAddVariableOp(resource=self.variable.handle, value=tf.identity(copy.value()))
         for copy in self.copies:
-            part = copy.value()
-            with tf.device(self.variable.device):
-                tf.raw_ops.AssignAddVariableOp(resource=self.variable.handle, value=tf.identity(part))
-            copy.assign(tf.zeros_like(part))
+            copy.assign(tf.zeros_like(copy))
 
     def keep_part(self, is_root: bool) -> None:
         """Let the first tower of this process hold its part again, before a step: nothing, unless it is tower 0."""
@@ -111,10 +94,8 @@ class Copies(Holder):
     def before_access(self, replaces: bool = False) -> None:
         """Let tower 0's variable hold the whole before Python reads or writes it."""
         if tf.executing_eagerly() and current_context() is None:
-            if replaces:
-                self._session.in_flight.before_write(self._key)
-            else:
-                self._session.in_flight.before_read(self._key)
+            in_flight = self._session.in_flight
+            (in_flight.before_write if replaces else in_flight.before_read)(self._key)
             self.gather_parts()
 
     def mark_stale(self) -> None:

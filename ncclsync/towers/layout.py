@@ -10,6 +10,11 @@ import tensorflow as tf
 from ncclsync.semantics.shards import shard_sizes, sizes_in_graph
 
 
+def is_cpu(device: str) -> bool:
+    """Return whether a device is the CPU, given any of its names."""
+    return "CPU" in device.upper()
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
     """Say where a batch's shards are computed. A step that is divided further gets another layout."""
@@ -32,6 +37,11 @@ class Layout:
     def shards(self) -> int:
         """Return S, how many shards a batch has in all processes."""
         return self.towers if self.divided is None else self.divided
+
+    @property
+    def on_gpus(self) -> bool:
+        """Return whether a tower of this process is on a GPU."""
+        return not all(map(is_cpu, self.devices))
 
     @property
     def is_chief(self) -> bool:

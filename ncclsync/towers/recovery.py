@@ -16,6 +16,7 @@ from ncclsync.program.program import Program
 from ncclsync.semantics.roles import Role, role_of
 from ncclsync.semantics.shards import components_of, packed
 from ncclsync.towers.feeding import feeds
+from ncclsync.towers.layout import is_cpu
 from ncclsync.towers.state import TowerState
 
 
@@ -152,7 +153,7 @@ class Rollback:
                 for copy in copies:
                     with tf.device(copy.device):
                         value = saved.read_value()
-                        value = own_copy(value) if "CPU" in copy.device else value
+                        value = own_copy(value) if is_cpu(copy.device) else value
                         writes.append(tf.raw_ops.AssignVariableOp(resource=copy.handle, value=value))
         with tf.control_dependencies([] if tf.executing_eagerly() else writes):
             return tf.constant(0.0)

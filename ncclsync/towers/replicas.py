@@ -11,9 +11,9 @@ from ncclsync.communicator import native
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.gradients.partitions import Processes
 from ncclsync.gradients.sharded_optimizer import OptimizerSharding
-from ncclsync.ops import device_ops
 from ncclsync.semantics.roles import Role, role_of, start_value
 from ncclsync.towers.copies import Copies
+from ncclsync.towers.layout import is_cpu
 from ncclsync.towers.session import Session, most_bytes
 
 _MEMORY = {"CPU": 1, "GPU": 2}  # DLPack's codes, by kinds of devices
@@ -76,7 +76,7 @@ class Replicas:
 
     def role_of(self, variable: tf.Variable) -> Role:
         """Return how the copies of a variable relate."""
-        return role_of(variable, self._session.options.exact_random)
+        return role_of(variable, same_seeds=self._session.options.exact_random)
 
     @property
     def variables(self) -> list[tf.Variable]:
@@ -115,11 +115,7 @@ class Replicas:
             self.sharding.divide()
 
     def report_writes(self, written: frozenset[int]) -> None:
-        """Mark the variables that a step has written as stale for other `Towers` that hold copies.
-
-        Args:
-            written: ids of all variables that the step may have written.
-        """
+        """Mark the variables with these ids, which a step has written, as stale for other `Towers` with copies."""
         for key in self.shared & written:
             if not self._held[key].mark_others_stale():
                 self.shared.discard(key)  # the others are closed
@@ -163,12 +159,10 @@ class Replicas:
         self.shared.clear()
 
     def send(self, keys: Sequence[int] | None = None) -> None:
-        """Send tower 0's values. One that has not arrived stays pending, or that a graph may write.
+        """Send tower 0's values of the variables with these ids; None: of all.
 
-        Where several processes only enqueue, what arrives is written when all of them have launched all of it.
-
-        Args:
-            keys: ids of tower 0's variables; None: all.
+        A variable stays pending until its value has arrived; for good if a `tf.function` writes it, which may do so
+        again. Where several processes only enqueue, values are written when all have launched all of them.
         """
         meets, is_chief = self._session.layout.meets_processes, self._session.layout.is_chief
         agrees, arriving, sent = self._session.enqueues and meets, [], []
@@ -225,15 +219,10 @@ class Replicas:
                 fresh = buffers or ranks[0] > 0
                 buffers.append(tf_compat.uninitialized(value.shape, value.dtype) if fresh else tf.identity(value))
         if session.enqueues:
-            buffers = session.on_each_tower(self._write_in_place, buffers)
+            buffers = session.broadcast(buffers, "a variable", in_place=True)
         else:
             session.communicator.broadcast(buffers, 0, label=name)
         yield from itertools.islice(enumerate(buffers), 1 if ranks[0] == 0 else 0, None)
-
-    def _write_in_place(self, *values: tf.Tensor) -> list[tf.Tensor]:
-        """Write tower 0's value into the other towers' tensors, in a graph."""
-        session = self._session
-        return device_ops.broadcast(values, session.communicator, session.layout.devices, "a variable", in_place=True)
 
     def _holders(self, role: Role) -> tuple[Sequence[str], range]:
         """Return the devices and numbers of who has a copy of a variable of this role: of towers, or of shards."""
@@ -243,7 +232,7 @@ class Replicas:
     def _device_of(self, variable: tf.Variable, place: int, role: Role = Role.SAME) -> str:
         """Return the device of a tower's copy: the tower's, unless the user keeps tower 0's on the CPU."""
         device = self._holders(role)[0][place]
-        return variable.device if "CPU" in variable.device and "CPU" not in device else f"/{device}"
+        return variable.device if is_cpu(variable.device) and not is_cpu(device) else f"/{device}"
 
     def _forget_copies(self, key: int) -> None:
         """Drop a variable's copies; tower 0 alone holds it until copies are made again."""

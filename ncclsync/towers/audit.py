@@ -75,8 +75,7 @@ class Audit:
                 each = towers.replicas.of_shards(variable)
                 for place, kept in zip(self.places, self._kept, strict=True):
                     kept[name] = self._copy(each[place.shard], each[self._first[place.tower]].device, place)
-        exchanges = [list(_sent(segment)) for segment in computed]
-        self._sent = [one for each in exchanges for one in each]
+        self._sent = [one for segment in computed for one in _sent(segment)]
         with tf.device("/CPU:0"):
             # By tensor that is sent, shard and pair of those who compute it: the first element that differs.
             shape = [len(self._sent), len(self._owners), len(self._pairs)]
@@ -149,14 +148,7 @@ class Audit:
         return tf.raw_ops.AssignVariableOp(resource=self._found.handle, value=tf.maximum(before, found))
 
     def check(self, step: int) -> None:
-        """Raise an error if audited steps of the last call have found a difference, and forget it.
-
-        Args:
-            step: how many training steps have been made, for the message.
-
-        Raises:
-            AuditError: computations of a shard differ.
-        """
+        """Raise an AuditError if a shard's computations in the last call, up to this step, differ; forget it."""
         found = self._found.numpy()
         if (found == EQUAL).all():
             return

@@ -77,9 +77,9 @@ class Copies(Holder):
             self._pending.add(self._key)
             tf.raw_ops.AssignVariableOp(resource=self.variable.handle, value=total)
         else:
-            for copy in self.copies:
+            for part in [copy.value() for copy in self.copies]:
                 with tf.device(self.variable.device):
-                    tf.raw_ops.AssignAddVariableOp(resource=self.variable.handle, value=tf.identity(copy.value()))
+                    tf.raw_ops.AssignAddVariableOp(resource=self.variable.handle, value=tf.identity(part))
         for copy in self.copies:
             copy.assign(tf.zeros_like(copy))
 

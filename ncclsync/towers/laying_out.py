@@ -39,12 +39,11 @@ def lay_out(
         towers: of which n are this process', with s shards; copies of the program's variables are made as needed.
         batch: is split; or `Shards`, which lie on the towers' devices.
         rollback: made for the same program.
-        meter: records when the parts of the step begin and end; None: nothing is added to the graph.
-        audit: lets towers compute each other's shards again; None: nothing is added, either.
+        meter: records when the parts of the step begin and end, if it is watched.
+        audit: lets towers compute each other's shards again, in an audited step.
 
     Returns:
-        The step's results as one tower's would be: its structure, tensors combined as the program says.
-        They depend on every side effect of every tower.
+        The step's results, combined as the program says. They depend on every side effect of every tower.
     """
     if isinstance(batch, Shards):
         step, shards = begin(meter, STEPS, STEP), batch

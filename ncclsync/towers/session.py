@@ -49,20 +49,7 @@ class ModelSide:
 
 
 class Session:
-    """Hold the devices of N towers and the communicator that joins them, from opening to closing.
-
-    Attributes:
-        options: as they were given.
-        backend: "nccl" or "cpu".
-        communicator: the N ranks, owned by this object.
-        shares: by what towers of different speed share a batch, if they do.
-        layout: which shard of a batch is whose; another one after `split_further`.
-        target: what programs for these towers are cut for.
-        in_flight: the steps whose collectives have not ended.
-        feeders: what fetches ahead of the steps, by iterator; on GPUs.
-        model: what is asked of the model that the towers are for.
-        closed: whether `close` was called.
-    """
+    """Hold the devices of N towers and the communicator that joins them, from opening to closing."""
 
     def __init__(self, options: TowerOptions) -> None:
         """Choose devices and backend, and join them.
@@ -93,13 +80,16 @@ class Session:
         if health.audit_every is not None:
             _check_audits(devices)
         shared = options.shares is not None and (options.shares != AUTO or len(devices) > 1)
+        # By what towers of different speed share a batch, if they do.
         self.shares = Shares(options.shares, devices) if shared and options.shares is not None else None
         self.communicator = connect(placement, process, timeout_s=health.timeout_s, preflight=health.preflight)
         ranks = range(self.communicator.ranks[0], self.communicator.ranks[-1] + 1)
         weights = None if self.shares is None else self.shares.variable
+        # Which shard of a batch is whose, and what programs are cut for; others after `split`.
         self.layout = Layout(devices, ranks, self.communicator.world_size, options.shards, weights=weights)
         self.target = self._make_target()
         self.in_flight = InFlight(self.communicator)
+        # What fetches ahead of the steps, on GPUs.
         self.feeders: weakref.WeakKeyDictionary[tf.data.Iterator, Feeder] = weakref.WeakKeyDictionary()
         self.model = ModelSide()
         self.closed = False

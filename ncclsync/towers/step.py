@@ -41,13 +41,9 @@ _COMPARED, _EVERY = 2, 50
 
 
 class TowerStep(TracedStep):
-    """Run a step on towers.
+    """Run a step on towers."""
 
-    Attributes:
-        steps_per_execution: how many steps one call of the graph makes on batches of an iterator.
-    """
-
-    steps_per_execution = 1
+    steps_per_execution = 1  # how many steps one call of the graph makes on batches of an iterator
 
     def __init__(self, towers: TowerState, trains: bool) -> None:
         """Prepare; see `TracedStep`."""
@@ -105,12 +101,9 @@ class TowerStep(TracedStep):
         return self._run(OnGiven, batch, self.towers.watch.take_watchers() if self.trains else ())
 
     def _run(self, kind: type[StepFunction], batches: Any, watchers: Sequence[Watcher]) -> Any:
-        """Run the function for what comes next, and count its steps; return the last one's results.
+        """Run the function for an iterator or a batch, and count its steps; return the last one's results.
 
-        Args:
-            kind: where the batches come from.
-            batches: an iterator; or a batch.
-            watchers: get the timestamps of the steps, which another function then records.
+        The watchers get the timestamps of the steps, which a function of its own records.
         """
         towers = self.towers
         # Before anything is kept: the variables of another function's graph would be found by later steps.
@@ -224,10 +217,7 @@ class TowerStep(TracedStep):
 
     @contextlib.contextmanager
     def guarded(self, function: StepFunction | None) -> Iterator[None]:
-        """Send tower 0's state to all towers; let a step run within, and mend the towers if it fails.
-
-        Args:
-            function: that runs; None: Python runs the step.
+        """Send tower 0's state to all towers; let a step run within, by a function or Python; mend what fails.
 
         Raises:
             Exception: what `Session.cause_of` says of the step's error.

@@ -27,31 +27,18 @@ from ncclsync.towers.state import TowerState
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class StepFunction(abc.ABC):
-    """Hold the graph of a step on batches of one kind, and what it needs if it fails.
-
-    Attributes:
-        towers: where it runs.
-        layout: of the batches that come.
-        batch_specs: of the batches, as they come.
-        specs: of the batches that a step gets.
-        program: what it runs.
-        rollback: undoes a step; several functions of the program share it, as they do `kept`.
-        kept: the batch of the current step.
-        meter: records timestamps, if the step is watched.
-        audit: of an audited step.
-        steps: how many one call makes.
-    """
+    """Hold the graph of a step on batches of one kind, and what it needs if it fails."""
 
     towers: TowerState
-    layout: Layout
-    batch_specs: Any
-    specs: Any
+    layout: Layout  # of the batches that come
+    batch_specs: Any  # of the batches, as they come
+    specs: Any  # of the batches that a step gets
     program: Program
-    rollback: Rollback
-    kept: KeptBatch
-    meter: Meter | None
-    audit: Audit | None
-    steps: int
+    rollback: Rollback  # several functions of the program share it, as they do `kept`
+    kept: KeptBatch  # the batch of the current step
+    meter: Meter | None  # records timestamps, if the step is watched
+    audit: Audit | None  # of an audited step
+    steps: int  # how many one call makes
 
     @functools.cached_property
     def written(self) -> frozenset[int]:
@@ -91,6 +78,10 @@ class StepFunction(abc.ABC):
         batch = self.kept.keep(grouped(without_optionals(batch)))
         return batch if self.layout.sizes is None else split_batch(batch, self.layout, self.meter)
 
+    def _step(self, batch: Any) -> Any:
+        """Run one step on a batch or its shards, in the graph; return its results."""
+        return lay_out(self.program, self.towers, batch, self.rollback, self.meter, self.audit)
+
 
 class OnGiven(StepFunction):
     """Run one step on a batch that is given."""
@@ -105,8 +96,8 @@ class OnGiven(StepFunction):
 
     def _body(self, *given: tf.Tensor) -> Any:
         left = iter(given)
-        batch = self._kept(tf.nest.map_structure(lambda spec: None if spec is None else next(left), self.specs))
-        return lay_out(self.program, self.towers, batch, self.rollback, self.meter, self.audit)
+        batch = tf.nest.map_structure(lambda spec: None if spec is None else next(left), self.specs)
+        return self._step(self._kept(batch))
 
 
 class OnIterator(StepFunction):
@@ -129,10 +120,8 @@ class OnIterator(StepFunction):
 
     def _body(self, handle: tf.Tensor) -> Any:
         """Run `steps` steps, or as many as there are batches for; return what `run` does."""
-        spec = tf.data.IteratorSpec(self.batch_specs)
-        iterator = tf.nest.pack_sequence_as(spec, [handle], expand_composites=True)
-        batch = self._kept(self._waited_for(iterator.get_next))
-        logs = lay_out(self.program, self.towers, batch, self.rollback, self.meter, self.audit)
+        iterator = _iterator_of(self.batch_specs, handle)
+        logs = self._step(self._kept(self._waited_for(iterator.get_next)))
         if self.steps == 1:
             return None, logs
 
@@ -144,8 +133,7 @@ class OnIterator(StepFunction):
             )
 
         def body(done, batch, _):
-            batch = self._kept(batch.get_value())
-            logs = lay_out(self.program, self.towers, batch, self.rollback, self.meter, self.audit)
+            logs = self._step(self._kept(batch.get_value()))
             with tf.control_dependencies(leaves_of(logs)):
                 done = done + 1
             # A batch that no step of this call will use stays in the iterator.
@@ -198,14 +186,15 @@ class OnFed(StepFunction):
         return self._staging.signature
 
     def _body(self, *given: tf.Tensor) -> Any:
-        shards = self._staging.shards(given)
-        return lay_out(self.program, self.towers, shards, self.rollback, self.meter, self.audit)
+        return self._step(self._staging.shards(given))
+
+
+def _iterator_of(batch_specs: Any, handle: tf.Tensor) -> Any:
+    return tf.nest.pack_sequence_as(tf.data.IteratorSpec(batch_specs), [handle], expand_composites=True)
 
 
 def _next_batch(batch_specs: Any, handle: tf.Tensor) -> Any:
-    """Return the next batch of the iterator of that handle, in a graph."""
-    iterator = tf.nest.pack_sequence_as(tf.data.IteratorSpec(batch_specs), [handle], expand_composites=True)
-    return grouped(without_optionals(iterator.get_next()))
+    return grouped(without_optionals(_iterator_of(batch_specs, handle).get_next()))
 
 
 def without_optionals(batch: Any) -> Any:

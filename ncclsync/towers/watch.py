@@ -22,22 +22,15 @@ Watcher = Callable[[Measured], None]
 
 
 class Watch:
-    """Do what `Health` asks for, and hold what callbacks ask of the next steps.
-
-    Attributes:
-        steps: of training, counted so far, if somebody asks for that.
-        on_nonfinite: acts when a gradient is not finite.
-        noise: how much the towers' gradients differ, if a callback asks for it.
-        traces: a list to which training steps' traces are added; None: they are not kept.
-    """
+    """Do what `Health` asks for, and hold what callbacks ask of the next steps."""
 
     def __init__(self, session: Session, replicas: Replicas) -> None:
         """Begin before the first step."""
         self._session, self._replicas, self._health = session, replicas, session.options.health
-        self.on_nonfinite = OnNonFinite(self._health.on_nonfinite)
-        self.noise = NoiseAverages()
-        self.traces: list[Any] | None = None
-        self.steps = 0
+        self.on_nonfinite = OnNonFinite(self._health.on_nonfinite)  # acts when a gradient is not finite
+        self.noise = NoiseAverages()  # how much the towers' gradients differ, if a callback asks for it
+        self.traces: list[Any] | None = None  # to which training steps' traces are added; None: they are not kept
+        self.steps = 0  # of training, if somebody asks for their number
         self._audited = 0  # steps, up to the last audit
         self._watchers: list[Watcher] = []
 
@@ -112,11 +105,7 @@ class Watch:
 
 
 def outliers(checksums: Sequence[int]) -> tuple[int, ...]:
-    """Return the towers that differ from most others; from tower 0, where no value is that of most.
-
-    Args:
-        checksums: [N] of one variable, as each tower holds it.
-    """
+    """Return the towers that differ from most others, or from tower 0 where no value is that of most; given [N]."""
     common, count = collections.Counter(checksums).most_common(1)[0]
     expected = common if 2 * count > len(checksums) else checksums[0]
     return tuple(tower for tower, one in enumerate(checksums) if one != expected)

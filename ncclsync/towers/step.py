@@ -43,7 +43,7 @@ _COMPARED, _EVERY = 2, 50
 class TowerStep(TracedStep):
     """Run a step on towers."""
 
-    steps_per_execution = 1  # how many steps one call of the graph makes on batches of an iterator
+    steps_per_execution = 1  # how many steps one call makes on batches of an iterator
 
     def __init__(self, towers: TowerState, trains: bool) -> None:
         """Prepare; see `TracedStep`."""
@@ -144,7 +144,7 @@ class TowerStep(TracedStep):
 
     @property
     def _steps_per_call(self) -> int:
-        """Return how many steps one call of the graph makes: where a step may have to run again, one."""
+        """Return how many steps one call makes: where a step may have to run again, one."""
         return self.steps_per_execution if self.towers.options.on_oom is None else 1
 
     def _forget_other_layouts(self) -> None:
@@ -164,7 +164,7 @@ class TowerStep(TracedStep):
         self.version = self.version_for(batches if kind is OnGiven else batches.element_spec)
         specs = self.specs_of(batches) if kind is OnGiven else batches.element_spec
         readers, sizes = tuple(self.readers()), id(self._sizes)  # a function keeps its variable: no other gets its id
-        layout, steps = self.towers.layout, self._steps_per_call
+        layout, steps = self.towers.layout, 1 if kind is OnGiven else self._steps_per_call
         key = Key(repr(specs), readers, self.version, watched, layout, kind, steps, sizes, audits)
         if key in self._functions:
             self._functions[key] = self._functions.pop(key)  # the last one is what runs; see `last`
@@ -210,7 +210,7 @@ class TowerStep(TracedStep):
             kept=kept,
             meter=meter,
             audit=Audit(program, self.towers) if key.audits else None,
-            steps=self._steps_per_call,
+            steps=key.steps,
         )
         assert made.graph is not None  # traced now
         return made
@@ -266,8 +266,8 @@ class TowerStep(TracedStep):
             return self.towers.session.cause_of(error)
         return None
 
-    def count(self, steps: tf.Tensor | None, audit: Audit | None = None) -> None:
-        """Report `steps` that have run, None for one, to the towers, if they count them; see what `audit` has found.
+    def count(self, steps: int, audit: Audit | None = None) -> None:
+        """Report `steps` that have run to the towers, if they count them; see what `audit` has found.
 
         Raises:
             AuditError, DivergenceError: towers have computed, or hold, different numbers.
@@ -275,10 +275,9 @@ class TowerStep(TracedStep):
         watch, health = self.towers.watch, self.towers.options.health
         if not self.trains or (health.check_every is None and health.audit_every is None):
             return
-        made = 1 if steps is None else int(steps)
         if audit is not None:
-            audit.check(watch.audited(made))
-        watch.count(made)
+            audit.check(watch.audited(steps))
+        watch.count(steps)
 
     def _compare_batches(self, function: StepFunction) -> None:
         """See that all processes have run a step on the same batch, where the step itself does not.

@@ -16,7 +16,7 @@ from ncclsync.compat import other_libraries
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops.spans import STEPS, WAIT, Meter, NoBatchLeft, begin, hold, measured
 from ncclsync.program.program import Program
-from ncclsync.semantics.shards import components_of, grouped
+from ncclsync.semantics.shards import Shards, components_of, grouped
 from ncclsync.towers.audit import Audit
 from ncclsync.towers.feeding import Feeder, Staging, split_batch
 from ncclsync.towers.laying_out import lay_out
@@ -56,13 +56,26 @@ class StepFunction(abc.ABC):
             function = tf.function(self._body, input_signature=self._signature, autograph=False)
             return function.get_concrete_function()
 
-    @abc.abstractmethod
-    def run(self, batches: Any) -> tuple[Any, Any]:
-        """Run up to `steps` steps on what comes next; return how many have run, None for one, and the last results.
+    def run(self, batches: Any) -> tuple[int, Any]:
+        """Run up to `steps` steps on what comes next; return how many have run, and the last results.
 
         Raises:
             NoBatchLeft: an iterator has no batch left.
         """
+        done, results = 0, None
+        while done < self.steps:
+            try:
+                results = self._run_next(batches)
+            except NoBatchLeft:
+                if done == 0:
+                    raise
+                break
+            done += 1
+        return done, results
+
+    @abc.abstractmethod
+    def _run_next(self, batches: Any) -> Any:
+        """Run a step on the next batch; return its results."""
 
     @property
     @abc.abstractmethod
@@ -71,24 +84,22 @@ class StepFunction(abc.ABC):
 
     @abc.abstractmethod
     def _body(self, *given: tf.Tensor) -> Any:
-        """Run what one call does, in the graph."""
-
-    def _kept(self, batch: Any) -> Any:
-        """Keep a batch, in the graph; return it, or its shards where only this layout knows them."""
-        batch = self.kept.keep(grouped(without_optionals(batch)))
-        return batch if self.layout.sizes is None else split_batch(batch, self.layout, self.meter)
+        """Run a step, in the graph; return its results."""
 
     def _step(self, batch: Any) -> Any:
-        """Run one step on a batch or its shards, in the graph; return its results."""
+        """Run a step on a batch, which is kept, or on its shards, in the graph; return its results."""
+        if not isinstance(batch, Shards):
+            batch = self.kept.keep(batch)
+            if self.layout.sizes is not None:  # which only this layout knows
+                batch = split_batch(batch, self.layout, self.meter)
         return lay_out(self.program, self.towers, batch, self.rollback, self.meter, self.audit)
 
 
 class OnGiven(StepFunction):
     """Run one step on a batch that is given."""
 
-    def run(self, batches: Any) -> tuple[Any, Any]:
-        """Run one step on this batch; see `StepFunction.run`."""
-        return None, self.graph(*leaves_of(batches))
+    def _run_next(self, batches: Any) -> Any:
+        return self.graph(*leaves_of(batches))
 
     @property
     def _signature(self) -> Sequence[Any]:
@@ -96,15 +107,13 @@ class OnGiven(StepFunction):
 
     def _body(self, *given: tf.Tensor) -> Any:
         left = iter(given)
-        batch = tf.nest.map_structure(lambda spec: None if spec is None else next(left), self.specs)
-        return self._step(self._kept(batch))
+        return self._step(tf.nest.map_structure(lambda spec: None if spec is None else next(left), self.specs))
 
 
 class OnIterator(StepFunction):
     """Run steps on batches that the graph takes from an iterator."""
 
-    def run(self, batches: tf.data.Iterator) -> tuple[Any, Any]:
-        """See `StepFunction.run`."""
+    def _run_next(self, batches: tf.data.Iterator) -> Any:
         # Its handle, since tf.function looks at whatever else it is called with, in Python.
         (handle,) = tf.nest.flatten(batches, expand_composites=True)
         try:
@@ -119,39 +128,10 @@ class OnIterator(StepFunction):
         return [tf.TensorSpec([], tf.resource)]
 
     def _body(self, handle: tf.Tensor) -> Any:
-        """Run `steps` steps, or as many as there are batches for; return what `run` does."""
-        iterator = _iterator_of(self.batch_specs, handle)
-        logs = self._step(self._kept(self._waited_for(iterator.get_next)))
-        if self.steps == 1:
-            return None, logs
-
-        def fetch_if_needed(done):
-            return tf.cond(
-                done < self.steps,
-                lambda: self._waited_for(iterator.get_next_as_optional),
-                lambda: tf.experimental.Optional.empty(iterator.element_spec),
-            )
-
-        def body(done, batch, _):
-            logs = self._step(self._kept(batch.get_value()))
-            with tf.control_dependencies(leaves_of(logs)):
-                done = done + 1
-            # A batch that no step of this call will use stays in the iterator.
-            return done, fetch_if_needed(done), tf.nest.flatten(logs)
-
-        with tf.control_dependencies(leaves_of(logs)):
-            done = tf.constant(1)
-        done, _, flat = tf.while_loop(
-            lambda done, batch, _: batch.has_value(), body, (done, fetch_if_needed(done), tf.nest.flatten(logs))
-        )
-        return done, tf.nest.pack_sequence_as(logs, flat)
-
-    def _waited_for(self, get_next: Callable[[], Any]) -> Any:
-        """Return the next batch, perhaps as an optional, in the graph."""
         span = begin(self.meter, STEPS, WAIT)
         with tf.control_dependencies(span.ops):
-            batch = get_next()
-        return hold(batch, span.end(components_of(batch)))
+            batch = _next_batch(self.batch_specs, handle)
+        return self._step(hold(batch, span.end(components_of(batch))))
 
 
 class OnFed(StepFunction):
@@ -162,24 +142,17 @@ class OnFed(StepFunction):
         fetch = functools.partial(_next_batch, self.batch_specs)
         return Staging(fetch, self.specs, self.layout, self.meter)
 
-    def run(self, batches: tf.data.Iterator) -> tuple[Any, Any]:
-        """See `StepFunction.run`."""
+    def _run_next(self, batches: tf.data.Iterator) -> Any:
         feeder = self.towers.session.feeders.get(batches)
         if feeder is None:
             feeder = self.towers.session.feeders[batches] = Feeder(batches)
-        done, results = 0, None
-        while done < self.steps:
-            try:
-                with measured(self.meter, STEPS, WAIT):
-                    components, parts = feeder.take(self._staging)
-            except tf.errors.OutOfRangeError as error:
-                if done == 0:
-                    raise NoBatchLeft(error) from None
-                break
-            self.kept.keep_components(components)
-            results = self.graph(*parts)
-            done += 1
-        return done, results
+        try:
+            with measured(self.meter, STEPS, WAIT):
+                components, parts = feeder.take(self._staging)
+        except tf.errors.OutOfRangeError as error:
+            raise NoBatchLeft(error) from None
+        self.kept.keep_components(components)
+        return self.graph(*parts)
 
     @property
     def _signature(self) -> Sequence[Any]:
@@ -189,12 +162,10 @@ class OnFed(StepFunction):
         return self._step(self._staging.shards(given))
 
 
-def _iterator_of(batch_specs: Any, handle: tf.Tensor) -> Any:
-    return tf.nest.pack_sequence_as(tf.data.IteratorSpec(batch_specs), [handle], expand_composites=True)
-
-
 def _next_batch(batch_specs: Any, handle: tf.Tensor) -> Any:
-    return grouped(without_optionals(_iterator_of(batch_specs, handle).get_next()))
+    """Return the next batch of the iterator of that handle, in a graph, as a step gets it."""
+    iterator = tf.nest.pack_sequence_as(tf.data.IteratorSpec(batch_specs), [handle], expand_composites=True)
+    return grouped(without_optionals(iterator.get_next()))
 
 
 def without_optionals(batch: Any) -> Any:

@@ -40,9 +40,8 @@ class InFlight:
     def add(self, written: frozenset[int], results: Any = None) -> None:
         """Add a step that has been enqueued, or a part of it, if the step has failed on its way.
 
-        It writes the variables of these ids.
-
-        To read a tensor of its `results` is an error if its collectives have failed.
+        It writes the variables of these ids. To read a tensor of its `results` is an error if its collectives have
+        failed.
         """
         launched, ended = self._communicator.groups()
         self._steps = [step for step in self._steps if step.last > ended]

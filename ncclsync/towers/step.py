@@ -109,7 +109,8 @@ class TowerStep(TracedStep):
         # Before anything is kept: the variables of another function's graph would be found by later steps.
         towers.session.require_eager("fit, evaluate, predict and the _on_batch methods of a model on towers")
         self._forget_other_layouts()
-        audits = self.trains and towers.watch.is_audit_due(self._steps_per_call)
+        steps = 1 if kind is OnGiven else self._steps_per_call
+        audits = self.trains and towers.watch.is_audit_due(steps)
         if audits or not self.trains:  # what is computed again is no part of a step's time
             watchers = ()
         elif (shares := towers.session.shares) is not None and not shares.settled:
@@ -125,7 +126,7 @@ class TowerStep(TracedStep):
         batch = None
         try:
             with reporting, self.guarded(function):
-                steps, results = function.run(batches)
+                steps, results = function.run(batches, steps)
                 if towers.session.communicator.enqueues:
                     towers.session.in_flight.add(function.written, results)
         except tf.errors.ResourceExhaustedError:
@@ -164,8 +165,7 @@ class TowerStep(TracedStep):
         self.version = self.version_for(batches if kind is OnGiven else batches.element_spec)
         specs = self.specs_of(batches) if kind is OnGiven else batches.element_spec
         readers, sizes = tuple(self.readers()), id(self._sizes)  # a function keeps its variable: no other gets its id
-        layout, steps = self.towers.layout, 1 if kind is OnGiven else self._steps_per_call
-        key = Key(repr(specs), readers, self.version, watched, layout, kind, steps, sizes, audits)
+        key = Key(repr(specs), readers, self.version, watched, self.towers.layout, kind, sizes, audits)
         if key in self._functions:
             self._functions[key] = self._functions.pop(key)  # the last one is what runs; see `last`
             return self._functions[key]
@@ -210,7 +210,6 @@ class TowerStep(TracedStep):
             kept=kept,
             meter=meter,
             audit=Audit(program, self.towers) if key.audits else None,
-            steps=key.steps,
         )
         assert made.graph is not None  # traced now
         return made

@@ -38,7 +38,6 @@ class StepFunction(abc.ABC):
     kept: KeptBatch  # the batch of the current step
     meter: Meter | None  # records timestamps, if the step is watched
     audit: Audit | None  # of an audited step
-    steps: int  # how many one call makes
 
     @functools.cached_property
     def written(self) -> frozenset[int]:
@@ -56,14 +55,14 @@ class StepFunction(abc.ABC):
             function = tf.function(self._body, input_signature=self._signature, autograph=False)
             return function.get_concrete_function()
 
-    def run(self, batches: Any) -> tuple[int, Any]:
-        """Run up to `steps` steps on what comes next; return how many have run, and the last results.
+    def run(self, batches: Any, steps: int) -> tuple[int, Any]:
+        """Run up to so many steps on what comes next; return how many have run, and the last results.
 
         Raises:
             NoBatchLeft: an iterator has no batch left.
         """
         done, results = 0, None
-        while done < self.steps:
+        while done < steps:
             try:
                 results = self._run_next(batches)
             except NoBatchLeft:

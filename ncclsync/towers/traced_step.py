@@ -54,7 +54,6 @@ class Key(NamedTuple):
     layout: Layout  # a split for lack of memory makes another, of which everything is made anew
     # Of a function:
     kind: Any = None  # its class
-    steps: int = 0  # how many a call makes
     sizes: int = 0  # the id of the variable with each tower's rows, where processes read their own
     audits: bool = False  # whether towers compute each other's shards again
 

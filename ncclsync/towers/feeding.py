@@ -101,13 +101,7 @@ class Staging:
     """
 
     def __init__(self, fetch: Callable[[tf.Tensor], Any], specs: Any, layout: Layout, meter: Meter | None) -> None:
-        """Make the graph functions.
-
-        Args:
-            fetch: returns the next batch of the iterator of that handle, in a graph.
-            specs: of such a batch.
-            layout, meter: see `split_batch`.
-        """
+        """Make the graph functions; `fetch` returns the next batch, of these specs, of the iterator of a handle."""
         self._specs, self._layout = specs, layout
         self.total = layout.shards
 
@@ -175,19 +169,13 @@ class CountingDataset(tf_compat.SameDataset):
 
 
 class _Ahead:
-    """A batch that a thread fetches, and brings to the towers.
-
-    Attributes:
-        staging: for which it is brought.
-        fetch: returns its components, in the host's memory, and the places after it of the datasets that count.
-        fetched: what that returns.
-        parts: what a step takes.
-    """
+    """A batch that a thread fetches, and brings to the towers."""
 
     def __init__(self, staging: Staging, fetch: Callable[[], tuple[list[tf.Tensor], list[Any]]]) -> None:
-        self.staging, self.fetch = staging, fetch
+        self.staging = staging
+        self.fetch = fetch  # returns its components, in the host's memory, and the places after it of `_counting`
         self.fetched: concurrent.futures.Future[tuple[list[tf.Tensor], list[Any]]] = concurrent.futures.Future()
-        self.parts: concurrent.futures.Future[list[tf.Tensor]] = concurrent.futures.Future()
+        self.parts: concurrent.futures.Future[list[tf.Tensor]] = concurrent.futures.Future()  # what a step takes
 
 
 class Feeder:

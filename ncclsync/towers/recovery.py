@@ -119,12 +119,9 @@ class Rollback:
         return [*begun, *(emptied if not tf.executing_eagerly() else [])]
 
     def end(self, done: tf.Operation, finite: tf.Tensor | None, sizes: Sequence[tf.Tensor]) -> tf.Operation:
-        """Record, in the graph of the step, that it is complete, having undone it if not all is `finite`.
+        """Record, in its graph, that the step which `done` ends is complete; undo it first if not all is `finite`.
 
-        Args:
-            done: ends the step.
-            finite: the value of `program.finite`, if it has that.
-            sizes: the samples of each shard.
+        That is the value of `program.finite`, if the program has it; `sizes` are the samples of each shard.
         """
         if finite is not None:
             with tf.control_dependencies([done]):

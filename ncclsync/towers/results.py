@@ -15,14 +15,9 @@ from ncclsync.towers.state import TowerState
 def combine(
     program: Program, values: Sequence[dict[str, tf.Tensor]], shards: Shards, towers: TowerState, turns: Turns
 ) -> Any:
-    """Return the results of a step that has run, as `Program.outputs` and `Program.results` say.
+    """Return the results of a step on these shards of a batch, as `Program.outputs` and `Program.results` say.
 
-    Args:
-        program: that has run.
-        values: [s] tensors of each shard of this process' towers, by name.
-        shards: the parts of the batch.
-        towers: that have run it.
-        turns: of processes that join their rows.
+    `values` are [s] tensors of each shard of this process' towers, by name; by `turns` processes join their rows.
     """
     layout = towers.layout
     sizes = [shards.sizes[shard] for shard in layout.own_shards]

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ncclsync.communicator import Communicator
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError, ProcessError
 from ncclsync.gradients.compression import ErrorFeedback
@@ -32,7 +31,9 @@ class TowerState:
 
     def __init__(self, options: TowerOptions) -> None:
         """Choose devices and backend, and join them; see `Session`."""
+        self.options = options
         self.session = Session(options)
+        self.communicator = self.session.communicator
         self.replicas = Replicas(self.session)
         self.watch = Watch(self.session, self.replicas)
         self.compression = None if options.compression is None else ErrorFeedback()
@@ -42,19 +43,9 @@ class TowerState:
         return self.layout.towers
 
     @property
-    def options(self) -> TowerOptions:
-        """Return the options, as they were given."""
-        return self.session.options
-
-    @property
     def layout(self) -> Layout:
         """Return which shard of a batch is whose, now."""
         return self.session.layout
-
-    @property
-    def communicator(self) -> Communicator:
-        """Return the N ranks."""
-        return self.session.communicator
 
     def split_further(self, rows: int) -> bool:
         """Divide steps into twice as many shards from now on, since a batch of `rows` did not fit the memory.

@@ -126,7 +126,15 @@ class TowerStep(TracedStep):
         batch = None
         try:
             with reporting, self.guarded(function):
-                steps, results = function.run(batches, steps)
+                done, results = 0, None
+                while done < steps:
+                    try:
+                        results = function.run(batches)
+                    except NoBatchLeft:
+                        if done == 0:
+                            raise
+                        break
+                    done += 1
                 if towers.session.communicator.enqueues:
                     towers.session.in_flight.add(function.written, results)
         except tf.errors.ResourceExhaustedError:
@@ -138,7 +146,7 @@ class TowerStep(TracedStep):
             self._compare_batches(function)
             if is_new and not watchers and self.trains and len(towers) > 1:
                 self._warn_of_costs(function)
-            self.count(steps, function.audit)
+            self.count(done, function.audit)
             return results
         del function  # what it keeps on the towers
         return self._run(OnGiven, batch, ())

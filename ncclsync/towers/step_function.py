@@ -55,26 +55,13 @@ class StepFunction(abc.ABC):
             function = tf.function(self._body, input_signature=self._signature, autograph=False)
             return function.get_concrete_function()
 
-    def run(self, batches: Any, steps: int) -> tuple[int, Any]:
-        """Run up to so many steps on what comes next; return how many have run, and the last results.
+    @abc.abstractmethod
+    def run(self, batches: Any) -> Any:
+        """Run a step on what comes next; return its results.
 
         Raises:
             NoBatchLeft: an iterator has no batch left.
         """
-        done, results = 0, None
-        while done < steps:
-            try:
-                results = self._run_next(batches)
-            except NoBatchLeft:
-                if done == 0:
-                    raise
-                break
-            done += 1
-        return done, results
-
-    @abc.abstractmethod
-    def _run_next(self, batches: Any) -> Any:
-        """Run a step on the next batch; return its results."""
 
     @property
     @abc.abstractmethod
@@ -82,11 +69,12 @@ class StepFunction(abc.ABC):
         """Return the specs of what the graph is given."""
 
     @abc.abstractmethod
+    def _batch(self, *given: tf.Tensor) -> Any:
+        """Return the batch, or its `Shards`, in the graph."""
+
     def _body(self, *given: tf.Tensor) -> Any:
         """Run a step, in the graph; return its results."""
-
-    def _step(self, batch: Any) -> Any:
-        """Run a step on a batch, which is kept, or on its shards, in the graph; return its results."""
+        batch = self._batch(*given)
         if not isinstance(batch, Shards):
             batch = self.kept.keep(batch)
             if self.layout.sizes is not None:  # which only this layout knows
@@ -97,22 +85,24 @@ class StepFunction(abc.ABC):
 class OnGiven(StepFunction):
     """Run one step on a batch that is given."""
 
-    def _run_next(self, batches: Any) -> Any:
+    def run(self, batches: Any) -> Any:
+        """Run a step on this batch."""
         return self.graph(*leaves_of(batches))
 
     @property
     def _signature(self) -> Sequence[Any]:
         return leaves_of(self.specs)
 
-    def _body(self, *given: tf.Tensor) -> Any:
+    def _batch(self, *given: tf.Tensor) -> Any:
         left = iter(given)
-        return self._step(tf.nest.map_structure(lambda spec: None if spec is None else next(left), self.specs))
+        return tf.nest.map_structure(lambda spec: None if spec is None else next(left), self.specs)
 
 
 class OnIterator(StepFunction):
     """Run steps on batches that the graph takes from an iterator."""
 
-    def _run_next(self, batches: tf.data.Iterator) -> Any:
+    def run(self, batches: tf.data.Iterator) -> Any:
+        """See `StepFunction.run`."""
         # Its handle, since tf.function looks at whatever else it is called with, in Python.
         (handle,) = tf.nest.flatten(batches, expand_composites=True)
         try:
@@ -126,11 +116,11 @@ class OnIterator(StepFunction):
     def _signature(self) -> Sequence[Any]:
         return [tf.TensorSpec([], tf.resource)]
 
-    def _body(self, handle: tf.Tensor) -> Any:
+    def _batch(self, *given: tf.Tensor) -> Any:
         span = begin(self.meter, STEPS, WAIT)
         with tf.control_dependencies(span.ops):
-            batch = _next_batch(self.batch_specs, handle)
-        return self._step(hold(batch, span.end(components_of(batch))))
+            batch = _next_batch(self.batch_specs, *given)
+        return hold(batch, span.end(components_of(batch)))
 
 
 class OnFed(StepFunction):
@@ -141,7 +131,8 @@ class OnFed(StepFunction):
         fetch = functools.partial(_next_batch, self.batch_specs)
         return Staging(fetch, self.specs, self.layout, self.meter)
 
-    def _run_next(self, batches: tf.data.Iterator) -> Any:
+    def run(self, batches: tf.data.Iterator) -> Any:
+        """See `StepFunction.run`."""
         feeder = self.towers.session.feeders.get(batches)
         if feeder is None:
             feeder = self.towers.session.feeders[batches] = Feeder(batches)
@@ -157,8 +148,8 @@ class OnFed(StepFunction):
     def _signature(self) -> Sequence[Any]:
         return self._staging.signature
 
-    def _body(self, *given: tf.Tensor) -> Any:
-        return self._step(self._staging.shards(given))
+    def _batch(self, *given: tf.Tensor) -> Any:
+        return self._staging.shards(given)
 
 
 def _next_batch(batch_specs: Any, handle: tf.Tensor) -> Any:

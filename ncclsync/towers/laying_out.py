@@ -91,12 +91,13 @@ class _Run:
             arguments = [*components_of(shards.batches[i]), *shards.shares[shard], *site]
             values = dict(zip(program.arguments, arguments, strict=True)) | dict(program.captures)
             self.values.append(values | {name: copies[i].handle for name, copies in handles.items()})
-        self._repeats = None if audit is None else audit.begin(self.values)
+        self._audit = audit
+        self._begun = [] if audit is None else audit.begin(self.values)
 
     @property
     def recorded(self) -> list[tf.Operation]:
         """Return timestamps, and what an audit keeps, that nothing of the step waits for."""
-        kept = [] if self._repeats is None else self._repeats.end()
+        kept = [] if self._audit is None else self._audit.end()
         return [*self.exchanges.recorded, *kept]
 
     def begin(self, rollback: Rollback) -> After:
@@ -106,8 +107,7 @@ class _Run:
         # that the step is under way, with this batch.
         with tf.control_dependencies(components_of(self._shards.batches[0])):
             saved = rollback.begin()
-        if self._repeats is not None:
-            saved = [*saved, *self._repeats.begun]
+        saved = [*saved, *self._begun]
         others: After = [[] for _ in self._towers.layout.devices[1:]]
         if not checks and not saved:
             return [[], *others]
@@ -157,8 +157,8 @@ class _Run:
                 sent.append(sends)
                 ends += [*span.end(tokens=[outcome.token]), outcome.token]
             done.append(ends)
-        if self._repeats is not None and number < len(self._program.segments):
-            self._repeats.compute(number, segment, calls, list(zip(layout.devices, after, done, strict=True)))
+        if self._audit is not None and number < len(self._program.segments):
+            self._audit.compute(number, segment, calls, list(zip(layout.devices, after, done, strict=True)))
         return sent, done
 
     def apply(self, rollback: Rollback, after: After) -> tf.Operation:

@@ -40,7 +40,7 @@ class _Place:
 
 
 class Audit:
-    """Hold what a program's audited steps need between them: copies of variables, and what was found."""
+    """Compute shards again in the graph of a step; between steps, hold copies of variables, and what was found."""
 
     def __init__(self, program: Program, towers: TowerState) -> None:
         """Make the copies.
@@ -75,8 +75,7 @@ class Audit:
                 each = towers.replicas.of_shards(variable)
                 for place, kept in zip(self.places, self._kept, strict=True):
                     kept[name] = self._copy(each[place.shard], each[self._first[place.tower]].device, place)
-        exchanges = [list(_sent(segment)) for segment in computed]
-        self._sent = [one for each in exchanges for one in each]
+        self._sent = [one for segment in computed for one in _sent(segment)]
         with tf.device("/CPU:0"):
             # By tensor that is sent, shard and pair of those who compute it: the first element that differs.
             shape = [len(self._sent), len(self._owners), len(self._pairs)]
@@ -113,25 +112,63 @@ class Audit:
             self._copies[key] = source, copy
         return self._copies[key][1]
 
-    def begin(self, values: Sequence[Mapping[str, tf.Tensor]]) -> "Repeats":
-        """Begin an audited step in its graph.
+    def begin(self, values: Sequence[Mapping[str, tf.Tensor]]) -> list[tf.Operation]:
+        """Begin an audited step in its graph; return the ops that it waits for.
 
         Args:
             values: [s] by name in the program, each shard's tensors and handles.
         """
-        again: list[dict[str, tf.Tensor]] = []
+        self._originals = values
+        self._again: list[dict[str, tf.Tensor]] = []  # [places] by name, too
+        self._differences: list[tf.Tensor] = []
         begun = []
         for place, kept in zip(self.places, self._kept, strict=True):
             handles = {name: values[self._first[place.tower]][name] for name, _ in self._program.variables}
-            again.append({**values[place.shard], **handles, **{name: one.handle for name, one in kept.items()}})
+            self._again.append({**values[place.shard], **handles, **{name: one.handle for name, one in kept.items()}})
         for source, copy in self._copies.values():
             with tf.device(source.device):
                 value = tf.raw_ops.ReadVariableOp(resource=source.handle, dtype=source.dtype)
             with tf.device(copy.device):
                 begun.append(tf.raw_ops.AssignVariableOp(resource=copy.handle, value=value))
-        return Repeats(self, again, values, [op for op in begun if op is not None])
+        return [op for op in begun if op is not None]
 
-    def compare(self, sent: Sequence[Sequence[Sequence[tf.Tensor]]]) -> tf.Tensor:
+    def compute(self, number: int, segment: Segment, calls: Sequence[Call], towers: Sequence[Any]) -> None:
+        """Compute a segment again, and compare.
+
+        Args:
+            number: of the segment, from 1.
+            segment: of the program, not the last.
+            calls: [s] of it, or [n] if it runs once.
+            towers: [n] (device, ops to wait for, list to which this segment's ops are added).
+        """
+        if number in self.left_out:
+            for place, values in zip(self.places, self._again, strict=True):
+                values.update({name: self._originals[place.shard][name] for name in segment.fetches})
+            return
+        each = [[call.sent] for call in calls]
+        outcomes: dict[tuple[int, int], Outcome] = {}
+        for place, values in zip(self.places, self._again, strict=True):
+            call = place.owner if segment.once else place.shard
+            if (call, place.tower) not in outcomes:
+                device, before, ends = towers[place.tower]
+                # One call of a function after another on a device: on GPUs they meet the host under the same names.
+                with tf.device(f"/{device}"), tf.control_dependencies([*before, *ends]):
+                    outcome = outcomes[call, place.tower] = segment.run(values, calls[call].incoming)
+                each[call].append(outcome.sent)
+                ends.append(outcome.token)
+            values.update(outcomes[call, place.tower].fetched)
+        if segment.outgoing:
+            self._differences.append(self._compared([[list(itertools.chain(*sent)) for sent in one] for one in each]))
+
+    def end(self) -> list[tf.Operation]:
+        """Return the ops that keep what was found, besides that of steps before in the same call."""
+        if not self._differences:
+            return []
+        found = tf.concat(self._differences, 0)
+        before = tf.raw_ops.ReadVariableOp(resource=self._found.handle, dtype=tf.int64)
+        return [tf.raw_ops.AssignVariableOp(resource=self._found.handle, value=tf.maximum(before, found))]
+
+    def _compared(self, sent: Sequence[Sequence[Sequence[tf.Tensor]]]) -> tf.Tensor:
         """Compare, in a graph, what a shard's computations send: [s][times] lists of K tensors; [K, s, pairs].
 
         A tensor that a tower computes once for all of its shards is given once for each tower.
@@ -142,21 +179,8 @@ class Audit:
         found = tf.stack([tf.stack([tf.stack(pairs) for pairs in row]) for row in rows])
         return found if len(sent) == len(self._owners) else tf.gather(found, self._owners, axis=1)
 
-    def keep(self, found: Sequence[tf.Tensor]) -> tf.Operation:
-        """Keep what one step's comparisons have found, in its graph, besides that of steps before in the same call."""
-        found = tf.concat(found, 0)
-        before = tf.raw_ops.ReadVariableOp(resource=self._found.handle, dtype=tf.int64)
-        return tf.raw_ops.AssignVariableOp(resource=self._found.handle, value=tf.maximum(before, found))
-
     def check(self, step: int) -> None:
-        """Raise an error if audited steps of the last call have found a difference, and forget it.
-
-        Args:
-            step: how many training steps have been made, for the message.
-
-        Raises:
-            AuditError: computations of a shard differ.
-        """
+        """Raise an AuditError if a shard's computations in the last call, up to this step, differ; forget it."""
         found = self._found.numpy()
         if (found == EQUAL).all():
             return
@@ -187,56 +211,6 @@ class Audit:
         words = ["the gradient of" if variable.trainable else "the update of" for variable in variables]
         names = map(" ".join, zip(words, self._towers.session.names_of(variables), strict=True))
         return list(names) or [f"what {exchange.line} sends"]
-
-
-class Repeats:
-    """Compute shards again in the graph of one step.
-
-    Attributes:
-        begun: ops that the step waits for before it begins.
-    """
-
-    def __init__(
-        self,
-        audit: Audit,
-        values: list[dict[str, tf.Tensor]],
-        originals: Sequence[Mapping[str, tf.Tensor]],
-        begun: list[tf.Operation],
-    ) -> None:
-        self._audit, self._values, self._originals, self.begun = audit, values, originals, begun
-        self._found: list[tf.Tensor] = []
-
-    def compute(self, number: int, segment: Segment, calls: Sequence[Call], towers: Sequence[Any]) -> None:
-        """Compute a segment again, and compare.
-
-        Args:
-            number: of the segment, from 1.
-            segment: of the program, not the last.
-            calls: [s] of it, or [n] if it runs once.
-            towers: [n] (device, ops to wait for, list to which this segment's ops are added).
-        """
-        if number in self._audit.left_out:
-            for place, values in zip(self._audit.places, self._values, strict=True):
-                values.update({name: self._originals[place.shard][name] for name in segment.fetches})
-            return
-        each = [[call.sent] for call in calls]
-        outcomes: dict[tuple[int, int], Outcome] = {}
-        for place, values in zip(self._audit.places, self._values, strict=True):
-            call = place.owner if segment.once else place.shard
-            if (call, place.tower) not in outcomes:
-                device, before, ends = towers[place.tower]
-                # One call of a function after another on a device: on GPUs they meet the host under the same names.
-                with tf.device(f"/{device}"), tf.control_dependencies([*before, *ends]):
-                    outcome = outcomes[call, place.tower] = segment.run(values, calls[call].incoming)
-                each[call].append(outcome.sent)
-                ends.append(outcome.token)
-            values.update(outcomes[call, place.tower].fetched)
-        if segment.outgoing:
-            self._found.append(self._audit.compare([[list(itertools.chain(*sent)) for sent in one] for one in each]))
-
-    def end(self) -> list[tf.Operation]:
-        """Return the ops that keep what was found: it is kept after them."""
-        return [self._audit.keep(self._found)] if self._found else []
 
 
 def _sent(segment: Segment) -> Iterator[Sequence[Exchange]]:

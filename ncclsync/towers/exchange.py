@@ -19,13 +19,7 @@ from ncclsync.ops.group_ops import Turns, agree, gather_rows, group_exchange
 from ncclsync.ops.spans import COMMUNICATION, Begun, Meter, begin, hold
 from ncclsync.program.program import Bucket, Sent
 from ncclsync.semantics.shards import Shards, digest_of_rows
-from ncclsync.towers.shard_sums import (
-    join_shard_tensors,
-    join_shards,
-    nodes_of_towers,
-    sums_of_towers,
-    total_of_gathered,
-)
+from ncclsync.towers.shard_sums import join_shard_tensors, nodes_of_towers, sums_of_towers, total_of_gathered
 from ncclsync.towers.state import TowerState
 
 # For each of this process' n towers, the ops and tensors that it waits for: [n] lists.
@@ -33,23 +27,24 @@ After = list[list[Any]]
 
 
 class _Call(NamedTuple):
-    """The buckets that one call joins after a segment.
+    """The buckets that one call joins after a segment."""
 
-    Attributes:
-        number: of the segment, from 1.
-        indices: of its buckets, among all that the segment sends.
-        buckets: these.
-        given: [s][B] lists of tensors, what each shard sends.
-        labels: [B] what they are called in messages.
-        done: [n] the ops of the segment.
-    """
+    number: int  # of the segment, from 1
+    indices: Sequence[int]  # [B] of the buckets, among all that the segment sends
+    buckets: Sequence[Bucket]  # [B]
+    given: Sequence[Sequence[Sequence[tf.Tensor]]]  # [s][B] lists of tensors, what each shard sends
+    labels: Sequence[str]  # [B] what the buckets are called in messages
+    done: After  # [n] the ops of the segment
 
-    number: int
-    indices: Sequence[int]
-    buckets: Sequence[Bucket]
-    given: Sequence[Sequence[Sequence[tf.Tensor]]]
-    labels: Sequence[str]
-    done: After
+    @property
+    def columns(self) -> list[list[tf.Tensor]]:
+        """Return [B][s] what each shard sends: a bucket without a `join` is one tensor."""
+        return [[tensors[0] for tensors in column] for column in zip(*self.given, strict=True)]
+
+    @property
+    def collectives(self) -> list[AnyCollective]:
+        """Return [B] the communicator's collectives for such buckets."""
+        return [_collective(bucket.wire, label) for bucket, label in zip(self.buckets, self.labels, strict=True)]
 
 
 class Exchanges:
@@ -61,13 +56,7 @@ class Exchanges:
     """
 
     def __init__(self, towers: TowerState, shards: Shards, meter: Meter | None) -> None:
-        """Begin a step.
-
-        Args:
-            towers: N towers.
-            shards: their parts of the batch.
-            meter: records when calls begin and end, if there is one.
-        """
+        """Begin a step on the parts of a batch; the meter records when calls begin and end."""
         self._towers, self._shards, self._meter = towers, shards, meter
         self._layout, self._divided = towers.layout, towers.layout.divided is not None
         # Outside a graph everything has happened, and nothing is enqueued.
@@ -89,7 +78,7 @@ class Exchanges:
         if self._enqueues:
             return self._passed(self._launch([], [], done, anywhere))
         every = [*anywhere, *(one for each in done for one in each)]
-        return [[tf.group(*every)] if every else []] * len(self._towers.layout.devices)
+        return [[tf.group(*every)] if every else []] * len(self._layout.devices)
 
     def join(
         self,
@@ -156,17 +145,13 @@ class Exchanges:
         return tensors
 
     def _enqueue(self, call: _Call) -> After:
-        """Launch buckets of one tensor as a group; return what each tower waits for."""
-        columns = [[tensors[0] for tensors in column] for column in zip(*call.given, strict=True)]
-        pairs = zip(call.buckets, call.labels, strict=True)
-        collectives = [_collective(bucket.wire, label) for bucket, label in pairs]
+        """Launch buckets as a group; return what each tower waits for."""
+        columns, collectives = call.columns, call.collectives
         if self._layout.adds_up:
             columns = [sums_of_towers(column, self._layout) for column in columns]
         elif self._divided:
-            columns = [
-                nodes_of_towers(column, bucket.wire.op, self._layout)
-                for column, bucket in zip(columns, call.buckets, strict=True)
-            ]
+            ops = [bucket.wire.op for bucket in call.buckets]
+            columns = [nodes_of_towers(column, op, self._layout) for column, op in zip(columns, ops, strict=True)]
             collectives = [AllGather((), (), label) for label in call.labels]
         span = self._begin(call)
         launched = self._launch(columns, collectives, call.done, in_place=self._layout.adds_up)
@@ -185,7 +170,7 @@ class Exchanges:
         program, and launch others or in another order, are told.
         """
         count = len(self._called)
-        if not self._enqueues or not self._towers.layout.meets_processes or count == self._agreed:
+        if not self._enqueues or not self._layout.meets_processes or count == self._agreed:
             return after
         self._agreed = count
         digest = hashlib.blake2b(repr(self._called).encode(), digest_size=4).hexdigest()
@@ -201,32 +186,42 @@ class Exchanges:
         *,
         in_place: bool = False,
     ) -> device_ops.Launched:
-        communicator, devices = self._towers.communicator, self._towers.layout.devices
         before = [*self.turns.last, *anywhere]
-        launched = device_ops.launch(columns, communicator, collectives, devices, done, before, in_place=in_place)
+        to = self._towers.communicator, collectives, self._layout.devices
+        launched = device_ops.launch(columns, *to, done, before, in_place=in_place)
         self.turns.last = [launched.token]
         return launched
 
     def _passed(self, launched: device_ops.Launched) -> After:
-        return [[launched.passed(tower)] for tower in range(len(self._towers.layout.devices))]
+        return [[launched.passed(tower)] for tower in range(len(self._layout.devices))]
 
     def _run(self, call: _Call) -> list[list[list[tf.Tensor]]]:
         """Join buckets at once; return [s][B] lists of tensors, what each shard receives."""
         span = self._begin(call)
-        held = hold(call.given, span.ops)
+        call = call._replace(given=hold(call.given, span.ops))
         join, root, count = call.buckets[0].join, call.buckets[0].wire.root, self._layout.shards
         if root >= count:
             what = "shards" if self._divided else "towers"
             raise ValueError(f"Expected root to be below the number of {what}, {count}. Received: {root}")
-        if self._divided:
-            joined = join_shards(call.buckets, held, self._layout)
-        elif join is not None:
-            joined = join(call.buckets, held, [share.fraction for share in self._shards.shares])
+        if join is not None:
+            joined = join(call.buckets, call.given, [share.fraction for share in self._shards.shares])
         else:
-            # The communicator joins bucket after bucket.
-            with tf.control_dependencies([] if self._enqueues else self._travelling()):
-                joined = _join(call, held, self._towers, self.turns)
+            joined = [[[tensor] for tensor in row] for row in zip(*self._joined(call), strict=True)]
         return hold(joined, span.end(tf.nest.flatten(joined)))
+
+    def _joined(self, call: _Call) -> list[list[tf.Tensor]]:
+        """Join the columns of a call: what the communicator can take grouped, or one bucket of any kind."""
+        columns, communicator, first = call.columns, self._towers.communicator, call.buckets[0]
+        rows = first.wire.concatenates and not _is_grouped(first)
+        if self._divided or (rows and not self._layout.meets_processes):
+            pairs = zip(call.buckets, columns, strict=True)
+            return [join_shard_tensors(bucket, column, self._layout) for bucket, column in pairs]
+        # The communicator joins bucket after bucket.
+        travelling = [tensor for row in self._received for tensors in row.values() for tensor in tensors]
+        with tf.control_dependencies([] if self._enqueues else travelling):
+            if rows:
+                return [gather_rows(columns[0], communicator, call.labels[0], self.turns)]
+            return group_exchange(columns, communicator, call.collectives, self.turns)
 
     def _in_branch(self, call: _Call, *, joins: bool) -> tuple[Any, list[tf.Tensor]]:
         """Do what `_run` does, or leave what is sent as it is; return also the last turn, where it is a token."""
@@ -235,19 +230,15 @@ class Exchanges:
             last = self.turns.last if joins else [tf.zeros([], tf.int64)]
         return joined, last if self._enqueues else []
 
-    def _travelling(self) -> list[tf.Tensor]:
-        return [tensor for row in self._received for tensors in row.values() for tensor in tensors]
-
     def _begin(self, call: _Call) -> Begun:
         """Begin the span of a call."""
         called = [f"{call.number}.{i + 1}" for i in call.indices]
-        exchanges = [exchange for bucket in call.buckets for exchange in bucket.exchanges]
         for bucket in call.buckets:
             specs = [(spec.dtype.name, str(spec.shape)) for spec in bucket.specs]
             self._called.append((bucket.wire, bool(bucket.when), specs))
-        sizes = [exchange.size_bytes(len(self._towers)) for exchange in exchanges]
+        sizes = [one.size_bytes(len(self._towers)) for bucket in call.buckets for one in bucket.exchanges]
         wire = call.buckets[0].wire
-        details: dict[str, Any] = {"bucket": ", ".join(called), "tensors": len(exchanges)}
+        details: dict[str, Any] = {"bucket": ", ".join(called), "tensors": len(sizes)}
         if None not in sizes:  # else it is known only when it runs
             details["bytes"] = sum(sizes)
         kind = "gather" if wire.concatenates else wire.kind.replace("_", "-")
@@ -291,23 +282,6 @@ def _is_grouped(bucket: Bucket) -> bool:
     exchange = bucket.exchanges[0]
     same = bucket.wire.kind == CollectiveKind.STACK and bucket.wire.empty_too and exchange.shape[1:].is_fully_defined()
     return same and exchange.dtype.name in native.DTYPES
-
-
-def _join(
-    call: _Call, sent: Sequence[Sequence[Sequence[tf.Tensor]]], towers: TowerState, turns: Turns
-) -> list[list[list[tf.Tensor]]]:
-    """Join buckets of one tensor by the communicator: all of them grouped, or one of any kind."""
-    columns = [[tensors[0] for tensors in column] for column in zip(*sent, strict=True)]  # [B][n]
-    first = call.buckets[0]
-    if not first.wire.concatenates or _is_grouped(first):
-        pairs = zip(call.buckets, call.labels, strict=True)
-        collectives = [_collective(bucket.wire, label) for bucket, label in pairs]
-        columns = group_exchange(columns, towers.communicator, collectives, turns)
-    elif towers.layout.meets_processes:
-        columns = [gather_rows(columns[0], towers.communicator, call.labels[0], turns)]
-    else:
-        columns = [join_shard_tensors(first, columns[0], towers.layout)]
-    return [[[tensor] for tensor in row] for row in zip(*columns, strict=True)]
 
 
 def _collective(wire: Collective, label: str) -> AnyCollective:

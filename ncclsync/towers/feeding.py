@@ -15,7 +15,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
@@ -23,7 +23,7 @@ from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops import Share
 from ncclsync.ops.spans import COPY, SHARD, Meter, begin, hold
 from ncclsync.semantics.shards import Shards, components_of, divide_rows, packed, shard_batch
-from ncclsync.towers.layout import Layout
+from ncclsync.towers.layout import Layout, is_cpu
 
 AHEAD = 2  # batches, besides the one that is trained
 
@@ -33,7 +33,7 @@ _ON_HOST = (tf.int32, tf.string, tf.resource, tf.variant)
 
 def feeds(devices: Sequence[str]) -> bool:
     """Return whether towers on these devices are fed ahead: CPU towers find the batch where it lies."""
-    return any("GPU" in device for device in devices)
+    return not all(map(is_cpu, devices))
 
 
 def split_batch(
@@ -60,8 +60,8 @@ def split_batch(
     with tf.device("/CPU:0"):
         given = hold(batch, [op for span in spans for op in span.ops])
         (value,) = (layout.read(components_of(given)) if divided is None else divided) or [None]
-        weights, held = (value, None) if layout.held is None else (None, value)
-        shards = shard_batch(given, layout.shards, layout.own_shards, weights, held)
+        weights, sizes = (value, None) if layout.sizes is None else (None, value)
+        shards = shard_batch(given, layout.shards, layout.own_shards, weights, sizes)
     batches, shares = [], list(shards.shares)
     for i, (shard, device) in enumerate(zip(layout.own_shards, layout.shard_devices, strict=True)):
         batch, share = shards.batches[i], shares[shard]
@@ -92,18 +92,16 @@ class Staging:
     """Fetch an iterator's next batch, and bring each tower its part: two graph functions.
 
     Attributes:
+        fetch: returns the components of the next batch of the iterator of a handle, in the host's memory. Raises an
+            OutOfRangeError if there is none, and whatever the iterator raises.
+        bring: returns what a step takes, of these components: each tower's part on its device. Waits for the copies.
+            Raises an InvalidArgumentError if the rows differ in number.
         signature: the specs of the tensors that a step takes.
         total: how many shards it divides a batch into.
     """
 
     def __init__(self, fetch: Callable[[tf.Tensor], Any], specs: Any, layout: Layout, meter: Meter | None) -> None:
-        """Make the graph functions.
-
-        Args:
-            fetch: returns the next batch of the iterator of that handle, in a graph.
-            specs: of such a batch.
-            layout, meter: see `split_batch`.
-        """
+        """Make the graph functions; `fetch` returns the next batch, of these specs, of the iterator of a handle."""
         self._specs, self._layout = specs, layout
         self.total = layout.shards
 
@@ -121,33 +119,17 @@ class Staging:
             return parts
 
         # tf.function would return copies, by ops that nobody places: all of them on one GPU.
-        self._fetch = tf.compat.v1.wrap_function(next_batch, [tf.TensorSpec([], tf.resource)])
-        leaves = [tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in self._fetch.structured_outputs]
-        self._bring = tf.compat.v1.wrap_function(bring, leaves)
-        self.signature = [tf.TensorSpec(one.shape, one.dtype) for one in self._bring.structured_outputs]
-
-    def fetch(self, handle: tf.Tensor) -> list[tf.Tensor]:
-        """Return the components of the next batch, in the host's memory.
-
-        Raises:
-            OutOfRangeError: there is none.
-            Exception: whatever the iterator raises.
-        """
-        return self._fetch(handle)
-
-    def bring(self, components: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Return what a step takes: each tower's part on its device. Waits for the copies.
-
-        Raises:
-            InvalidArgumentError: the rows differ in number.
-        """
-        return self._bring(*components)
+        self.fetch = tf.compat.v1.wrap_function(next_batch, [tf.TensorSpec([], tf.resource)])
+        leaves = [tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in self.fetch.structured_outputs]
+        made = tf.compat.v1.wrap_function(bring, leaves)
+        self.bring = lambda components: made(*components)
+        self.signature = [tf.TensorSpec(one.shape, one.dtype) for one in made.structured_outputs]
 
     def shards(self, parts: Sequence[tf.Tensor]) -> Shards:
         """Return what a step's arguments, of `signature`, stand for; in the graph of the step."""
-        held, *rest = parts
+        given, *rest = parts
         with tf.device("/CPU:0"):
-            sizes, shares = divide_rows(tf.reduce_sum(held), held)
+            sizes, shares = divide_rows(tf.reduce_sum(given), given)
         batches, width = [], len(rest) // len(self._layout.own_shards)
         for i, shard in enumerate(self._layout.own_shards):
             fraction, *components = rest[i * width : (i + 1) * width]
@@ -186,20 +168,14 @@ class CountingDataset(tf_compat.SameDataset):
         return None
 
 
-class _Staged(NamedTuple):
-    """Hold a batch that was fetched.
+class _Ahead:
+    """A batch that a thread fetches, and brings to the towers."""
 
-    Attributes:
-        components: in the host's memory.
-        places: of the datasets that count, after it.
-        shards: how many it was divided into.
-        parts: what a step takes, once that has been brought.
-    """
-
-    components: list[tf.Tensor]
-    places: list[Any]
-    shards: int
-    parts: concurrent.futures.Future[list[tf.Tensor]]
+    def __init__(self, staging: Staging, fetch: Callable[[], tuple[list[tf.Tensor], list[Any]]]) -> None:
+        self.staging = staging
+        self.fetch = fetch  # returns its components, in the host's memory, and the places after it of `_counting`
+        self.fetched: concurrent.futures.Future[tuple[list[tf.Tensor], list[Any]]] = concurrent.futures.Future()
+        self.parts: concurrent.futures.Future[list[tf.Tensor]] = concurrent.futures.Future()  # what a step takes
 
 
 class Feeder:
@@ -215,14 +191,14 @@ class Feeder:
         made_of = tf_compat.datasets_of(iterator)
         tf_compat.let_go_of_arrays(made_of)
         self._counting = [one for one in made_of if isinstance(one, CountingDataset)]
-        self._wanted: queue.SimpleQueue = queue.SimpleQueue()
-        self._staged: collections.deque[concurrent.futures.Future[_Staged]] = collections.deque()
+        self._wanted: queue.SimpleQueue[_Ahead | None] = queue.SimpleQueue()
+        self._ahead: collections.deque[_Ahead] = collections.deque()
         self._name = object()  # for datasets that count, which must not keep it alive
         order = threading.Lock()
         for _ in range(AHEAD):
             # A daemon: a dataset that waits for ever must not keep the process from ending.
             threading.Thread(target=_work, args=(self._wanted, order), name="ncclsync feeder", daemon=True).start()
-        weakref.finalize(iterator, _end, self._wanted, self._staged).atexit = False
+        weakref.finalize(iterator, _end, self._wanted, self._ahead).atexit = False
 
     def take(self, staging: Staging) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """Return the next batch, as `Staging.fetch` and `Staging.bring` do; let later ones be fetched. Waits for it.
@@ -232,51 +208,50 @@ class Feeder:
         Raises:
             Exception: what `Staging` raises for this batch.
         """
-        while len(self._staged) <= AHEAD:
-            future: concurrent.futures.Future[_Staged] = concurrent.futures.Future()
+        while len(self._ahead) <= AHEAD:
             fetch = functools.partial(_fetch, staging, self._handle, self._counting, self._name)
-            self._wanted.put((future, fetch, staging))
-            self._staged.append(future)
-        components, places, shards, brought = self._staged.popleft().result()
-        if isinstance(brought.exception(), tf.errors.ResourceExhaustedError) or shards != staging.total:
-            del brought  # its memory
+            self._ahead.append(_Ahead(staging, fetch))
+            self._wanted.put(self._ahead[-1])
+        ahead = self._ahead.popleft()
+        components, places = ahead.fetched.result()
+        lacked_memory = isinstance(ahead.parts.exception(), tf.errors.ResourceExhaustedError)
+        if lacked_memory or ahead.staging.total != staging.total:
+            del ahead  # its memory
             parts = staging.bring(components)
         else:
-            parts = brought.result()
+            parts = ahead.parts.result()
         for dataset, place in zip(self._counting, places, strict=True):
             dataset.take(place)
         return components, parts
 
 
-def _work(wanted: queue.SimpleQueue, order: threading.Lock) -> None:
+def _work(wanted: "queue.SimpleQueue[_Ahead | None]", order: threading.Lock) -> None:
     """Run requests until one is None. Runs in a feeder's thread."""
     while _do_next(wanted, order):
         pass
 
 
-def _do_next(wanted: queue.SimpleQueue, order: threading.Lock) -> bool:
+def _do_next(wanted: "queue.SimpleQueue[_Ahead | None]", order: threading.Lock) -> bool:
     """Fetch a batch, while no other thread does, and bring it to the towers; return whether there was one to fetch.
 
     A function of its own, so that a thread that waits holds nothing: by an error's traceback all of `fit` would live.
     """
     with order:
-        task = wanted.get()
-        if task is None:
+        ahead = wanted.get()
+        if ahead is None:
             return False
-        future, fetch, staging = task
-        if not future.set_running_or_notify_cancel():
+        if not ahead.fetched.set_running_or_notify_cancel():
             return True
         try:
-            components, places = fetch()
+            ahead.fetched.set_result(ahead.fetch())
         except BaseException as error:  # raised by `take`, whatever it is
-            future.set_exception(error)
+            ahead.fetched.set_exception(error)
             return True
-    parts: concurrent.futures.Future[list[tf.Tensor]] = concurrent.futures.Future()
-    future.set_result(_Staged(components, places, staging.total, parts))
     try:
-        parts.set_result(staging.bring(components))
+        components, _ = ahead.fetched.result()
+        ahead.parts.set_result(ahead.staging.bring(components))
     except BaseException as error:  # the same
-        parts.set_exception(error)
+        ahead.parts.set_exception(error)
     return True
 
 
@@ -290,9 +265,9 @@ def _fetch(
         return components, [dataset.fetched() for dataset in counting]
 
 
-def _end(wanted: queue.SimpleQueue, staged: collections.deque) -> None:
+def _end(wanted: "queue.SimpleQueue[_Ahead | None]", under_way: "collections.deque[_Ahead]") -> None:
     """End a feeder's threads, whose iterator is gone."""
-    for future in staged:
-        future.cancel()
+    for ahead in under_way:
+        ahead.fetched.cancel()
     for _ in range(AHEAD):
         wanted.put(None)

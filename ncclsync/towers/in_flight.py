@@ -19,25 +19,15 @@ from ncclsync.errors import NcclSyncError
 
 @dataclasses.dataclass
 class _Step:
-    """A step that was enqueued.
+    """A step that was enqueued."""
 
-    Attributes:
-        last: the number of its last group.
-        written: the ids of the variables that it writes, without those that were written again since.
-        failure: what has ended its collectives, once that was raised.
-    """
-
-    last: int
-    written: frozenset[int]
-    failure: BaseException | None = None
+    last: int  # the number of its last group
+    written: frozenset[int]  # the ids of the variables that it writes, without those that were written again since
+    failure: BaseException | None = None  # what has ended its collectives, once that was raised
 
 
 class InFlight:
-    """Track the steps of some towers whose collectives are under way.
-
-    Attributes:
-        lost: the ids of the variables that are lost.
-    """
+    """Track the steps of some towers whose collectives are under way."""
 
     def __init__(self, communicator: Communicator) -> None:
         """Begin with none."""
@@ -45,14 +35,13 @@ class InFlight:
         self._steps: list[_Step] = []
         self._reported: BaseException | None = None  # the failure that was raised last
         self._raised: Exception | None = None  # by Python within a step
-        self.lost: set[int] = set()
+        self.lost: set[int] = set()  # the ids of the variables that are lost
 
     def add(self, written: frozenset[int], results: Any = None) -> None:
-        """Add a step that has been enqueued; or a part of it, if the step has failed on its way.
+        """Add a step that has been enqueued, or a part of it, if the step has failed on its way.
 
-        Args:
-            written: the ids of the variables that it writes.
-            results: its tensors, in any structure. To read one whose collectives have failed is an error.
+        It writes the variables of these ids. To read a tensor of its `results` is an error if its collectives have
+        failed.
         """
         launched, ended = self._communicator.groups()
         self._steps = [step for step in self._steps if step.last > ended]
@@ -65,13 +54,10 @@ class InFlight:
                     tf_compat.call_after_read(leaf, check)
 
     def _check_results(self, step: _Step) -> None:
-        """Raise the failure of a step whose result was read.
-
-        The reader may swallow it, so it does not count as reported.
-        """
-        failure = step.failure
-        if failure is None and self._communicator.failure is not None:
-            failure = self._communicator.failure if step.last >= self._communicator.failed_group else None
+        """Raise the failure of a step whose result was read; it is not reported: the reader may swallow it."""
+        failure, current = step.failure, self._communicator.failure
+        if failure is None and current is not None and step.last >= self._communicator.failed_group:
+            failure = current
         if failure is not None:
             raise failure
 
@@ -135,11 +121,7 @@ class InFlight:
         self.lost.discard(key)
 
     def raise_lost(self, names: Callable[[], str]) -> None:
-        """Raise NcclSyncError if variables are lost.
-
-        Args:
-            names: of the lost ones, for the message.
-        """
+        """Raise NcclSyncError, with the `names` of the lost variables, if there are such."""
         if self.lost:
             raise NcclSyncError(
                 f"Expected variables that are whole. Received: {names()} that a step wrote after a collective had "

@@ -39,12 +39,11 @@ def lay_out(
         towers: of which n are this process', with s shards; copies of the program's variables are made as needed.
         batch: is split; or `Shards`, which lie on the towers' devices.
         rollback: made for the same program.
-        meter: records when the parts of the step begin and end; None: nothing is added to the graph.
-        audit: lets towers compute each other's shards again; None: nothing is added, either.
+        meter: records when the parts of the step begin and end, if it is watched.
+        audit: lets towers compute each other's shards again, in an audited step.
 
     Returns:
-        The step's results as one tower's would be: its structure, tensors combined as the program says.
-        They depend on every side effect of every tower.
+        The step's results, combined as the program says. They depend on every side effect of every tower.
     """
     if isinstance(batch, Shards):
         step, shards = begin(meter, STEPS, STEP), batch
@@ -92,12 +91,13 @@ class _Run:
             arguments = [*components_of(shards.batches[i]), *shards.shares[shard], *site]
             values = dict(zip(program.arguments, arguments, strict=True)) | dict(program.captures)
             self.values.append(values | {name: copies[i].handle for name, copies in handles.items()})
-        self._repeats = None if audit is None else audit.begin(self.values)
+        self._audit = audit
+        self._begun = [] if audit is None else audit.begin(self.values)
 
     @property
     def recorded(self) -> list[tf.Operation]:
         """Return timestamps, and what an audit keeps, that nothing of the step waits for."""
-        kept = [] if self._repeats is None else self._repeats.end()
+        kept = [] if self._audit is None else self._audit.end()
         return [*self.exchanges.recorded, *kept]
 
     def begin(self, rollback: Rollback) -> After:
@@ -107,8 +107,7 @@ class _Run:
         # that the step is under way, with this batch.
         with tf.control_dependencies(components_of(self._shards.batches[0])):
             saved = rollback.begin()
-        if self._repeats is not None:
-            saved = [*saved, *self._repeats.begun]
+        saved = [*saved, *self._begun]
         others: After = [[] for _ in self._towers.layout.devices[1:]]
         if not checks and not saved:
             return [[], *others]
@@ -158,8 +157,8 @@ class _Run:
                 sent.append(sends)
                 ends += [*span.end(tokens=[outcome.token]), outcome.token]
             done.append(ends)
-        if self._repeats is not None and number < len(self._program.segments):
-            self._repeats.compute(number, segment, calls, list(zip(layout.devices, after, done, strict=True)))
+        if self._audit is not None and number < len(self._program.segments):
+            self._audit.compute(number, segment, calls, list(zip(layout.devices, after, done, strict=True)))
         return sent, done
 
     def apply(self, rollback: Rollback, after: After) -> tf.Operation:

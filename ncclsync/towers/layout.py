@@ -10,35 +10,38 @@ import tensorflow as tf
 from ncclsync.semantics.shards import shard_sizes, sizes_in_graph
 
 
+def is_cpu(device: str) -> bool:
+    """Return whether a device is the CPU, given any of its names."""
+    return "CPU" in device.upper()
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
-    """Say where a batch's shards are computed. A step that is divided further gets another layout.
+    """Say where a batch's shards are computed. A step that is divided further gets another layout."""
 
-    Attributes:
-        devices: [n] of this process' towers, such as "GPU:0".
-        ranks: [n] the numbers of these towers.
-        towers: N, in all processes.
-        divided: how many shards a batch has, if their number was given, or a step was split; all towers are then in
-            one process. None: each tower has one.
-        adds_up: whether a tower adds up its shards as they come, since a step was split for lack of memory. No bits
-            belong to the number of shards then.
-        weights: [N] int32, by which towers share a batch; None: evenly.
-        held: [N] int32, the rows of each tower in the batch that was handed out last, where each process reads its own
-            rows alone; None: they follow from the number of rows.
-    """
-
-    devices: tuple[str, ...] = ("CPU:0",)
-    ranks: range = range(1)
-    towers: int = 1
+    devices: tuple[str, ...] = ("CPU:0",)  # [n] of this process' towers
+    ranks: range = range(1)  # [n] the numbers of these towers
+    towers: int = 1  # N, in all processes
+    # How many shards a batch has, if their number was given, or a step was split; all towers are then in one process.
+    # None: each tower has one.
     divided: int | None = None
+    # Whether a tower adds up its shards as they come, since a step was split for lack of memory. No bits belong to the
+    # number of shards then.
     adds_up: bool = False
-    weights: tf.Variable | None = None
-    held: tf.Variable | None = None
+    weights: tf.Variable | None = None  # [N] int32, by which towers share a batch; None: evenly
+    # [N] int32, the rows of each tower in the batch that was handed out last, where each process reads its own rows
+    # alone. None: they follow from the number of rows.
+    sizes: tf.Variable | None = None
 
     @property
     def shards(self) -> int:
         """Return S, how many shards a batch has in all processes."""
         return self.towers if self.divided is None else self.divided
+
+    @property
+    def on_gpus(self) -> bool:
+        """Return whether a tower of this process is on a GPU."""
+        return not all(map(is_cpu, self.devices))
 
     @property
     def is_chief(self) -> bool:
@@ -95,6 +98,6 @@ class Layout:
         return dataclasses.replace(self, divided=2 * self.shards, adds_up=True)
 
     def read(self, batch: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Return, in a graph, what there is of `weights` and `held`, for a batch of these components."""
+        """Return, in a graph, what there is of `weights` and `sizes`, for a batch of these components."""
         with tf.device("/CPU:0"), tf.control_dependencies(batch):  # handing it out may write them
-            return [one.read_value() for one in (self.weights, self.held) if one is not None]
+            return [one.read_value() for one in (self.weights, self.sizes) if one is not None]

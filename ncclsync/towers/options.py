@@ -37,6 +37,18 @@ _WORDS = {
     "on_oom": (("split", None), "None or 'split'"),
 }
 
+# Options of which one is given: what a message says of both.
+_WHOLE = ": what a tower gets of shards, it gets whole"
+_EXCLUSIVE = {
+    ("towers", "devices"): "",
+    ("on_oom", "shard_optimizer"): (": a tower that computes several shards has the whole of an optimizer's state"),
+    ("shards", "shard_optimizer"): (
+        ": which part of an optimizer's state a tower keeps depends on the number of towers, and shards must not"
+    ),
+    ("shares", "shards"): _WHOLE,
+    ("shares", "on_oom"): _WHOLE,
+}
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -236,29 +248,22 @@ class TowerOptions:
             object.__setattr__(self, "exact", tuple(self.exact))
         if not isinstance(self.health, Health):
             raise TypeError(f"Expected health to be a Health(...). Received: {self.health!r}")
-        self._check_shards()
-        self._check_shares()
+        if self.shards is not None:
+            self._check_shards(self.shards)
+        if not isinstance(self.shares, (str, type(None))) or self.shares not in (AUTO, None):
+            self._check_shares(self.shares)
+        for (one, other), why in _EXCLUSIVE.items():
+            given = getattr(self, one), getattr(self, other)
+            if not any(value is None or value is False for value in given):
+                received = f"{one}={given[0]!r}, {other}={given[1]!r}"
+                raise ValueError(f"Expected {one} or {other}, not both{why}. Received: {received}")
 
-    def _check_shards(self) -> None:
-        shards = self.shards
-        if shards is None:
-            if self.on_oom is not None and self.shard_optimizer:
-                raise ValueError(
-                    "Expected on_oom or shard_optimizer, not both: a tower that computes several shards has the whole "
-                    f"of an optimizer's state. Received: on_oom={self.on_oom!r}, shard_optimizer=True"
-                )
-            return
+    def _check_shards(self, shards: Any) -> None:
         if not _is_int(shards):
             raise TypeError(f"Expected shards to be an int. Received: {shards!r} of type {type(shards).__name__}")
         if not 1 <= shards <= MOST_TOWERS:
             raise ValueError(f"Expected shards to be from 1 to {MOST_TOWERS}. Received: {shards}")
         self.check_towers(self.towers if self.devices is None else len(self.devices))
-        if self.shard_optimizer:
-            raise ValueError(
-                "Expected shards or shard_optimizer, not both: which part of an optimizer's state a tower keeps "
-                f"depends on the number of towers, and shards must not. Received: shards={shards}, "
-                "shard_optimizer=True"
-            )
 
     def check_towers(self, towers: int | None) -> None:
         """Raise ValueError if there are fewer shards than so many towers; None: their number is not known yet."""
@@ -268,27 +273,15 @@ class TowerOptions:
                 "without a shard would compute nothing: use fewer towers, or more shards"
             )
 
-    def _check_shares(self) -> None:
-        shares = self.shares
-        if shares is None:
-            return
-        if not isinstance(shares, str) or shares != AUTO:
-            if isinstance(shares, str) or not isinstance(shares, Sequence) or not all(map(_is_int, shares)):
-                raise TypeError(f"Expected shares to be a list of ints, {AUTO!r} or None. Received: {shares!r}")
-            if not shares or not all(1 <= int(one) <= MOST_SHARE for one in shares):
-                raise ValueError(f"Expected each of shares to be from 1 to {MOST_SHARE}. Received: shares={shares!r}")
-        for name in ("shards", "on_oom"):
-            if getattr(self, name) is not None:
-                raise ValueError(
-                    f"Expected shares or {name}, not both: what a tower gets of shards, it gets whole. "
-                    f"Received: shares={shares!r}, {name}={getattr(self, name)!r}"
-                )
+    def _check_shares(self, shares: Any) -> None:
+        if isinstance(shares, str) or not isinstance(shares, Sequence) or not all(map(_is_int, shares)):
+            raise TypeError(f"Expected shares to be a list of ints, {AUTO!r} or None. Received: {shares!r}")
+        if not shares or not all(1 <= int(one) <= MOST_SHARE for one in shares):
+            raise ValueError(f"Expected each of shares to be from 1 to {MOST_SHARE}. Received: shares={shares!r}")
 
     def _check_towers(self) -> None:
         towers, devices = self.towers, self.devices
         if towers is not None:
-            if devices is not None:
-                raise ValueError(f"Expected towers or devices, not both. Received: {towers=}, {devices=}")
             if not _is_int(towers):
                 raise TypeError(
                     f"Expected towers to be an int. Received: {towers!r} of type {type(towers).__name__}. To "

@@ -17,37 +17,28 @@ from ncclsync.compat import host_gpus, other_libraries
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops import host_ops
 from ncclsync.program.program import Target
-from ncclsync.towers.layout import Layout
+from ncclsync.towers.layout import Layout, is_cpu
 
 _logger = logging.getLogger("ncclsync")
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Name one device per tower, and the backend that joins them.
+    """Name one device per tower, and the backend that joins them."""
 
-    Attributes:
-        devices: such as ("GPU:0", "GPU:1"), TensorFlow's logical devices; a CPU may occur several times.
-        backend: "nccl" or "cpu".
-        reason: why these and this, as it is logged.
-    """
-
-    devices: tuple[str, ...]
-    backend: str
-    reason: str
+    devices: tuple[str, ...]  # such as ("GPU:0", "GPU:1"), TensorFlow's logical devices; a CPU may occur several times
+    backend: str  # "nccl" or "cpu"
+    reason: str  # why these and this, as it is logged
 
 
 def own_process(devices: Sequence[str] | None) -> Process | None:
     """Return which of several processes this one is; None: it trains by itself.
 
-    Args:
-        devices: see `TowerOptions`; if they are named, it may have been started beside others.
-
     Raises:
         NcclSyncError: what a launcher has set contradicts itself, or is of one whose processes cannot be joined.
     """
     process = find_process()
-    if process is None and devices is None:
+    if process is None and devices is None:  # if they are named, it may have been started beside others
         other_libraries.check_one_process()
     return process
 
@@ -90,11 +81,10 @@ def choose_placement(
 def share_cores(towers: int | None, devices: Sequence[str] | None, process: Process | None = None) -> None:
     """Let TensorFlow run an op on one thread if these towers will stand on the CPU and keep all cores busy.
 
-    Args:
-        towers, devices, process: see `choose_placement`, which starts TensorFlow: to be called after this.
+    To be called before `choose_placement`, which starts TensorFlow.
     """
     if devices is not None:
-        on_cpu = sum("CPU" in str(name).upper() for name in devices)
+        on_cpu = sum(is_cpu(str(name)) for name in devices)
     else:
         on_cpu = 0 if tf.config.get_visible_devices("GPU") else towers or 1
     on_cpu *= 1 if process is None else process.local_size or process.size
@@ -143,15 +133,9 @@ def device_models(devices: Sequence[str]) -> list[str]:
 def connect(
     placement: Placement, process: Process | None = None, *, timeout_s: float | None, preflight: bool
 ) -> Communicator:
-    """Create the communicator that joins a placement's towers. The caller closes it.
+    """Create the communicator that joins a placement's towers; collective if `process` is one of several.
 
-    Its sums are repeatable where TensorFlow's op determinism is on.
-
-    Args:
-        placement: where the towers stand.
-        process: this one, if it is one of several that are joined. Collective then.
-        timeout_s: see `NcclCommunicator` and `TcpCommunicator`; a `CpuCommunicator` waits for nobody.
-        preflight: see `NcclCommunicator`.
+    Its sums are repeatable where TensorFlow's op determinism is on. The caller closes it.
 
     Raises:
         NcclUnavailableError, NcclError: if NCCL was chosen and cannot be used.
@@ -161,7 +145,7 @@ def connect(
     if placement.backend == "nccl":
         known = _cuda_ordinals("GPU")
         ordinals = [
-            known[int(device.split(":")[1])] if device.startswith("GPU") else index
+            index if is_cpu(device) else known[int(device.split(":")[1])]
             for index, device in enumerate(placement.devices)
         ]
         repeatable = tf_compat.is_op_determinism_enabled()
@@ -169,7 +153,7 @@ def connect(
         if process is not None:
             join = functools.partial(NcclCommunicator.from_peers, peers_of(process, timeout_s))
         communicator = join(ordinals, timeout_s=timeout_s, preflight=preflight, repeatable=repeatable)
-        on_host = any(device.startswith("CPU") for device in placement.devices)
+        on_host = any(map(is_cpu, placement.devices))
         if communicator.launcher(on_host=on_host).blocks and not on_host:
             _logger.warning(
                 "The host waits for each collective: the driver cannot let a GPU wait for one, as of CUDA 12.5"
@@ -181,30 +165,26 @@ def connect(
 
 
 def make_target(layout: Layout, backend: str, bucket_bytes: int, *, same_seeds: bool) -> Target:
-    """Return the target that a program for towers is cut for.
+    """Return the target that programs for these towers are cut for.
 
-    Args:
-        layout: of the towers. If the number of shards was given, nothing depends on the number of towers.
-        backend: "nccl" or "cpu".
-        bucket_bytes: see `buckets.fill_buckets`.
-        same_seeds: whether random state is equal on all towers.
+    If the number of shards was given, nothing depends on the number of towers.
     """
     # TensorFlow's ops can join the tensors of towers that are all of this process.
     joins = layout.divided is None and not layout.meets_processes
-    on_host = backend == "cpu" and all("CPU" in device for device in layout.devices)
+    on_host = backend == "cpu" and not layout.on_gpus
     return Target(
         home_device=layout.devices[0],
         # Where memory is short, none is taken for the copies that buckets are packed of.
         bucket_bytes=1 if layout.adds_up else bucket_bytes,
         same_seeds=same_seeds,
         many_shards=layout.divided is not None,
-        shares_memory=any("CPU" in device for device in layout.devices),
+        shares_memory=any(map(is_cpu, layout.devices)),
         passes=host_passes(layout.divided or len(layout.devices), joins=joins) if on_host else (),
     )
 
 
 def host_passes(towers: int, *, joins: bool) -> tuple[Callable[[Any], Any], ...]:
-    """Return the passes that make a program cheaper where so many towers share the host's memory; see `make_target`."""
+    """Return the passes that make a program cheaper where so many towers share the host's memory."""
     if importlib.util.find_spec("ncclsync.host_passes") is None:
         return ()
     improve = importlib.import_module("ncclsync.host_passes").improve
@@ -260,8 +240,7 @@ def _hiding() -> str:
 
 def _own_gpus(gpus: list[str], towers: int | None, process: Process) -> list[str]:
     """Return the GPUs of this process, of those that it sees: all, unless others on the host see the same."""
-    alone = process.local_size == 1 or len(gpus) <= 1
-    if alone:
+    if process.local_size == 1 or len(gpus) <= 1:
         return gpus
     count = towers or 1
     own = gpus[process.local_rank * count : (process.local_rank + 1) * count]

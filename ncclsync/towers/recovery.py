@@ -10,25 +10,27 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from ncclsync.ops.spans import hold
 from ncclsync.program.own_memory import own_copy
 from ncclsync.program.program import Program
 from ncclsync.semantics.roles import Role, role_of
 from ncclsync.semantics.shards import components_of, packed
 from ncclsync.towers.feeding import feeds
+from ncclsync.towers.layout import is_cpu
 from ncclsync.towers.state import TowerState
 
 
 class KeptBatch:
-    """Keep the batch of the current step, to be run again if that step fails without saying why.
+    """Keep the batch of the current step, in the memory that it has, for who runs it again.
 
-    It shares the batch's memory. An error on one tower cancels the others, and TensorFlow may report the
-    cancellation instead. If the step is run again outside a graph, tower by tower, only the error is left.
+    That is, in more shards; or to find an error: when one tower fails, TensorFlow cancels the others, and may report
+    the cancellation instead. The same step, run outside a graph, tower by tower, raises the error itself.
     """
 
     def __init__(self, specs: Any) -> None:
         """Prepare for batches of these `tf.TypeSpec`s."""
         self._specs = specs
-        self._held: list[tf.Tensor] | None = None  # the components, where they are not in `_leaves`
+        self._given: list[tf.Tensor] | None = None  # see `keep_components`
         with tf.device("/CPU:0"):
             self._leaves = [
                 tf.Variable(tf.zeros([0], leaf.dtype), shape=tf.TensorShape(None), trainable=False)
@@ -39,22 +41,18 @@ class KeptBatch:
 
     def keep(self, batch: Any) -> Any:
         """Keep a batch, in the graph of the step; return it for the step to use."""
-        leaves = [leaf for leaf in tf.nest.flatten(batch, expand_composites=True) if leaf is not None]
-        kept = [variable.assign(leaf) for variable, leaf in zip(self._leaves, leaves, strict=True)]
-        # Where the leaves are: with no device given, TensorFlow would send them to a GPU.
-        with tf.device("/CPU:0"), tf.control_dependencies(_ops(kept)):
-            return tf.nest.map_structure(
-                lambda leaf: None if leaf is None else tf.identity(leaf), batch, expand_composites=True
-            )
+        kept = [variable.assign(leaf) for variable, leaf in zip(self._leaves, components_of(batch), strict=True)]
+        with tf.device("/CPU:0"):  # where the leaves are: with no device given, TensorFlow would send them to a GPU
+            return hold(batch, _ops(kept))
 
-    def hold(self, components: list[tf.Tensor]) -> None:
+    def keep_components(self, components: list[tf.Tensor]) -> None:
         """Keep a batch that is there before the step begins: its components, in the host's memory."""
-        self._held = components
+        self._given = components
 
     def batch(self) -> Any:
         """Return the last batch kept."""
         with tf.device("/CPU:0"):  # else TensorFlow copies it to a GPU, which may be full
-            components = [variable.read_value() for variable in self._leaves] if self._held is None else self._held
+            components = self._given or [variable.read_value() for variable in self._leaves]
             return packed(self._specs, components)
 
 
@@ -82,65 +80,65 @@ class Rollback:
         """
         variables = dict(program.variables)
         self._report = report
+        # (variable, its value before the step, the copies that get it where a gradient is not finite)
+        self._saved: list[tuple[tf.Variable, tf.Variable, list[tf.Variable]]] = []
         with tf.device(f"/{towers.layout.devices[0]}"):
-            self._saved = [
-                (group[0], tf.Variable(group[0].value(), trainable=False), group, undone)
-                for name, undone in program.rollback
-                for group in _restored(variables[name], towers)
-            ]
+            for name, undone in program.rollback:
+                copies = towers.replicas.of(variables[name])
+                # One value restores equal copies.
+                groups = (
+                    [copies] if towers.replicas.role_of(variables[name]) is Role.SAME else [[one] for one in copies]
+                )
+                self._saved += [(group[0], _saved(group[0]), group if undone else []) for group in groups]
             # Each process' first tower holds the sum that a metric's state is, and in a step tower 0 alone.
             others = not towers.layout.is_chief
-            sums = [variable for _, variable in program.variables if others and role_of(variable) is Role.SUM]
-            self._sums = [(variable, tf.Variable(variable.value(), trainable=False)) for variable in sums]
-            # Says that a step is under way; also of one that writes nothing, if it may run again, or takes its batch
-            # within the graph: its own iterator may end before that, and another one after it.
-            needed = self._saved or self._sums or towers.options.on_oom is not None or not feeds(towers.layout.devices)
-            self._open = tf.Variable(False, trainable=False) if needed else None
+            self._sums = [one for _, one in program.variables if others and role_of(one) is Role.SUM]
+            self._saved += [(variable, _saved(variable), []) for variable in self._sums]
+            # True while a step is under way; needed also for one that writes nothing, if it may run again, or takes its
+            # batch within the graph: its own iterator may end before that, and another one after it.
+            needed = self._saved or towers.options.on_oom is not None or not feeds(towers.layout.devices)
+            self._begun = tf.Variable(False, trainable=False) if needed else None
 
     @property
     def under_way(self) -> bool:
         """Return whether a step has begun that has not ended, as far as that is recorded."""
-        return self._open is not None and bool(self._open.numpy())
+        return self._begun is not None and bool(self._begun.numpy())
 
     def begin(self) -> list[tf.Operation]:
         """Save, in the graph of the step; the step must wait for what is returned."""
-        if self._open is None:
+        if self._begun is None:
             return []
-        saves = [saved.assign(variable.read_value()) for variable, saved, *_ in self._saved]
-        saves += [saved.assign(variable.read_value()) for variable, saved in self._sums]
+        saves = [saved.assign(variable.read_value()) for variable, saved, _ in self._saved]
         with tf.control_dependencies(_ops(saves)):
-            opened = _ops([self._open.assign(True)])
-        with tf.control_dependencies(opened):
+            begun = _ops([self._begun.assign(True)])
+        with tf.control_dependencies(begun):
             emptied = [
                 tf.raw_ops.AssignVariableOp(resource=variable.handle, value=tf.zeros(variable.shape, variable.dtype))
-                for variable, _ in self._sums
+                for variable in self._sums
             ]
-        return [*opened, *(emptied if not tf.executing_eagerly() else [])]
+        return [*begun, *(emptied if not tf.executing_eagerly() else [])]
 
     def end(self, done: tf.Operation, finite: tf.Tensor | None, sizes: Sequence[tf.Tensor]) -> tf.Operation:
-        """Record, in the graph of the step, that it is complete, having undone it if not all is `finite`.
+        """Record, in its graph, that the step which `done` ends is complete; undo it first if not all is `finite`.
 
-        Args:
-            done: ends the step.
-            finite: the value of `program.finite`, if it has that.
-            sizes: the samples of each shard.
+        That is the value of `program.finite`, if the program has it; `sizes` are the samples of each shard.
         """
         if finite is not None:
             with tf.control_dependencies([done]):
                 undo = functools.partial(self._undo, finite, sizes)
                 done = tf.cond(tf.reduce_all(finite), lambda: tf.constant(0.0), undo)
-        if self._open is None:
+        if self._begun is None:
             return done
         with tf.control_dependencies([done]):
-            return tf.group(self._open.assign(False))
+            return tf.group(self._begun.assign(False))
 
     def restore(self) -> None:
         """Undo a step that failed on its way; do nothing if it failed before it began."""
         self.undone = self.under_way
-        if self._open is not None and self.undone:
-            for variable, saved, *_ in (*self._saved, *self._sums):
+        if self._begun is not None and self.undone:
+            for variable, saved, _ in self._saved:
                 variable.assign(saved)
-            self._open.assign(False)
+            self._begun.assign(False)
 
     def _undo(self, finite: tf.Tensor, sizes: Sequence[tf.Tensor]) -> tf.Tensor:
         """Give every tower, in a branch of the step's graph, the values from before the step."""
@@ -148,24 +146,18 @@ class Rollback:
             reported = tf.numpy_function(self._report, [finite, tf.stack(sizes)], [])
         writes = []
         with tf.control_dependencies([] if tf.executing_eagerly() else [reported]):
-            for _, saved, group, is_undone in self._saved:
-                for copy in group if is_undone else ():
+            for _, saved, copies in self._saved:
+                for copy in copies:
                     with tf.device(copy.device):
                         value = saved.read_value()
-                        value = own_copy(value) if "CPU" in copy.device else value
+                        value = own_copy(value) if is_cpu(copy.device) else value
                         writes.append(tf.raw_ops.AssignVariableOp(resource=copy.handle, value=value))
         with tf.control_dependencies([] if tf.executing_eagerly() else writes):
             return tf.constant(0.0)
 
 
-def _restored(variable: tf.Variable, towers: TowerState) -> list[list[tf.Variable]]:
-    """Return the copies to restore after a failed step, in groups of one value.
-
-    All towers' copies are a group, or each is one where they differ. The first of a group is saved.
-    """
-    copies = towers.replicas.of(variable)
-    differ = towers.replicas.role_of(variable) is not Role.SAME
-    return [[copy] for copy in copies] if differ else [copies]
+def _saved(variable: tf.Variable) -> tf.Variable:
+    return tf.Variable(variable.value(), trainable=False)
 
 
 def _ops(assigned: Sequence[Any]) -> list[tf.Operation]:

@@ -1,23 +1,124 @@
-"""Hold a copy of every variable of tower 0 on each other tower, in its role, and send what has changed."""
+"""Hold a copy of every variable of tower 0 on each other tower, in its role, and send what has changed.
+
+`semantics/roles.py` says what a role means.
+"""
 
 import functools
 import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
 from ncclsync.communicator import native
 from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.errors import NcclSyncError
 from ncclsync.gradients.partitions import Processes
 from ncclsync.gradients.sharded_optimizer import OptimizerSharding
-from ncclsync.ops import device_ops
+from ncclsync.ops import current_context
+from ncclsync.semantics.holders import Holder
 from ncclsync.semantics.roles import Role, role_of, start_value
-from ncclsync.towers.copies import Copies
+from ncclsync.towers.layout import is_cpu
 from ncclsync.towers.session import Session, most_bytes
 
 _MEMORY = {"CPU": 1, "GPU": 2}  # DLPack's codes, by kinds of devices
 _NAMED = 6  # variables in a message
+
+
+class Copies(Holder):
+    """Hold one variable of tower 0 and its copies on the other towers; know when they are stale."""
+
+    def __init__(
+        self,
+        variable: tf.Variable,
+        role: Role,
+        copies: list[tf.Variable],
+        pending: set[int],
+        shared: set[int],
+        session: Session,
+        forget: Callable[[], None],
+    ) -> None:
+        """Track tower 0's variable, which is not kept alive; `forget` is called when it is deleted."""
+        super().__init__(variable, forget)
+        self._session = session
+        self._key = id(variable)
+        self.role = role  # how the copies relate
+        self.copies = copies  # [N - 1] those of the other towers
+        self._pending = pending  # the variable's id is added when the copies are stale
+        self._shared = shared  # the variable's id is added when other towers hold copies of it too
+        self._is_whole = False  # what this process' first tower holds, of parts
+        self.track()
+        if role is Role.PARTIAL:
+            self.track_reads()
+        elif session.communicator.enqueues:
+            self.hear_reads()
+
+    def take_role(self, role: Role) -> None:
+        """Give the copies another role from the next step on, since a trace uses them so."""
+        self.gather_parts()
+        self.role = role
+        if role is Role.PARTIAL:
+            for copy in self.copies:
+                copy.assign(tf.zeros_like(copy))
+            self.track_reads()
+        else:
+            self._pending.add(self._key)
+
+    @property
+    def variable(self) -> tf.Variable:
+        """Return tower 0's variable, which this object must not keep alive."""
+        variable = self.held
+        if variable is None:
+            raise NcclSyncError("Expected a variable in use. Received: one that was deleted.")
+        return variable
+
+    def gather_parts(self) -> None:
+        """Add up the towers' parts in tower 0's variable, so that it holds the whole.
+
+        Where there are several processes, each one's first tower then holds it, until `keep_part`.
+        """
+        if self.role is not Role.PARTIAL or self._is_whole:
+            return
+        if self._session.layout.meets_processes:
+            # Nobody hears of these reads.
+            both = (self.variable, *self.copies)
+            parts = [tf.raw_ops.ReadVariableOp(resource=one.handle, dtype=one.dtype) for one in both]
+            total = self._session.total(parts, self.variable.name)
+            self._is_whole = True
+            self._pending.add(self._key)
+            tf.raw_ops.AssignVariableOp(resource=self.variable.handle, value=total)
+        else:
+            for part in [copy.value() for copy in self.copies]:
+                with tf.device(self.variable.device):
+                    tf.raw_ops.AssignAddVariableOp(resource=self.variable.handle, value=tf.identity(part))
+        for copy in self.copies:
+            copy.assign(tf.zeros_like(copy))
+
+    def keep_part(self, is_root: bool) -> None:
+        """Let the first tower of this process hold its part again, before a step: nothing, unless it is tower 0."""
+        if self._is_whole:
+            self._is_whole = False
+            if not is_root:
+                value = tf.zeros(self.variable.shape, self.variable.dtype)
+                tf.raw_ops.AssignVariableOp(resource=self.variable.handle, value=value)
+
+    def before_access(self, replaces: bool = False) -> None:
+        """Let tower 0's variable hold the whole before Python reads or writes it."""
+        if tf.executing_eagerly() and current_context() is None:
+            in_flight = self._session.in_flight
+            (in_flight.before_write if replaces else in_flight.before_read)(self._key)
+            self.gather_parts()
+
+    def mark_stale(self) -> None:
+        """Send the variable before the next step."""
+        # Metric state stays zero on the other towers, whatever tower 0 starts from. A partition
+        # differs from tower to tower.
+        if self.role not in (Role.SUM, Role.PARTITION):
+            self._pending.add(self._key)
+
+    def mark_shared(self) -> None:
+        """Mark the others' copies as stale, from now on, when a step writes the variable."""
+        self._shared.add(self._key)
 
 
 class Replicas:
@@ -76,7 +177,7 @@ class Replicas:
 
     def role_of(self, variable: tf.Variable) -> Role:
         """Return how the copies of a variable relate."""
-        return role_of(variable, self._session.options.exact_random)
+        return role_of(variable, same_seeds=self._session.options.exact_random)
 
     @property
     def variables(self) -> list[tf.Variable]:
@@ -115,11 +216,7 @@ class Replicas:
             self.sharding.divide()
 
     def report_writes(self, written: frozenset[int]) -> None:
-        """Mark the variables that a step has written as stale for other `Towers` that hold copies.
-
-        Args:
-            written: ids of all variables that the step may have written.
-        """
+        """Mark the variables with these ids, which a step has written, as stale for other `Towers` with copies."""
         for key in self.shared & written:
             if not self._held[key].mark_others_stale():
                 self.shared.discard(key)  # the others are closed
@@ -163,12 +260,10 @@ class Replicas:
         self.shared.clear()
 
     def send(self, keys: Sequence[int] | None = None) -> None:
-        """Send tower 0's values. One that has not arrived stays pending, or that a graph may write.
+        """Send tower 0's values of the variables with these ids; None: of all.
 
-        Where several processes only enqueue, what arrives is written when all of them have launched all of it.
-
-        Args:
-            keys: ids of tower 0's variables; None: all.
+        A variable stays pending until its value has arrived; for good if a `tf.function` writes it, which may do so
+        again. Where several processes only enqueue, values are written when all have launched all of them.
         """
         meets, is_chief = self._session.layout.meets_processes, self._session.layout.is_chief
         agrees, arriving, sent = self._session.enqueues and meets, [], []
@@ -225,15 +320,10 @@ class Replicas:
                 fresh = buffers or ranks[0] > 0
                 buffers.append(tf_compat.uninitialized(value.shape, value.dtype) if fresh else tf.identity(value))
         if session.enqueues:
-            buffers = session.on_each_tower(self._write_in_place, buffers)
+            buffers = session.broadcast(buffers, "a variable", in_place=True)
         else:
             session.communicator.broadcast(buffers, 0, label=name)
         yield from itertools.islice(enumerate(buffers), 1 if ranks[0] == 0 else 0, None)
-
-    def _write_in_place(self, *values: tf.Tensor) -> list[tf.Tensor]:
-        """Write tower 0's value into the other towers' tensors, in a graph."""
-        session = self._session
-        return device_ops.broadcast(values, session.communicator, session.layout.devices, "a variable", in_place=True)
 
     def _holders(self, role: Role) -> tuple[Sequence[str], range]:
         """Return the devices and numbers of who has a copy of a variable of this role: of towers, or of shards."""
@@ -243,7 +333,7 @@ class Replicas:
     def _device_of(self, variable: tf.Variable, place: int, role: Role = Role.SAME) -> str:
         """Return the device of a tower's copy: the tower's, unless the user keeps tower 0's on the CPU."""
         device = self._holders(role)[0][place]
-        return variable.device if "CPU" in variable.device and "CPU" not in device else f"/{device}"
+        return variable.device if is_cpu(variable.device) and not is_cpu(device) else f"/{device}"
 
     def _forget_copies(self, key: int) -> None:
         """Drop a variable's copies; tower 0 alone holds it until copies are made again."""

@@ -8,57 +8,46 @@ import tensorflow as tf
 from ncclsync.errors import NcclSyncError
 from ncclsync.ops.group_ops import Turns, gather_rows
 from ncclsync.program.program import Program, Results
-from ncclsync.semantics.shards import Shards
+from ncclsync.semantics.shards import Shards, components_of
 from ncclsync.towers.state import TowerState
 
 
 def combine(
     program: Program, values: Sequence[dict[str, tf.Tensor]], shards: Shards, towers: TowerState, turns: Turns
 ) -> Any:
-    """Return the results of a step, as `Program.outputs` and `Program.results` say.
+    """Return the results of a step on these shards of a batch, as `Program.outputs` and `Program.results` say.
 
-    Args:
-        program: that has run.
-        values: [s] tensors of each shard of this process' towers, by name.
-        shards: the parts of the batch.
-        towers: that have run it.
-        turns: of processes that join their rows.
+    `values` are [s] tensors of each shard of this process' towers, by name; by `turns` processes join their rows.
     """
     layout = towers.layout
     sizes = [shards.sizes[shard] for shard in layout.own_shards]
     outputs = iter(program.outputs)
-    rows: list[list[Any]] = []  # [results][s]
-    combined: list[Any] = []
+    each: list[list[Any]] = []  # [results][s]
+    combined: list[Any] = []  # [results]
+
+    def joined(column: Sequence[Any], how: str) -> Any:
+        if how != "concat" or layout.shards == 1:
+            return column[0]
+        if len(column) == layout.shards:
+            return concat_rows(column, sizes)
+        return _gather_rows(column, sizes, towers, turns)[0]
+
     for leaf in tf.nest.flatten(program.structure):
-        parts = [next(outputs) for _ in tf.nest.flatten(leaf, expand_composites=True) if leaf is not None]
+        parts = [next(outputs) for _ in components_of(leaf)]
         if not parts:
-            rows.append([None] * len(values))
+            each.append([None] * len(values))
             combined.append(None)
             continue
-        pieces = [
-            tf.nest.pack_sequence_as(leaf, [tower[name] for name, _ in parts], expand_composites=True)
-            for tower in values
-        ]
-        rows.append(tf.nest.map_structure(tf.identity, pieces, expand_composites=True))
-        joins = [how == "concat" and layout.shards > 1 for _, how in parts]
-
-        def joined_rows(column: Sequence[Any]) -> Any:
-            if len(column) == layout.shards:
-                return concat_rows(column, sizes)
-            return _gather_rows(column, sizes, towers, turns)[0]
-
+        columns = [[tf.identity(tower[name]) for tower in values] for name, _ in parts]
+        hows = [how for _, how in parts]
+        each.append([tf.nest.pack_sequence_as(leaf, one, expand_composites=True) for one in zip(*columns, strict=True)])
         if isinstance(leaf, tf.IndexedSlices):  # values and places, each as it is placed
-            columns = [[tower[name] for tower in values] for name, _ in parts]
-            joined = [
-                joined_rows(column) if joins_rows else column[0]
-                for column, joins_rows in zip(columns, joins, strict=True)
-            ]
-            combined.append(tf.nest.pack_sequence_as(leaf, joined, expand_composites=True))
+            both = [joined(column, how) for column, how in zip(columns, hows, strict=True)]
+            combined.append(tf.nest.pack_sequence_as(leaf, both, expand_composites=True))
         else:
-            combined.append(joined_rows(pieces) if joins[0] else rows[-1][0])
+            combined.append(joined(each[-1], hows[0]))
     if program.results is Results.EACH:
-        each = range(len(values))
-        return [tf.nest.pack_sequence_as(program.structure, [row[i] for row in rows]) for i in each]
+        return [tf.nest.pack_sequence_as(program.structure, [one[i] for one in each]) for i in range(len(values))]
     return tf.nest.pack_sequence_as(program.structure, combined)
 
 

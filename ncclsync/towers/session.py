@@ -22,7 +22,7 @@ from ncclsync.ops.group_ops import group_all_reduce
 from ncclsync.program.program import Target
 from ncclsync.towers.feeding import Feeder
 from ncclsync.towers.in_flight import InFlight
-from ncclsync.towers.layout import Layout
+from ncclsync.towers.layout import Layout, is_cpu
 from ncclsync.towers.options import AUTO, TowerOptions
 from ncclsync.towers.placement import (
     choose_placement,
@@ -40,36 +40,16 @@ logger = logging.getLogger("ncclsync")
 
 @dataclasses.dataclass(frozen=True)
 class ModelSide:
-    """Say what towers ask of the model that they are for; of `Towers` without one, the defaults.
+    """Say what towers ask of the model that they are for; of `Towers` without one, the defaults."""
 
-    Attributes:
-        weights: returns the variables of `get_weights`, in that order; None: all variables of the replicas.
-        paths: returns, by the id of tower 0's variable, the names that messages use.
-        save: saves tower 0's state when a collective has failed.
-        explain: explains the model's training step on a batch.
-    """
-
-    weights: Callable[[], Sequence[Any]] | None = None
-    paths: Callable[[], Mapping[int, str]] = dict
-    save: Callable[[], None] | None = None
-    explain: Callable[[Any], Any] | None = None
+    weights: Callable[[], Sequence[Any]] | None = None  # of `get_weights`, in order; None: all that have copies
+    paths: Callable[[], Mapping[int, str]] = dict  # the names that messages use, by the id of tower 0's variable
+    save: Callable[[], None] | None = None  # saves tower 0's state when a collective has failed
+    explain: Callable[[Any], Any] | None = None  # explains the model's training step on a batch
 
 
 class Session:
-    """Hold the devices of N towers and the communicator that joins them, from opening to closing.
-
-    Attributes:
-        options: as they were given.
-        backend: "nccl" or "cpu".
-        communicator: the N ranks, owned by this object.
-        shares: by what towers of different speed share a batch, if they do.
-        layout: which shard of a batch is whose; another one after `split_further`.
-        target: what programs for these towers are cut for.
-        in_flight: the steps whose collectives have not ended.
-        feeders: what fetches ahead of the steps, by iterator; on GPUs.
-        model: what is asked of the model that the towers are for.
-        closed: whether `close` was called.
-    """
+    """Hold the devices of N towers and the communicator that joins them, from opening to closing."""
 
     def __init__(self, options: TowerOptions) -> None:
         """Choose devices and backend, and join them.
@@ -92,7 +72,7 @@ class Session:
             )
         if options.backend != "nccl":
             # How many threads an op has may change the order of its sums: it must not depend on the towers.
-            divided = options.shards is not None and all("CPU" in str(one).upper() for one in options.devices or ())
+            divided = options.shards is not None and all(is_cpu(str(one)) for one in options.devices or ())
             share_cores(*((options.shards, None) if divided else (options.towers, options.devices)), process)
         placement = choose_placement(options.towers, options.devices, options.backend, process)
         devices, self.backend = placement.devices, placement.backend
@@ -100,18 +80,21 @@ class Session:
         if health.audit_every is not None:
             _check_audits(devices)
         shared = options.shares is not None and (options.shares != AUTO or len(devices) > 1)
+        # By what towers of different speed share a batch, if they do.
         self.shares = Shares(options.shares, devices) if shared and options.shares is not None else None
         self.communicator = connect(placement, process, timeout_s=health.timeout_s, preflight=health.preflight)
         ranks = range(self.communicator.ranks[0], self.communicator.ranks[-1] + 1)
         weights = None if self.shares is None else self.shares.variable
+        # Which shard of a batch is whose, and what programs are cut for; others after `split`.
         self.layout = Layout(devices, ranks, self.communicator.world_size, options.shards, weights=weights)
         self.target = self._make_target()
         self.in_flight = InFlight(self.communicator)
+        # What fetches ahead of the steps, on GPUs.
         self.feeders: weakref.WeakKeyDictionary[tf.data.Iterator, Feeder] = weakref.WeakKeyDictionary()
         self.model = ModelSide()
         self.closed = False
         self._warned: set[str] = set()
-        self._functions: dict[Any, Callable[..., list[tf.Tensor]]] = {}
+        self._broadcasts: dict[Any, Callable[..., list[tf.Tensor]]] = {}
         self._saved_after: BaseException | None = None
 
     def _make_target(self) -> Target:
@@ -125,8 +108,7 @@ class Session:
 
     def lets_xla_compile(self) -> bool:
         """Return whether XLA may compile steps; warn if it may not."""
-        on_gpus = self.communicator.enqueues and any("GPU" in device for device in self.layout.devices)
-        reason = gpu_streams.missing() if on_gpus else ""
+        reason = gpu_streams.missing() if self.communicator.enqueues and self.layout.on_gpus else ""
         if reason:
             self.warn_once(
                 "XLA compiles no step on these GPUs: an exchange waits for all of a GPU's streams, which CUDA refuses "
@@ -137,11 +119,10 @@ class Session:
         return not reason
 
     def check_repeatable(self) -> None:
-        """Warn if equal bits are asked for and may differ: op determinism is off, or was off when NCCL joined the
-        towers."""
+        """Warn if bits that are to be equal may differ: op determinism is off, or was when NCCL joined the towers."""
         if not tf_compat.is_op_determinism_enabled():
             shards = self.options.shards
-            if shards is not None and any("GPU" in device for device in self.layout.devices):
+            if shards is not None and self.layout.on_gpus:
                 self.warn_once(
                     f"shards={shards} gives equal bits on any number of GPUs only with deterministic ops. If you "
                     "want them, call tf.config.experimental.enable_op_determinism() and "
@@ -164,11 +145,7 @@ class Session:
             )
 
     def require_eager(self, what: str) -> None:
-        """Raise NcclSyncError within a tf.function: tensors made there are gone when its graph is complete.
-
-        Args:
-            what: was called, for the message.
-        """
+        """Raise NcclSyncError if `what` was called within a tf.function: tensors made there are gone with its graph."""
         if not tf.executing_eagerly():
             raise NcclSyncError(
                 f"Expected {what} outside any tf.function. Received: a call inside one. Call it from plain "
@@ -276,19 +253,26 @@ class Session:
         row_bytes = most_bytes(rows) // max(1, len(rows))
         return tf.concat(self.of_all_processes(rows.numpy(), what, towers * row_bytes), 0)
 
-    def on_each_tower(self, body: Callable[..., list[tf.Tensor]], values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Run `body`, a function of N tensors, one per tower, as a graph; it is traced once for each dtype.
+    def broadcast(self, values: Sequence[tf.Tensor], what: str, *, in_place: bool = False) -> list[tf.Tensor]:
+        """Return tower 0's value on each tower, where these only enqueue; by a graph that is traced for each dtype.
+
+        Args:
+            values: [n] of this process' towers.
+            what: they are, for messages.
+            in_place: see `device_ops.launch`.
 
         Raises:
             Exception: what `cause_of` says of an error.
         """
-        dtype = values[0].dtype
-        key = body.__name__, dtype
-        if key not in self._functions:
-            signature = [tf.TensorSpec(None, dtype)] * len(values)
-            self._functions[key] = tf_compat.unordered_function(body, signature)
+        key = what, values[0].dtype
+        if key not in self._broadcasts:
+
+            def body(*own: tf.Tensor) -> list[tf.Tensor]:
+                return device_ops.broadcast(own, self.communicator, self.layout.devices, what, in_place=in_place)
+
+            self._broadcasts[key] = tf_compat.unordered_function(body, [tf.TensorSpec(None, key[1])] * len(values))
         try:
-            return self._functions[key](*values)
+            return self._broadcasts[key](*values)
         except tf.errors.OpError as error:
             if (cause := self.cause_of(error)) is error:
                 raise

@@ -22,27 +22,6 @@ _COMBINE: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
 }
 
 
-def join_shards(
-    buckets: Sequence[Bucket], given: Sequence[Sequence[Sequence[tf.Tensor]]], layout: Layout
-) -> list[list[list[tf.Tensor]]]:
-    """Join buckets by TensorFlow's ops, which copy between devices where they must.
-
-    Args:
-        buckets: [B].
-        given: [s][B] the shards' tensors, as many as `Bucket.specs`.
-        layout: of towers that are all in this process.
-
-    Returns:
-        [s][B] what each shard receives.
-    """
-    joined: list[list[list[tf.Tensor]]] = [[] for _ in given]
-    for bucket, rows in zip(buckets, zip(*given, strict=True), strict=True):  # [s] lists of tensors
-        columns = [join_shard_tensors(bucket, column, layout) for column in zip(*rows, strict=True)]
-        for received, tensors in zip(joined, zip(*columns, strict=True), strict=True):
-            received.append(list(tensors))
-    return joined
-
-
 def add_up(buckets: Sequence[Bucket], total: Sent, given: Sent) -> Sent:
     """Return what a tower's shards give together: the `total` of some, and what the next one has `given`.
 
@@ -88,7 +67,10 @@ def total_of_gathered(gathered: tf.Tensor, op: str, layout: Layout, tower: int) 
 
 
 def join_shard_tensors(bucket: Bucket, values: Sequence[tf.Tensor], layout: Layout) -> list[tf.Tensor]:
-    """Join one tensor of each shard; [s] in, [s] out, computed once for all towers of one device."""
+    """Join one tensor of each shard, [s] in, [s] out, by TensorFlow's ops, which copy between devices where they must.
+
+    It is computed once for all towers of one device; all towers are in this process.
+    """
     wire, shards = bucket.wire, len(values)
     if wire.kind == CollectiveKind.BROADCAST:
         return [values[wire.root]] * shards

@@ -35,11 +35,7 @@ class Shares:
     """
 
     def __init__(self, given: Sequence[int] | str, devices: Sequence[str]) -> None:
-        """Begin with the weights that are given, or with equal ones.
-
-        Args:
-            given: one positive int for each tower, or "auto".
-            devices: of the towers.
+        """Begin with the weights that are given for the towers on these devices, or for "auto" with equal ones.
 
         Raises:
             ValueError: there are not as many weights as towers.

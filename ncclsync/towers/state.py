@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ncclsync.communicator import Communicator
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError, ProcessError
 from ncclsync.gradients.compression import ErrorFeedback
@@ -25,20 +24,16 @@ class TowerState:
     """Hold N replicas of one model's state, one per device, joined by a communicator.
 
     A context manager; `close` ends it. Tower 0 is the user's model.
-
-    Attributes:
-        session: the devices and the communicator, and what has failed.
-        replicas: who holds which copy of a variable.
-        watch: what looks after the run.
-        compression: what gradients are compressed by, if they are.
-        sizes_of_given: `sizes` of `CountingDataset` for batches that steps are given, and take from no iterator.
     """
 
+    # `sizes` of `CountingDataset` for batches that steps are given, and take from no iterator.
     sizes_of_given: tf.Variable | None = None
 
     def __init__(self, options: TowerOptions) -> None:
         """Choose devices and backend, and join them; see `Session`."""
+        self.options = options
         self.session = Session(options)
+        self.communicator = self.session.communicator
         self.replicas = Replicas(self.session)
         self.watch = Watch(self.session, self.replicas)
         self.compression = None if options.compression is None else ErrorFeedback()
@@ -48,28 +43,14 @@ class TowerState:
         return self.layout.towers
 
     @property
-    def options(self) -> TowerOptions:
-        """Return the options, as they were given."""
-        return self.session.options
-
-    @property
     def layout(self) -> Layout:
         """Return which shard of a batch is whose, now."""
         return self.session.layout
 
-    @property
-    def communicator(self) -> Communicator:
-        """Return the N ranks."""
-        return self.session.communicator
-
     def split_further(self, rows: int) -> bool:
-        """Divide steps into twice as many shards from now on, so that they take less memory.
+        """Divide steps into twice as many shards from now on, since a batch of `rows` did not fit the memory.
 
-        Args:
-            rows: of the batch that did not fit.
-
-        Returns:
-            Whether they are divided; if not, a warning has said why.
+        Return whether they are; if not, a warning has said why.
         """
         count, why = self.layout.shards, ""
         if count >= rows:
@@ -109,11 +90,7 @@ class TowerState:
         self.close()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be pickled and copied.
-
-        Raises:
-            TypeError: always.
-        """
+        """Refuse to be pickled and copied, by a TypeError."""
         raise TypeError(
             "Expected towers to stay in the process that made them: they hold devices, a communicator and "
             f"copies of variables. Received: {self!r}, to be pickled or copied. Pickle the model, which is "

@@ -41,13 +41,9 @@ _COMPARED, _EVERY = 2, 50
 
 
 class TowerStep(TracedStep):
-    """Run a step on towers.
+    """Run a step on towers."""
 
-    Attributes:
-        steps_per_execution: how many steps one call of the graph makes on batches of an iterator.
-    """
-
-    steps_per_execution = 1
+    steps_per_execution = 1  # how many steps one call makes on batches of an iterator
 
     def __init__(self, towers: TowerState, trains: bool) -> None:
         """Prepare; see `TracedStep`."""
@@ -105,18 +101,16 @@ class TowerStep(TracedStep):
         return self._run(OnGiven, batch, self.towers.watch.take_watchers() if self.trains else ())
 
     def _run(self, kind: type[StepFunction], batches: Any, watchers: Sequence[Watcher]) -> Any:
-        """Run the function for what comes next, and count its steps; return the last one's results.
+        """Run the function for an iterator or a batch, and count its steps; return the last one's results.
 
-        Args:
-            kind: where the batches come from.
-            batches: an iterator; or a batch.
-            watchers: get the timestamps of the steps, which another function then records.
+        The watchers get the timestamps of the steps, which a function of its own records.
         """
         towers = self.towers
         # Before anything is kept: the variables of another function's graph would be found by later steps.
         towers.session.require_eager("fit, evaluate, predict and the _on_batch methods of a model on towers")
         self._forget_other_layouts()
-        audits = self.trains and towers.watch.is_audit_due(self._steps_per_call)
+        steps = 1 if kind is OnGiven else self._steps_per_call
+        audits = self.trains and towers.watch.is_audit_due(steps)
         if audits or not self.trains:  # what is computed again is no part of a step's time
             watchers = ()
         elif (shares := towers.session.shares) is not None and not shares.settled:
@@ -132,7 +126,15 @@ class TowerStep(TracedStep):
         batch = None
         try:
             with reporting, self.guarded(function):
-                steps, results = function.run(batches)
+                done, results = 0, None
+                while done < steps:
+                    try:
+                        results = function.run(batches)
+                    except NoBatchLeft:
+                        if done == 0:
+                            raise
+                        break
+                    done += 1
                 if towers.session.communicator.enqueues:
                     towers.session.in_flight.add(function.written, results)
         except tf.errors.ResourceExhaustedError:
@@ -144,14 +146,14 @@ class TowerStep(TracedStep):
             self._compare_batches(function)
             if is_new and not watchers and self.trains and len(towers) > 1:
                 self._warn_of_costs(function)
-            self.count(steps, function.audit)
+            self.count(done, function.audit)
             return results
         del function  # what it keeps on the towers
         return self._run(OnGiven, batch, ())
 
     @property
     def _steps_per_call(self) -> int:
-        """Return how many steps one call of the graph makes: where a step may have to run again, one."""
+        """Return how many steps one call makes: where a step may have to run again, one."""
         return self.steps_per_execution if self.towers.options.on_oom is None else 1
 
     def _forget_other_layouts(self) -> None:
@@ -171,8 +173,7 @@ class TowerStep(TracedStep):
         self.version = self.version_for(batches if kind is OnGiven else batches.element_spec)
         specs = self.specs_of(batches) if kind is OnGiven else batches.element_spec
         readers, sizes = tuple(self.readers()), id(self._sizes)  # a function keeps its variable: no other gets its id
-        layout, steps = self.towers.layout, self._steps_per_call
-        key = Key(repr(specs), readers, self.version, watched, layout, kind, steps, sizes, audits)
+        key = Key(repr(specs), readers, self.version, watched, self.towers.layout, kind, sizes, audits)
         if key in self._functions:
             self._functions[key] = self._functions.pop(key)  # the last one is what runs; see `last`
             return self._functions[key]
@@ -209,7 +210,7 @@ class TowerStep(TracedStep):
         layout = self.towers.layout
         made = key.kind(
             towers=self.towers,
-            layout=layout if self._sizes is None else dataclasses.replace(layout, held=self._sizes),
+            layout=layout if self._sizes is None else dataclasses.replace(layout, sizes=self._sizes),
             batch_specs=batch_specs,
             specs=specs,
             program=program,
@@ -217,17 +218,13 @@ class TowerStep(TracedStep):
             kept=kept,
             meter=meter,
             audit=Audit(program, self.towers) if key.audits else None,
-            steps=self._steps_per_call,
         )
         assert made.graph is not None  # traced now
         return made
 
     @contextlib.contextmanager
     def guarded(self, function: StepFunction | None) -> Iterator[None]:
-        """Send tower 0's state to all towers; let a step run within, and mend the towers if it fails.
-
-        Args:
-            function: that runs; None: Python runs the step.
+        """Send tower 0's state to all towers; let a step run within, by a function or Python; mend what fails.
 
         Raises:
             Exception: what `Session.cause_of` says of the step's error.
@@ -276,8 +273,8 @@ class TowerStep(TracedStep):
             return self.towers.session.cause_of(error)
         return None
 
-    def count(self, steps: tf.Tensor | None, audit: Audit | None = None) -> None:
-        """Report `steps` that have run, None for one, to the towers, if they count them; see what `audit` has found.
+    def count(self, steps: int, audit: Audit | None = None) -> None:
+        """Report `steps` that have run to the towers, if they count them; see what `audit` has found.
 
         Raises:
             AuditError, DivergenceError: towers have computed, or hold, different numbers.
@@ -285,10 +282,9 @@ class TowerStep(TracedStep):
         watch, health = self.towers.watch, self.towers.options.health
         if not self.trains or (health.check_every is None and health.audit_every is None):
             return
-        made = 1 if steps is None else int(steps)
         if audit is not None:
-            audit.check(watch.audited(made))
-        watch.count(made)
+            audit.check(watch.audited(steps))
+        watch.count(steps)
 
     def _compare_batches(self, function: StepFunction) -> None:
         """See that all processes have run a step on the same batch, where the step itself does not.

@@ -16,7 +16,7 @@ from ncclsync.compat import other_libraries
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops.spans import STEPS, WAIT, Meter, NoBatchLeft, begin, hold, measured
 from ncclsync.program.program import Program
-from ncclsync.semantics.shards import components_of, grouped
+from ncclsync.semantics.shards import Shards, components_of, grouped
 from ncclsync.towers.audit import Audit
 from ncclsync.towers.feeding import Feeder, Staging, split_batch
 from ncclsync.towers.laying_out import lay_out
@@ -27,31 +27,17 @@ from ncclsync.towers.state import TowerState
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class StepFunction(abc.ABC):
-    """Hold the graph of a step on batches of one kind, and what it needs if it fails.
-
-    Attributes:
-        towers: where it runs.
-        layout: of the batches that come.
-        batch_specs: of the batches, as they come.
-        specs: of the batches that a step gets.
-        program: what it runs.
-        rollback: undoes a step; several functions of the program share it, as they do `kept`.
-        kept: the batch of the current step.
-        meter: records timestamps, if the step is watched.
-        audit: of an audited step.
-        steps: how many one call makes.
-    """
+    """Hold the graph of a step on batches of one kind, and what it needs if it fails."""
 
     towers: TowerState
-    layout: Layout
-    batch_specs: Any
-    specs: Any
+    layout: Layout  # of the batches that come
+    batch_specs: Any  # of the batches, as they come
+    specs: Any  # of the batches that a step gets
     program: Program
-    rollback: Rollback
-    kept: KeptBatch
-    meter: Meter | None
-    audit: Audit | None
-    steps: int
+    rollback: Rollback  # several functions of the program share it, as they do `kept`
+    kept: KeptBatch  # the batch of the current step
+    meter: Meter | None  # records timestamps, if the step is watched
+    audit: Audit | None  # of an audited step
 
     @functools.cached_property
     def written(self) -> frozenset[int]:
@@ -70,8 +56,8 @@ class StepFunction(abc.ABC):
             return function.get_concrete_function()
 
     @abc.abstractmethod
-    def run(self, batches: Any) -> tuple[Any, Any]:
-        """Run up to `steps` steps on what comes next; return how many have run, None for one, and the last results.
+    def run(self, batches: Any) -> Any:
+        """Run a step on what comes next; return its results.
 
         Raises:
             NoBatchLeft: an iterator has no batch left.
@@ -83,36 +69,39 @@ class StepFunction(abc.ABC):
         """Return the specs of what the graph is given."""
 
     @abc.abstractmethod
-    def _body(self, *given: tf.Tensor) -> Any:
-        """Run what one call does, in the graph."""
+    def _batch(self, *given: tf.Tensor) -> Any:
+        """Return the batch, or its `Shards`, in the graph."""
 
-    def _kept(self, batch: Any) -> Any:
-        """Keep a batch, in the graph; return it, or its shards where only this layout knows them."""
-        batch = self.kept.keep(grouped(without_optionals(batch)))
-        return batch if self.layout.held is None else split_batch(batch, self.layout, self.meter)
+    def _body(self, *given: tf.Tensor) -> Any:
+        """Run a step, in the graph; return its results."""
+        batch = self._batch(*given)
+        if not isinstance(batch, Shards):
+            batch = self.kept.keep(batch)
+            if self.layout.sizes is not None:  # which only this layout knows
+                batch = split_batch(batch, self.layout, self.meter)
+        return lay_out(self.program, self.towers, batch, self.rollback, self.meter, self.audit)
 
 
 class OnGiven(StepFunction):
     """Run one step on a batch that is given."""
 
-    def run(self, batches: Any) -> tuple[Any, Any]:
-        """Run one step on this batch; see `StepFunction.run`."""
-        return None, self.graph(*leaves_of(batches))
+    def run(self, batches: Any) -> Any:
+        """Run a step on this batch."""
+        return self.graph(*leaves_of(batches))
 
     @property
     def _signature(self) -> Sequence[Any]:
         return leaves_of(self.specs)
 
-    def _body(self, *given: tf.Tensor) -> Any:
+    def _batch(self, *given: tf.Tensor) -> Any:
         left = iter(given)
-        batch = self._kept(tf.nest.map_structure(lambda spec: None if spec is None else next(left), self.specs))
-        return lay_out(self.program, self.towers, batch, self.rollback, self.meter, self.audit)
+        return tf.nest.map_structure(lambda spec: None if spec is None else next(left), self.specs)
 
 
 class OnIterator(StepFunction):
     """Run steps on batches that the graph takes from an iterator."""
 
-    def run(self, batches: tf.data.Iterator) -> tuple[Any, Any]:
+    def run(self, batches: tf.data.Iterator) -> Any:
         """See `StepFunction.run`."""
         # Its handle, since tf.function looks at whatever else it is called with, in Python.
         (handle,) = tf.nest.flatten(batches, expand_composites=True)
@@ -127,42 +116,10 @@ class OnIterator(StepFunction):
     def _signature(self) -> Sequence[Any]:
         return [tf.TensorSpec([], tf.resource)]
 
-    def _body(self, handle: tf.Tensor) -> Any:
-        """Run `steps` steps, or as many as there are batches for; return what `run` does."""
-        spec = tf.data.IteratorSpec(self.batch_specs)
-        iterator = tf.nest.pack_sequence_as(spec, [handle], expand_composites=True)
-        batch = self._kept(self._waited_for(iterator.get_next))
-        logs = lay_out(self.program, self.towers, batch, self.rollback, self.meter, self.audit)
-        if self.steps == 1:
-            return None, logs
-
-        def fetch_if_needed(done):
-            return tf.cond(
-                done < self.steps,
-                lambda: self._waited_for(iterator.get_next_as_optional),
-                lambda: tf.experimental.Optional.empty(iterator.element_spec),
-            )
-
-        def body(done, batch, _):
-            batch = self._kept(batch.get_value())
-            logs = lay_out(self.program, self.towers, batch, self.rollback, self.meter, self.audit)
-            with tf.control_dependencies(leaves_of(logs)):
-                done = done + 1
-            # A batch that no step of this call will use stays in the iterator.
-            return done, fetch_if_needed(done), tf.nest.flatten(logs)
-
-        with tf.control_dependencies(leaves_of(logs)):
-            done = tf.constant(1)
-        done, _, flat = tf.while_loop(
-            lambda done, batch, _: batch.has_value(), body, (done, fetch_if_needed(done), tf.nest.flatten(logs))
-        )
-        return done, tf.nest.pack_sequence_as(logs, flat)
-
-    def _waited_for(self, get_next: Callable[[], Any]) -> Any:
-        """Return the next batch, perhaps as an optional, in the graph."""
+    def _batch(self, *given: tf.Tensor) -> Any:
         span = begin(self.meter, STEPS, WAIT)
         with tf.control_dependencies(span.ops):
-            batch = get_next()
+            batch = _next_batch(self.batch_specs, *given)
         return hold(batch, span.end(components_of(batch)))
 
 
@@ -174,36 +131,29 @@ class OnFed(StepFunction):
         fetch = functools.partial(_next_batch, self.batch_specs)
         return Staging(fetch, self.specs, self.layout, self.meter)
 
-    def run(self, batches: tf.data.Iterator) -> tuple[Any, Any]:
+    def run(self, batches: tf.data.Iterator) -> Any:
         """See `StepFunction.run`."""
         feeder = self.towers.session.feeders.get(batches)
         if feeder is None:
             feeder = self.towers.session.feeders[batches] = Feeder(batches)
-        done, results = 0, None
-        while done < self.steps:
-            try:
-                with measured(self.meter, STEPS, WAIT):
-                    components, parts = feeder.take(self._staging)
-            except tf.errors.OutOfRangeError as error:
-                if done == 0:
-                    raise NoBatchLeft(error) from None
-                break
-            self.kept.hold(components)
-            results = self.graph(*parts)
-            done += 1
-        return done, results
+        try:
+            with measured(self.meter, STEPS, WAIT):
+                components, parts = feeder.take(self._staging)
+        except tf.errors.OutOfRangeError as error:
+            raise NoBatchLeft(error) from None
+        self.kept.keep_components(components)
+        return self.graph(*parts)
 
     @property
     def _signature(self) -> Sequence[Any]:
         return self._staging.signature
 
-    def _body(self, *given: tf.Tensor) -> Any:
-        shards = self._staging.shards(given)
-        return lay_out(self.program, self.towers, shards, self.rollback, self.meter, self.audit)
+    def _batch(self, *given: tf.Tensor) -> Any:
+        return self._staging.shards(given)
 
 
 def _next_batch(batch_specs: Any, handle: tf.Tensor) -> Any:
-    """Return the next batch of the iterator of that handle, in a graph."""
+    """Return the next batch of the iterator of that handle, in a graph, as a step gets it."""
     iterator = tf.nest.pack_sequence_as(tf.data.IteratorSpec(batch_specs), [handle], expand_composites=True)
     return grouped(without_optionals(iterator.get_next()))
 

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -36,68 +36,37 @@ logger = logging.getLogger("ncclsync")
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Say what a step is before it is traced.
+    """Say what a step is before it is traced."""
 
-    Attributes:
-        function: of a batch.
-        results: how the towers' results are combined.
-        jit_compile: whether XLA compiles it.
-        autograph: whether Python's conditions and loops over tensors are converted, where it has such.
-    """
-
-    function: Callable[[Any], Any]
+    function: Callable[[Any], Any]  # of a batch
     results: Results = Results.COMBINED
-    jit_compile: bool = False
-    autograph: bool = False
+    jit_compile: bool = False  # whether XLA compiles it
+    autograph: bool = False  # whether Python's conditions and loops over tensors are converted, where it has such
 
 
 class Key(NamedTuple):
-    """Say what a program, or a function of its graph, was made for.
+    """Say what a program, or a function of its graph, was made for."""
 
-    Attributes:
-        specs: of a shard; of a function, of its batches.
-        readers: the names of what reads the gradients.
-        version: see `TracedStep.version_for`.
-        watched: whether there are timestamps; in a program, if it packs.
-        layout: of the towers; a split for lack of memory makes another, of which everything is made anew.
-        kind: a function's class.
-        steps: how many a call of the function makes.
-        sizes: the id of the variable with each tower's rows, where processes read their own.
-        audits: whether towers compute each other's shards again.
-    """
-
-    specs: str
-    readers: tuple[str, ...]
-    version: int
-    watched: bool
-    layout: Layout
-    kind: Any = None
-    steps: int = 0
-    sizes: int = 0
-    audits: bool = False
+    specs: str  # of a shard; of a function, of its batches
+    readers: tuple[str, ...]  # the names of what reads the gradients
+    version: int  # see `TracedStep.version_for`
+    watched: bool  # whether there are timestamps; in a program, if it packs
+    layout: Layout  # a split for lack of memory makes another, of which everything is made anew
+    # Of a function:
+    kind: Any = None  # its class
+    sizes: int = 0  # the id of the variable with each tower's rows, where processes read their own
+    audits: bool = False  # whether towers compute each other's shards again
 
 
 class TracedStep(abc.ABC):
-    """Trace a step, and cut it into programs.
-
-    Attributes:
-        towers: where it runs.
-        trains: whether it counts as a training step.
-        programs: that were made.
-        version: of what the trace for the last batch has seen; see `version_for`.
-    """
+    """Trace a step, and cut it into programs."""
 
     def __init__(self, towers: TowerState, trains: bool) -> None:
-        """Prepare; nothing is traced before the first batch.
-
-        Args:
-            towers: where it runs.
-            trains: whether it counts as a training step.
-        """
+        """Prepare; nothing is traced before the first batch."""
         self.towers = towers
-        self.trains = trains
-        self.programs: dict[Key, Program] = {}
-        self.version = 0
+        self.trains = trains  # whether it counts as a training step
+        self.programs: dict[Key, Program] = {}  # that were made
+        self.version = 0  # of what the trace for the last batch has seen; see `version_for`
         self._traced = False  # whether the user's Python has given the trace that is being placed
         self._fixed_rows: set[str] = set()  # specs of shards that cannot be traced with an open number of rows
 
@@ -150,7 +119,11 @@ class TracedStep(abc.ABC):
             if observer is not None:
                 step = observer.around(step, readers)
                 stack.enter_context(observer.hooks())
-            stack.enter_context(self.hooks())
+            sharding = self.towers.replicas.sharding
+            stack.enter_context(step_hooks(self.towers.compression, sharding))
+            stack.enter_context(moments_of_layers(self.towers.options.exact_batch_norm))
+            if sharding is not None:
+                stack.enter_context(sharding.hooks(self.towers.replicas.of))
             stack.enter_context(tf.device(f"/{self.towers.layout.devices[0]}"))
             traced = trace(step, specs, jit_compile=source.jit_compile, opened=opened)
         self._traced = True
@@ -199,24 +172,11 @@ class TracedStep(abc.ABC):
 
     def readers(self) -> dict[str, Callable[[Observer], tf.Tensor | None]]:
         """Return the readers of this step's gradients, by the names that `Program` has for their results."""
-        readers: dict[str, Callable[[Observer], tf.Tensor | None]] = {}
-        if self.trains and self.towers.options.health.on_nonfinite:
-            readers["finite"] = finite_flags
-        if self.trains and self.towers.watch.noise.active:
-            readers["noise"] = gradient_moments
-        return readers
-
-    @contextlib.contextmanager
-    def hooks(self) -> Iterator[None]:
-        """Change what the Python of a step does on towers, while it is traced."""
-        sharding = self.towers.replicas.sharding
-        shards = contextlib.nullcontext() if sharding is None else sharding.hooks(self.towers.replicas.of)
-        with (
-            step_hooks(self.towers.compression, sharding),
-            moments_of_layers(self.towers.options.exact_batch_norm),
-            shards,
-        ):
-            yield
+        wanted = {
+            "finite": (self.towers.options.health.on_nonfinite, finite_flags),
+            "noise": (self.towers.watch.noise.active, gradient_moments),
+        }
+        return {name: reader for name, (active, reader) in wanted.items() if self.trains and active}
 
     def specs_of(self, batch: Any) -> Any:
         """Return the specs of a batch: a last, smaller one is no reason to trace again, unless the step must know."""
@@ -269,11 +229,8 @@ def _with_gradients(program: Program, names: tuple[str, ...]) -> Program:
     known = sorted(name for name, leaf in read.items() if leaf is not None)
     split = len(program.outputs) - len(known)
     found = {name: output for name, (output, _) in zip(known, program.outputs[split:], strict=True)}
-    finite, noise = found.get("finite"), found.get("noise")
     outputs = program.outputs[:split]
-    return dataclasses.replace(
-        program, structure=structure, outputs=outputs, gradients=names, finite=finite, noise=noise
-    )
+    return dataclasses.replace(program, structure=structure, outputs=outputs, gradients=names, **found)
 
 
 def python_step(step: Callable) -> Callable:

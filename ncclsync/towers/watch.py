@@ -11,7 +11,6 @@ import tensorflow as tf
 from ncclsync.errors import DivergenceError
 from ncclsync.gradients.noise_scale import NoiseAverages
 from ncclsync.gradients.nonfinite import OnNonFinite
-from ncclsync.ops import device_ops
 from ncclsync.ops.comparing import checksum, distance
 from ncclsync.ops.spans import Measured
 from ncclsync.towers.replicas import Replicas
@@ -23,22 +22,15 @@ Watcher = Callable[[Measured], None]
 
 
 class Watch:
-    """Do what `Health` asks for, and hold what callbacks ask of the next steps.
-
-    Attributes:
-        steps: of training, counted so far, if somebody asks for that.
-        on_nonfinite: acts when a gradient is not finite.
-        noise: how much the towers' gradients differ, if a callback asks for it.
-        traces: a list to which training steps' traces are added; None: they are not kept.
-    """
+    """Do what `Health` asks for, and hold what callbacks ask of the next steps."""
 
     def __init__(self, session: Session, replicas: Replicas) -> None:
         """Begin before the first step."""
         self._session, self._replicas, self._health = session, replicas, session.options.health
-        self.on_nonfinite = OnNonFinite(self._health.on_nonfinite)
-        self.noise = NoiseAverages()
-        self.traces: list[Any] | None = None
-        self.steps = 0
+        self.on_nonfinite = OnNonFinite(self._health.on_nonfinite)  # acts when a gradient is not finite
+        self.noise = NoiseAverages()  # how much the towers' gradients differ, if a callback asks for it
+        self.traces: list[Any] | None = None  # to which training steps' traces are added; None: they are not kept
+        self.steps = 0  # of training, if somebody asks for their number
         self._audited = 0  # steps, up to the last audit
         self._watchers: list[Watcher] = []
 
@@ -78,7 +70,7 @@ class Watch:
         self._session.in_flight.settle()
         kept = self._replicas.identical
         # All are started before the first is waited for, each on its own device.
-        checksums = [[_checksum(copy) for copy in copies] for copies in kept]
+        checksums = [[_on_device_of(copy, checksum, copy.value()) for copy in copies] for copies in kept]
         each = self._session.of_all_processes([[int(one) for one in row] for row in checksums], "checksums")
         found = [outliers(list(itertools.chain(*rows))) for rows in zip(*each, strict=True)]
         differing = [(copies[0], odd) for copies, odd in zip(kept, found, strict=True) if odd]
@@ -100,37 +92,25 @@ class Watch:
         largest = 0.0
         for copies in self._replicas.identical:
             variable = copies[0]
+            values = [copy.value() for copy in copies]
             numbers = variable.dtype.is_floating or variable.dtype.is_integer
             if session.communicator.enqueues and numbers and self._replicas.lies_where_joined(variable):
-                found = session.on_each_tower(self._distances, [copy.value() for copy in copies])
+                firsts = session.broadcast(values, "divergence")
             else:
-                reference = session.of_tower_0(variable, "divergence")
-                found = [distance(reference, copy.value()) for copy in copies]
+                firsts = [session.of_tower_0(variable, "divergence")] * len(values)
+            # All are started before the first is waited for, each where the value lies.
+            found = [_on_device_of(copy, distance, *pair) for copy, *pair in zip(copies, firsts, values, strict=True)]
             largest = max(largest, *map(float, found))
         return max(session.of_all_processes(largest, "divergence"))
 
-    def _distances(self, *values: tf.Tensor) -> list[tf.Tensor]:
-        """Return each tower's distance from tower 0's value, in a graph: computed where the values lie, on GPUs."""
-        found, devices = [], self._session.layout.devices
-        firsts = device_ops.broadcast(values, self._session.communicator, devices, "divergence")
-        for device, first, own in zip(devices, firsts, values, strict=True):
-            with tf.device(f"/{device}"):
-                found.append(distance(first, own))
-        return found
-
 
 def outliers(checksums: Sequence[int]) -> tuple[int, ...]:
-    """Return the towers that differ from most others; from tower 0, where no value is that of most.
-
-    Args:
-        checksums: [N] of one variable, as each tower holds it.
-    """
+    """Return the towers that differ from most others, or from tower 0 where no value is that of most; given [N]."""
     common, count = collections.Counter(checksums).most_common(1)[0]
     expected = common if 2 * count > len(checksums) else checksums[0]
     return tuple(tower for tower, one in enumerate(checksums) if one != expected)
 
 
-def _checksum(variable: tf.Variable) -> tf.Tensor:
-    """Return the checksum of a variable, computed on its device."""
+def _on_device_of(variable: tf.Variable, function: Callable[..., tf.Tensor], *values: tf.Tensor) -> tf.Tensor:
     with tf.device(variable.device):
-        return checksum(variable.value())
+        return function(*values)

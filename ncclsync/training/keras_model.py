@@ -247,7 +247,7 @@ class ModelStep(TowerStep):
                 )
         with _ending_no_epoch(), self.guarded(None):
             results = self._run_eagerly(batch)
-        self.count(None)
+        self.count(1)
         return results
 
     def _run_eagerly(self, batch: Any) -> Any:

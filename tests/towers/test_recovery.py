@@ -109,5 +109,5 @@ def test_the_batch_of_a_step_is_kept():
         np.testing.assert_array_equal(found["x"], batch["x"] * scale)
     assert found["none"] is None and tf.sparse.to_dense(found["sparse"]).numpy().tolist() == [[0, 1], [2, 0]]
     assert found["text"].numpy().tolist() == [b"a", b"b"]
-    kept.hold([sparse.indices, sparse.values, sparse.dense_shape, batch["text"], batch["x"] + 5.0])
+    kept.keep_components([sparse.indices, sparse.values, sparse.dense_shape, batch["text"], batch["x"] + 5.0])
     np.testing.assert_array_equal(kept.batch()["x"], batch["x"] + 5.0)

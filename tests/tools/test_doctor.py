@@ -305,8 +305,8 @@ def test_real_nccl_tells_its_cuda():
 )
 def test_numbers_of_versions(number, nccl, cudnn):
     """The libraries' own codes, old and new."""
-    assert libraries._nccl_version(number) == nccl
-    assert libraries._cudnn_version(number) == cudnn
+    assert libraries.nccl_version(number) == nccl
+    assert libraries.cudnn_version(number) == cudnn
 
 
 def test_crash_keeps_what_was_known(monkeypatch, tmp_path):

@@ -85,8 +85,12 @@ def test_nccl_needs_gpus():
 
 def test_missing_peers_are_told(monkeypatch):
     """A peer that is not installed leaves one line."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    note = all_reduce.missing_peer(argparse.Namespace(against=["mpi"]), by_nccl=False)
+    given = argparse.Namespace(against=["mpi"], towers=[2], sizes=[4], rounds=1)
+    found = all_reduce.bench_all_reduce(given, lambda text: None)
+    assert [row.side for row in found.rows] == ["ncclsync", "memcpy"]
+    (note,) = found.notes
     assert note.startswith("mpi is left out") and "mpi4py" in note and "\n" not in note
 
 
@@ -119,7 +123,6 @@ def test_names_are_those_of_the_models():
     """The command line, which knows them without TensorFlow, has no others."""
     assert tuple(MODELS) == training.MODEL_NAMES
     assert {name: model.batch_size for name, model in MODELS.items()} == training.BATCH_SIZES
-    assert {"constant", *training.FEEDS} == set(fit.FEEDS)
 
 
 @pytest.mark.slow(but=2)
@@ -338,8 +341,9 @@ def test_step(tmp_path):
         *("--against", "mirrored,shard", "--watched", "--shards", "2x"),
     )
     rows = {row["side"]: row for row in found["rows"]}
-    divided = rows.pop("2 shards a tower")
-    assert divided["ratios"]["ncclsync"]["median"] > 0 and "2 shards a tower" in table
+    for name in ("2 shards a tower", "watched"):
+        other = rows.pop(name)
+        assert set(other["ratios"]) == {"ncclsync"} and name in table
     assert list(rows) == ["ncclsync", "mirrored", "shard"]
     for side, row in rows.items():
         assert row["case"] == {"model": "mlp", "towers": 2, "batch_size": 256}
@@ -350,7 +354,6 @@ def test_step(tmp_path):
     assert set(ours["ratios"]) == {"mirrored", "shard"}
     parts = [ours["more"][f"{part}_s"]["median"] for part in training.PARTS]
     assert sum(parts) == pytest.approx(ours["value"]["median"])
-    assert ours["more"]["watched"]["median"] > 0 and "watched" in table
     assert "communicate" in table
 
 

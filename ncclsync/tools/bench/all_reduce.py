@@ -32,6 +32,7 @@ from ncclsync.tools.bench.turns import (
     Spread,
     about,
     filling,
+    joined,
     launched,
     missing_mpi,
     ratio,
@@ -39,14 +40,12 @@ from ncclsync.tools.bench.turns import (
 )
 from ncclsync.tools.processes import join, mpi_versions
 
-NUMBERS_OF_TOWERS = (2, 4, 8)
 _TURN_S = 0.05  # of one side: small collectives run by the hundred
 _MOST_ITERATIONS = 2000
 _FEW_BYTES = 4 * 1024 * 1024  # below, handing a copy to threads costs more than it saves
 _ITEM_BYTES = 4  # float32
 
-# Has a reducer work, see `HostReducer.ask`, perhaps in other processes
-Ask = Callable[..., dict[str, Any]]
+Ask = Callable[..., dict[str, Any]]  # has a reducer work, see `HostReducer.ask`, perhaps in other processes
 
 
 def bench_all_reduce(given: argparse.Namespace, show: Callable[[str], None]) -> Result:
@@ -58,9 +57,9 @@ def bench_all_reduce(given: argparse.Namespace, show: Callable[[str], None]) -> 
     if process is not None:
         return _between_processes(given, show, process)
     by_nccl = bool(glob.glob("/dev/nvidia[0-9]*")) and os.environ.get(VISIBLE) != ""
-    rows, why = [], missing_peer(given, by_nccl)
-    notes = [why] if why else []
-    for towers in given.towers or NUMBERS_OF_TOWERS:
+    why = "it works on host memory, and ncclsync on that of GPUs" if by_nccl else missing_mpi()
+    rows, notes = [], [f"mpi is left out: {why}."] if given.against and why else []
+    for towers in given.towers or (2, 4, 8):
         with contextlib.ExitStack() as stack:
             show(f"{towers} towers: starting")
             reducer = NcclReducer(towers) if by_nccl else HostReducer(CpuCommunicator(towers))
@@ -85,11 +84,10 @@ def _between_processes(given: argparse.Namespace, show: Callable[[str], None], p
             f"Expected no --towers by {process.launcher}: each of the {process.size} processes has one. "
             f"Received: --towers {given.towers}"
         )
-    peers = join(process)
-    reducer, ranks = MpiReducer(), Ranks()
+    peers, reducer = join(process), MpiReducer()
 
     def ask(do: str, **details: Any) -> dict[str, Any]:
-        return ranks.join(reducer.ask(do, **details))
+        return joined(peers, reducer.ask(do, **details))
 
     sides = dict.fromkeys(("ncclsync", "memcpy", *given.against), ask)
     tell = show if process.rank == 0 else lambda text: None
@@ -97,14 +95,6 @@ def _between_processes(given: argparse.Namespace, show: Callable[[str], None], p
     hosts = len(set(peers.hosts))
     note = f"{process.size} processes on {hosts} host{'s' * (hosts != 1)}, {mpi_versions()['MPI']}: one tower of each."
     return Result("all-reduce", "s", tuple(rows), (note,))
-
-
-def missing_peer(given: argparse.Namespace, by_nccl: bool) -> str:
-    """Return a sentence on why MPI, if it was asked for, is left out; "" if it is not."""
-    if given.against and by_nccl:
-        return "mpi is left out: it works on host memory, and ncclsync on that of GPUs."
-    why = missing_mpi() if given.against else ""
-    return f"mpi is left out: {why}." if why else ""
 
 
 def _time_case(towers: int, size: int, sides: Mapping[str, Ask], rounds: int, show: Callable[[str], None]) -> list[Row]:

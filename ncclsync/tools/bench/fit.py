@@ -22,8 +22,6 @@ from ncclsync.training.callbacks.throughput import Throughput
 from ncclsync.training.callbacks.timeline import Timeline
 from ncclsync.training.keras_model import ModelStep
 
-FEEDS = ("constant", "tf.data", "numpy", "generator")
-
 _MEMORY_STEPS = 5
 
 _BATCHES = {"resnet50": 8}  # of an epoch
@@ -56,12 +54,14 @@ def build(library: str, model: str, towers: int, shards: int | None = None, *, x
         return factory()
 
 
-def fit_in_turns(requests: Requests, library: str, model: str, feed: str, batch_size: int, **how: Any) -> None:
+def fit_in_turns(
+    requests: Requests, library: str, model: str, feed: str, batch_size: int, *, watched: bool = False, **how: Any
+) -> None:
     """Train by `fit` as long as there are requests; `build` takes `how`: towers, shards, xla.
 
-    The request "fit" is for so many steps inside `fit`, its callbacks included, and "watched" for steps that
-    `Timeline` and `Throughput` watch; requests for a variant of `StepParts` run its steps while `fit` waits.
-    Answers give the mean seconds of a step; answers to "fit" and "watched" also the seconds of the host's cores, and
+    `feed` is of `training.FEEDS`, or "constant". The request "fit" is for so many steps inside `fit`, its callbacks
+    included, if `watched` also `Timeline` and `Throughput`; requests for a variant of `StepParts` run its steps while
+    `fit` waits. Answers give the mean seconds of a step; answers to "fit" also the seconds of the host's cores, and
     whether XLA compiles the step.
     """
     keras.utils.set_random_seed(0)
@@ -71,7 +71,9 @@ def fit_in_turns(requests: Requests, library: str, model: str, feed: str, batch_
     batch_size //= how["towers"] if library == "shard" else 1
     batch = tf.nest.map_structure(to_tensor, (rows_of(x, 0, batch_size), y[:batch_size]))
     turns = _Turns(Ranks(requests) if library == "processes" else requests, trained, batch)
-    arguments = {"callbacks": [turns], "epochs": 10**9, "verbose": 0}
+    # The file is never written: this process is killed, and there is no last step.
+    watchers = [Timeline("timeline.json", steps=(1, 10**9)), Throughput()] if watched else []
+    arguments = {"callbacks": [*watchers, turns], "epochs": 10**9, "verbose": 0}
     if feed == "numpy":
         trained.fit(x, y, batch_size=batch_size, **arguments)
         return
@@ -100,15 +102,8 @@ class _Turns(keras.callbacks.Callback):
         self._steps = self._left = 0
         self._began = np.zeros(2)
         self._epoch_ended: np.ndarray | None = None
-        self._watchers: list[keras.callbacks.Callback] = []
-        self._watching: list[keras.callbacks.Callback] = []
 
     def on_train_begin(self, logs: Any = None) -> None:
-        if self._parts is not None:
-            # The file is never written: this process is killed, and there is no last step.
-            self._watchers = [Timeline("timeline.json", steps=(1, 10**9)), Throughput()]
-        for watcher in self._watchers:
-            watcher.set_model(self.model)
         self._wait()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -118,12 +113,8 @@ class _Turns(keras.callbacks.Callback):
         if self._epoch_ended is not None:
             self._began += _clocks() - self._epoch_ended
             self._epoch_ended = None
-        for watcher in self._watching:
-            watcher.on_train_batch_begin(batch)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        for watcher in self._watching:
-            watcher.on_train_batch_end(batch, logs)
         self._left -= 1
         if self._left == 0:
             tf_compat.sync_devices()  # a GPU may still be at work
@@ -132,15 +123,11 @@ class _Turns(keras.callbacks.Callback):
             self._wait()
 
     def _wait(self) -> None:
-        while True:
-            request = self._requests.next()
-            if request["do"] in ("fit", "watched"):
-                self._watching = self._watchers if request["do"] == "watched" else []
-                self._steps = self._left = request["steps"]
-                self._began = _clocks()
-                return
+        while (request := self._requests.next())["do"] != "fit":
             assert self._parts is not None
             self._requests.answer(seconds=self._parts.seconds(request["do"], request["steps"]))
+        self._steps = self._left = request["steps"]
+        self._began = _clocks()
 
 
 def _generate(x: Any, y: np.ndarray, batch_size: int) -> Any:

@@ -33,7 +33,7 @@ _TABLES = {
     "step": [
         "model, towers, side, value, cpu_s, cpu_of_single, samples_per_s, "
         "÷ ncclsync, ÷ mirrored, ÷ single, ÷ shard, ÷ sharded",
-        "model, towers, side, compute_s, communicate_s, apply_s, feed_s, watched",
+        "model, towers, side, compute_s, communicate_s, apply_s, feed_s",
     ],
     "start": ["model, towers, side, value, build_seconds, cpu_seconds, ÷ mirrored, ÷ one tower"],
     "feed": ["model, towers, side, value, samples_per_s, of_ceiling"],
@@ -127,7 +127,7 @@ def write_json(result: Result, command: Sequence[str], file: pathlib.Path) -> No
                     the step ended; bucket_bytes, a list; predicted_s by plan and, over the measured step,
                     predicted_ratio, a spread
         step        samples_per_s; cpu_s, a spread: the work of the host's cores; cpu_of_single, a spread, over plain
-                    Keras'; of ncclsync compute_s, communicate_s, apply_s, feed_s and watched, spreads
+                    Keras'; of ncclsync compute_s, communicate_s, apply_s and feed_s, spreads
         start       build_seconds and cpu_seconds, spreads
         feed        samples_per_s; of_ceiling, a spread: the constant batch's time over this one's
         memory      imported_bytes, state_bytes and, if one tower was measured too, of_needed and beyond (what is beyond

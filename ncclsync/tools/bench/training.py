@@ -42,9 +42,10 @@ def bench_step(given: argparse.Namespace, show: Show) -> Result:
         launched(PROCESSES)
     rows: list[Row] = []
     notes: list[str] = []
-    shards = _by_shards(given.shards)
+    # Also measured of ncclsync, beside its usual step.
+    others = {name: {"shards": each * given.towers} for name, each in _by_shards(given.shards).items()}
+    others |= {"watched": {"watched": True}} if given.watched else {}
     variants = ["whole", "local", "compute"] if given.split and given.towers > 1 and not given.cpu else []
-    watched = ["watched"] if given.watched else []
     for model in given.model:
         batch_size = (_MANY_ROWS if given.cpu else BATCH_SIZES)[model]
         side_of = functools.partial(
@@ -57,23 +58,21 @@ def bench_step(given: argparse.Namespace, show: Show) -> Result:
             one_thread=given.cpu,
         )
         sides = {library: side_of(library) for library in libraries}
-        sides |= {name: side_of("ncclsync", shards=each * given.towers) for name, each in shards.items()}
-        answers = _fit_in_turns(sides, [*variants, *watched], given.rounds, about(model, show))
+        sides |= {name: side_of("ncclsync", **how) for name, how in others.items()}
+        answers = _fit_in_turns(sides, variants, given.rounds, about(model, show))
         notes += _compiled(model, {name: name for name in sides}, answers)
         case = {"model": model, "towers": given.towers, "batch_size": batch_size}
         for name in sides:
             spread = _spread(answers, name)
-            others = ["ncclsync"] if name in shards else libraries
-            ratios = {other: _ratio(answers, name, other) for other in others if other != name}
+            bases = ["ncclsync"] if name in others else libraries
+            ratios = {base: _ratio(answers, name, base) for base in bases if base != name}
             samples = batch_size // (given.towers if name == "shard" else 1)
             figures: dict[str, Any] = {"samples_per_s": samples / spread.median}
             figures["cpu_s"] = _spread(answers, name, "cpu_seconds")
-            if "single" in others and name != "single":
+            if "single" in bases and name != "single":
                 figures["cpu_of_single"] = _ratio(answers, name, "single", "cpu_seconds")
             if name == "ncclsync" and variants:
                 figures |= _split(answers)
-            if name == "ncclsync" and watched:
-                figures["watched"] = _ratio(answers, "watched", name)
             rows.append(Row(case, name, spread, ratios, figures))
     return Result("step", "s", tuple(rows), tuple(notes))
 
@@ -89,21 +88,16 @@ def bench_feed(given: argparse.Namespace, show: Show) -> Result:
     """Time a step inside `fit` on data of several kinds, and on a constant batch."""
     rows: list[Row] = []
     notes: list[str] = []
-    feeds = ("constant", *given.data)
+    pairs = [(library, feed) for library in ("ncclsync", *given.against) for feed in ("constant", *given.data)]
+    names = {pair: ", ".join(pair).removeprefix("ncclsync, ") for pair in pairs}
     for model in given.model:
-        # By name the name of the side whose batch is constant.
-        ceilings = {feed: "constant" for feed in feeds}
-        ceilings |= {f"{library}, {feed}": f"{library}, constant" for library in given.against for feed in feeds}
-        sides = {}
-        for name in ceilings:
-            library, _, feed = name.rpartition(", ")
-            sides[name] = _fit_side(library or "ncclsync", model, feed, towers=given.towers)
+        sides = {names[pair]: _fit_side(pair[0], model, pair[1], towers=given.towers) for pair in pairs}
         answers = _fit_in_turns(sides, (), given.rounds, about(model, show))
         notes += _compiled(model, {name: name for name in sides}, answers)
         case = {"model": model, "towers": given.towers, "batch_size": BATCH_SIZES[model]}
-        for name, ceiling in ceilings.items():
+        for (library, _), name in names.items():
             spread = _spread(answers, name)
-            of_ceiling = _ratio(answers, ceiling, name)
+            of_ceiling = _ratio(answers, names[library, "constant"], name)
             figures = {"samples_per_s": BATCH_SIZES[model] / spread.median, "of_ceiling": of_ceiling}
             rows.append(Row(case, name, spread, {}, figures))
     return Result("feed", "s", tuple(rows), tuple(notes))
@@ -153,7 +147,7 @@ def bench_memory(given: argparse.Namespace, show: Show) -> Result:
 
     With `shards` the batch is 64 times the model's own: few rows take less memory than the weights' gradients.
     """
-    by_shards = _by_shards(given.shards)
+    libraries, by_shards = ("ncclsync", *given.against), _by_shards(given.shards)
 
     def sides_of(model: str, towers: int) -> dict[str, dict[str, Any]]:
         rows = given.batch_size or (_TO_DIVIDE * BATCH_SIZES[model] if by_shards else None)
@@ -178,7 +172,6 @@ def bench_memory(given: argparse.Namespace, show: Show) -> Result:
             figures["of_rows"] = ratio(values(side) - one_row, values("ncclsync") - one_row)
         return figures
 
-    libraries = ("ncclsync", *given.against)
     return _in_fresh_processes(given, show, "fit.peak_memory", "bytes", sides_of, figures_of)
 
 

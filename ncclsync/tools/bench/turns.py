@@ -184,35 +184,30 @@ class Requests:
 
 
 class Ranks:
-    """Have all processes of mpirun work on what process 0 is asked, and join their answers. Collective throughout.
+    """Have all processes of mpirun work on what the driver asks process 0. Collective throughout; see `Requests`."""
 
-    Like `Requests`, where process 0 receives the requests of a driver.
-    """
-
-    def __init__(self, requests: Requests | None = None) -> None:
-        """Join the others; `requests` are those of process 0's driver, if it has one."""
+    def __init__(self, requests: Requests) -> None:
         from ncclsync.communicator.mpi import peers
 
         self._peers, self._requests = peers(), requests
 
-    def join(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Return the longest time of all processes, and the sums of the cores' work and of wrong elements."""
-        each = self._peers.exchange(values, "what all answer")
-        found = {name: [one[name] for one in each] for name in values}
-        return {name: sum(all_) if name in ("cpu_seconds", "wrong") else max(all_) for name, all_ in found.items()}
-
     def next(self) -> dict[str, Any]:
         """Return the next request of the driver."""
-        assert self._requests is not None
         request = self._requests.next() if self._peers.rank == 0 else None
         return self._peers.exchange(request, "what process 0 is asked")[0]
 
     def answer(self, **values: Any) -> None:
-        """Answer the last request, for all; see `join`."""
-        assert self._requests is not None
-        joined = self.join(values)
+        """Answer the last request, for all; see `joined`."""
+        for_all = joined(self._peers, values)
         if self._peers.rank == 0:
-            self._requests.answer(**joined)
+            self._requests.answer(**for_all)
+
+
+def joined(peers: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the longest time of all processes, and the sums of the cores' work and of wrong elements. Collective."""
+    each = peers.exchange(values, "what all answer")
+    found = {name: [one[name] for one in each] for name in values}
+    return {name: sum(all_) if name in ("cpu_seconds", "wrong") else max(all_) for name, all_ in found.items()}
 
 
 def device_timer(run: Callable[[], Any], per: float = 1, calls: int = 1) -> Callable[[], float]:

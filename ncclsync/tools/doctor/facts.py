@@ -143,6 +143,12 @@ class AllReduce:
     kind: str = ""  # of failure: "wrong" numbers, "hang", "crash", "raised", or ""
     log: tuple[str, ...] = ()  # NCCL's last warnings
 
+    @property
+    def failure(self) -> str:
+        """Return the kind of failure as a verb."""
+        verbs = {"wrong": "gives wrong numbers", "hang": "hangs", "crash": "ends its process", "raised": "fails"}
+        return verbs.get(self.kind, "")
+
 
 @dataclasses.dataclass(frozen=True)
 class Variable:

@@ -11,9 +11,9 @@ class NcclSyncError(Exception):
 
     def __reduce__(self):
         """Pickle by the fields: ``Exception`` would leave out those that were given by name."""
-        if not dataclasses.is_dataclass(self):
-            return super().__reduce__()
-        return type(self), tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+        if dataclasses.is_dataclass(self):
+            return type(self), tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+        return super().__reduce__()
 
 
 class NcclUnavailableError(NcclSyncError):

@@ -476,7 +476,7 @@ class NcclCommunicator(Communicator):
             try:
                 joining = f"the joining of {self.world_size} ranks, here {self._names(range(self.size))}"
                 self._run_task(handle, lambda: joining, "ncclCommInitRankConfig", nccl_calls.wait)
-                if self._preflight and self.world_size > 1:
+                if self._preflight:
                     self._wait_for_devices(handle, lambda: "the preflight")  # which makes and copies memory
                     launch = functools.partial(self._launch, handle)
                     check_paths(handle, self.ranks, self.world_size, launch)

@@ -228,7 +228,7 @@ def _with_gradients(program: Program, names: tuple[str, ...]) -> Program:
     structure, read = program.structure
     known = sorted(name for name, leaf in read.items() if leaf is not None)
     split = len(program.outputs) - len(known)
-    found = {name: output for name, (output, _) in zip(known, program.outputs[split:], strict=True)}
+    found: dict[str, Any] = {name: output for name, (output, _) in zip(known, program.outputs[split:], strict=True)}
     outputs = program.outputs[:split]
     return dataclasses.replace(program, structure=structure, outputs=outputs, gradients=names, **found)
 

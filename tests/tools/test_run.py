@@ -383,10 +383,11 @@ def answering(monkeypatch, broken):
 
     def ask(question, timeout_s, environ, arguments=None):
         visible = environ.get("CUDA_VISIBLE_DEVICES", "a,b,c,d").split(",")
-        asked.append((question, "".join(visible)))
-        failed = {"error": "told to fail"} if question == "all_reduce" and broken(set(visible)) else {}
-        ended = "hang" if question == "copies" and "x" in visible else "well"
-        return probes.Answer(failed, "copying", ended, "no answer within 1 s", ())
+        assert question == "all_reduce" and arguments["devices"] == [*range(len(visible))]
+        asked.append("".join(visible))
+        failed = {"error": "told to fail"} if len(visible) > 1 and broken(set(visible)) else {}
+        ended = "hang" if visible == ["x"] else "well"
+        return probes.Answer(failed, "joining", ended, "no answer within 1 s", ())
 
     monkeypatch.setattr(probes, "ask", ask)
     return asked
@@ -412,11 +413,8 @@ def test_gpu_that_hangs(monkeypatch):
     """It is left out, and asked no more."""
     asked = answering(monkeypatch, lambda shown: False)
     found = health.check_gpus(["a", "x", "b"], 1, {"CUDA_VISIBLE_DEVICES": "2,0,1"})
-    assert (found.healthy, found.left_out) == (
-        ("a", "b"),
-        {"x": "copies to it and back: no answer within 1 s, while copying"},
-    )
-    assert sorted(asked) == [("all_reduce", "ab"), ("copies", "a"), ("copies", "b"), ("copies", "x")]
+    assert (found.healthy, found.left_out) == (("a", "b"), {"x": "alone: no answer within 1 s, while joining"})
+    assert sorted(asked) == ["a", "ab", "b", "x"]
     assert health.check_gpus([], 1, {}).healthy == ()
 
 

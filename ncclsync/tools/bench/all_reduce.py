@@ -1,11 +1,11 @@
-"""Run `bench all-reduce`: ncclsync, a copy of the same bytes and other libraries, in turns, checked.
+"""Run `bench all-reduce`: ncclsync, a copy of the same bytes and MPI, in turns, checked.
 
 Columns are those of nccl-tests: algbw = size / time, busbw = algbw · 2(n−1)/n, which does not depend on the
 number of ranks n where the bus is the limit.
 Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 
-Each reducer runs the libraries of one process. Input and result are known in closed form and exact in every dtype, so
-that results are checked by element. TensorFlow is imported by the class that uses it.
+A reducer runs the libraries of its process. Input and result are known in closed form and exact, so that results are
+checked by element. TensorFlow is imported by the class that uses it.
 """
 
 import argparse
@@ -15,22 +15,24 @@ import functools
 import glob
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from ncclsync.communicator import Communicator, CpuCommunicator, NcclCommunicator, TcpCommunicator, empty_aligned
 from ncclsync.communicator.processes import Process, find_process
-from ncclsync.errors import NcclSyncError
+from ncclsync.compat.host_gpus import VISIBLE
 from ncclsync.tools.bench.results import Result, Row, size_text
 from ncclsync.tools.bench.turns import (
     BenchError,
     Ranks,
+    Requests,
     Side,
     Spread,
     about,
     filling,
+    joined,
     launched,
     missing_mpi,
     ratio,
@@ -38,147 +40,83 @@ from ncclsync.tools.bench.turns import (
 )
 from ncclsync.tools.processes import join
 
-PEERS = ("mpi",)
-NUMBERS_OF_TOWERS = (2, 4, 8)
 _TURN_S = 0.05  # of one side: small collectives run by the hundred
 _MOST_ITERATIONS = 2000
 _FEW_BYTES = 4 * 1024 * 1024  # below, handing a copy to threads costs more than it saves
+_ITEM_BYTES = 4  # float32
+
+Ask = Callable[..., dict[str, Any]]  # has a reducer work, see `HostReducer.ask`, perhaps in other processes
 
 
-def bench_all_reduce(given: argparse.Namespace, show: Callable[[str], None]) -> Result | None:
+def bench_all_reduce(given: argparse.Namespace, show: Callable[[str], None]) -> Result:
     """Time every number of towers and every size; under a launcher, between its processes, with one tower each.
 
-    A peer that cannot be run only leaves a note. Returns None in all processes of a launcher but the first.
+    A peer that cannot be run only leaves a note.
     """
     process = find_process()
     if process is not None:
         return _between_processes(given, show, process)
-    given.backend = given.backend or ("nccl" if glob.glob("/dev/nvidia[0-9]*") else "cpu")
-    rows, notes = [], dict.fromkeys(missing(given))
-    for towers in given.towers or NUMBERS_OF_TOWERS:
+    by_nccl = bool(glob.glob("/dev/nvidia[0-9]*")) and os.environ.get(VISIBLE) != ""
+    why = "it works on host memory, and ncclsync on that of GPUs" if by_nccl else missing_mpi()
+    rows, notes = [], [f"mpi is left out: {why}."] if given.against and why else []
+    for towers in given.towers or (2, 4, 8):
         with contextlib.ExitStack() as stack:
-            sides = []
-            for start in _starts(given, towers):
-                side = stack.enter_context(start())
-                show(f"{towers} towers: starting {side.name}")
+            show(f"{towers} towers: starting")
+            reducer = NcclReducer(towers) if by_nccl else HostReducer(CpuCommunicator(towers))
+            stack.callback(reducer.close)
+            sides: dict[str, Ask] = dict.fromkeys(reducer.libraries, reducer.ask)
+            if given.against and not why:
+                side = stack.enter_context(Side("mpi", "all_reduce.serve_mpi", {}, *launched(towers)))
                 try:
-                    for library in side.ask("prepare", count=1, dtype=given.dtype)["libraries"]:
-                        side.ask("run", library=library, iterations=1)
-                    sides.append(side)
+                    side.ask("seconds", library="mpi", count=1, iterations=1)
+                    sides["mpi"] = side.ask
                 except BenchError as error:
-                    if side.name == "ncclsync":
-                        raise
-                    notes[f"Left out with {towers} towers: {error}"] = None
+                    notes.append(f"Left out with {towers} towers: {error}")
             for size in given.sizes:
-                rows += _time_case(given, towers, size, sides, show)
+                rows += _time_case(towers, size, sides, given.rounds, show)
     return Result("all-reduce", "s", tuple(rows), tuple(notes))
 
 
-def _between_processes(given: argparse.Namespace, show: Callable[[str], None], process: Process) -> Result | None:
-    if given.towers or given.backend == "nccl":
+def _between_processes(given: argparse.Namespace, show: Callable[[str], None], process: Process) -> Result:
+    """Do the same in all processes, which all know the joined figures. Collective."""
+    if given.towers:
         raise BenchError(
-            f"Expected neither --towers nor --backend nccl by {process.launcher}: each of the {process.size} processes "
-            f"has one tower, in host memory. Received: --towers {given.towers}, --backend {given.backend}"
+            f"Expected no --towers by {process.launcher}: each of the {process.size} processes has one. "
+            f"Received: --towers {given.towers}"
         )
-    with_mpi = "mpi" in given.against and not missing_mpi() and process.launcher == "Open MPI"
-    with ProcessSide(process, with_mpi=with_mpi) as side:
-        if process.rank > 0:
-            side.follow()
-            return None
-        rows: list[Row] = []
-        for size in given.sizes:
-            rows += _time_case(given, process.size, size, [side], show)
-    return Result("all-reduce", "s", tuple(rows), (f"{side.description}: one tower of each.", *missing(given)))
+    why = missing_mpi() if process.launcher == "Open MPI" else f"{process.launcher} has started the processes"
+    peers, reducer = join(), RankReducer(with_mpi=bool(given.against) and not why)
+
+    def ask(do: str, **details: Any) -> dict[str, Any]:
+        return joined(peers, reducer.ask(do, **details))
+
+    sides = dict.fromkeys(reducer.libraries, ask)
+    tell = show if process.rank == 0 else lambda text: None
+    rows = [row for size in given.sizes for row in _time_case(process.size, size, sides, given.rounds, tell)]
+    hosts = len(set(peers.hosts))
+    notes = [f"{process.size} processes on {hosts} host{'s' * (hosts != 1)}, {process.launcher}: one tower of each."]
+    notes += [f"mpi is left out: {why}."] if given.against and why else []
+    return Result("all-reduce", "s", tuple(rows), tuple(notes))
 
 
-class ProcessSide:
-    """Have all processes do the same work: process 0 asks as by `turns.Side`, the others `follow`. A context manager.
-
-    Attributes:
-        name: for messages.
-        description: of the processes, in words.
-    """
-
-    name = "ncclsync"
-
-    def __init__(self, process: Process, *, with_mpi: bool) -> None:
-        """Join the other processes; `with_mpi`: MPI's all-reduce runs, too. Collective.
-
-        Raises:
-            BenchError: they cannot be joined.
-        """
-        try:
-            self._peers = join()
-            self._reducer, self._ranks = RankReducer(process.size, with_mpi), Ranks()
-        except NcclSyncError as error:
-            raise BenchError(str(error)) from error
-        hosts = len(set(self._peers.hosts))
-        self.description = f"{process.size} processes on {hosts} host{'s' * (hosts != 1)}, {process.launcher}"
-
-    def ask(self, do: str, **details: Any) -> dict[str, Any]:
-        """Let all processes work, in process 0; see `Side.ask` and `Ranks.join`."""
-        return self._ranks.join(self._reducer.serve(self._ranks.share({"do": do, **details})))
-
-    def follow(self) -> None:
-        """Serve process 0's requests until it ends."""
-        while (request := self._ranks.share(None))["do"] != "end":
-            self._ranks.join(self._reducer.serve(request))
-
-    def __enter__(self) -> "ProcessSide":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Let the others end."""
-        if self._peers.rank == 0:
-            self._ranks.share({"do": "end"})
-
-
-def missing(given: argparse.Namespace) -> Iterator[str]:
-    """Yield a sentence for each peer that was asked for and is not here."""
-    for peer in given.against:
-        if given.backend == "nccl":
-            yield f"{peer} is left out: it works on host memory, and ncclsync on that of GPUs."
-        elif peer == "mpi" and missing_mpi():
-            yield f"mpi is left out: {missing_mpi()}."
-
-
-def _starts(given: argparse.Namespace, towers: int) -> Iterator[Callable[[], Side]]:
-    """Yield functions that start the processes, ncclsync's own first."""
-    arguments = {"towers": towers}
-    if given.backend == "nccl":
-        yield functools.partial(Side, "ncclsync", "all_reduce.NcclReducer", arguments)
-        return
-    yield functools.partial(Side, "ncclsync", "all_reduce.HostReducer", arguments)
-    if "mpi" in given.against and not missing_mpi():
-        yield functools.partial(Side, "mpi", "all_reduce.MpiReducer", arguments, *launched(towers))
-
-
-def _time_case(
-    given: argparse.Namespace, towers: int, size: int, sides: Sequence[Side | ProcessSide], show: Callable[[str], None]
-) -> list[Row]:
+def _time_case(towers: int, size: int, sides: Mapping[str, Ask], rounds: int, show: Callable[[str], None]) -> list[Row]:
+    """Time the libraries, each by what has it work, on buffers of `size` bytes."""
     show = about(f"{towers} towers, {size_text(size)}", show)
-    item_bytes = np.dtype(given.dtype).itemsize
-    count = max(1, size // item_bytes)
+    count = max(1, size // _ITEM_BYTES)
     timers: dict[str, Callable[[], float]] = {}
-    owners: dict[str, Side | ProcessSide] = {}
-    for side in sides:
-        for library in side.ask("prepare", count=count, dtype=given.dtype)["libraries"]:
-            if library in PEERS and library not in given.against:
-                continue
-            show(f"warming up {library}")
-            owners[library] = side
-            timers[library] = _timer(side, library)
-    seconds = take_turns(timers, given.rounds, show)
-    wrong = {library: side.ask("wrong", library=library)["wrong"] for library, side in owners.items()}
-    for side in sides:
-        side.ask("prepare", count=1, dtype=given.dtype)  # frees the memory for the next process
-    actual = count * item_bytes
-    case = {"towers": towers, "size_bytes": actual, "count": count, "dtype": given.dtype}
+    for library, ask in sides.items():
+        show(f"warming up {library}")
+        timers[library] = _timer(functools.partial(ask, "seconds", library=library, count=count))
+    seconds = take_turns(timers, rounds, show)
+    wrong = {library: ask("wrong", library=library, count=count)["wrong"] for library, ask in sides.items()}
+    for library, ask in sides.items():
+        ask("wrong", library=library, count=1)  # frees the memory for the next process
+    actual = count * _ITEM_BYTES
+    case = {"towers": towers, "size_bytes": actual, "count": count, "dtype": "float32"}
     rows = []
     for library, samples in seconds.items():
         spread = Spread.of(samples)
-        beside: list[str] = [other for other in ("memcpy", "mpi", "ncclsync") if other in seconds and other != library]
-        ratios = {other: ratio(samples, seconds[other]) for other in beside}
+        ratios = {other: ratio(samples, seconds[other]) for other in seconds if other != library}
         figures: dict[str, float] = {"wrong": wrong[library]}
         if library != "memcpy":  # a copy reduces nothing
             algbw = actual / spread.median / 1e9
@@ -187,56 +125,39 @@ def _time_case(
     return rows
 
 
-def _timer(side: Side | ProcessSide, library: str) -> Callable[[], float]:
+def _timer(ask: Ask) -> Callable[[], float]:
     """Return a timer of a collective, by as many as fill a turn; two come first, to warm up and to be timed."""
 
     def seconds(iterations: int) -> float:
-        return side.ask("run", library=library, iterations=iterations)["seconds"] / iterations
+        return ask(iterations=iterations)["seconds"] / iterations
 
     seconds(1)
     return functools.partial(seconds, filling(_TURN_S, seconds(1), _MOST_ITERATIONS))
 
 
-def pattern(rank: int, count: int, dtype: str) -> np.ndarray:
-    """Return a rank's input, [count]: whole numbers below 16, so that sums of many ranks are exact."""
-    return ((np.arange(count) * (rank + 1) + rank) % 16).astype(dtype)
-
-
-def count_wrong(results: Sequence[np.ndarray], ranks: int) -> int:
-    """Return how many elements of the results, an array of [count] for each rank, differ from the patterns' sum."""
-    count, dtype = results[0].size, results[0].dtype.name
-    expected = sum((pattern(rank, count, dtype) for rank in range(1, ranks)), pattern(0, count, dtype))
-    return sum(int(np.count_nonzero(result.reshape(-1) != expected)) for result in results)
+def pattern(rank: int, count: int) -> np.ndarray:
+    """Return a rank's input, float32 [count]: whole numbers below 16, so that sums of many ranks are exact."""
+    return ((np.arange(count) * (rank + 1) + rank) % 16).astype("float32")
 
 
 class HostReducer:
-    """Reduce `towers` ranks' inputs in host memory, a buffer for each rank of this process, and copy the same bytes.
+    """Reduce inputs of a communicator's ranks in host memory, and copy the same bytes.
 
     Attributes:
-        libraries: by name, a function that reduces once, or copies; `prepare` comes first.
+        libraries: by name, a function that reduces once, or copies.
     """
 
-    def __init__(
-        self,
-        towers: int,
-        communicator: Communicator | None = None,
-        ranks: Sequence[int] | None = None,
-        cores: int | None = None,
-    ) -> None:
-        """Prepare for the buffers of these ranks of `towers` in all processes; a copy uses so many cores.
-
-        By default there is one process, which has all ranks and all cores, and a new `CpuCommunicator`.
-        """
-        self.towers = towers
-        reduce = (communicator or CpuCommunicator(towers)).all_reduce
+    def __init__(self, communicator: Communicator, cores: int | None = None) -> None:
+        """Take a communicator over; a copy uses so many cores, by default all."""
         self.libraries: dict[str, Callable[[], Any]] = {
-            "ncclsync": lambda: reduce(self.sends, self.recvs),
+            "ncclsync": lambda: communicator.all_reduce(self._sends, self._recvs),
             "memcpy": self._copy,
         }
-        self._ranks, self._cores = ranks or range(towers), cores or len(os.sched_getaffinity(0))
+        self._communicator, self._cores = communicator, cores or len(os.sched_getaffinity(0))
         self._threads = concurrent.futures.ThreadPoolExecutor(self._cores)
-        self.sends: list[Any] = []
-        self.recvs: list[Any] = []
+        self._count = 0
+        self._sends: list[Any] = []  # a buffer [count] for each rank of this process
+        self._recvs: list[Any] = []
 
     def make(self, rank: int, array: np.ndarray) -> Any:
         """Return a buffer of a rank with the array's elements."""
@@ -244,51 +165,53 @@ class HostReducer:
         made[:] = array
         return made
 
-    def prepare(self, count: int, dtype: str) -> None:
-        """Make the input, `count` elements per rank; free earlier buffers."""
-        self.sends, self.recvs = [], []
-        for rank in self._ranks:
-            self.sends.append(self.make(rank, pattern(rank, count, dtype)))
-            self.recvs.append(self.make(rank, pattern(rank, count, dtype)))
+    def ask(self, do: str, **details: Any) -> dict[str, Any]:
+        """Return what a method, "seconds" or "wrong", measures, by its name."""
+        return {do: getattr(self, do)(**details)}
 
-    def run(self, library: str, iterations: int) -> float:
-        """All-reduce so many times; return the seconds that took."""
+    def seconds(self, library: str, count: int, iterations: int) -> float:
+        """All-reduce `count` elements so many times; return the seconds that took."""
+        if count != self._count:
+            self._sends, self._recvs = [], []  # free them before new ones are made
+            self._sends, self._recvs = (
+                [self.make(rank, pattern(rank, count)) for rank in self._communicator.ranks] for _ in range(2)
+            )
+            self._count = count
         began = time.perf_counter()
         for _ in range(iterations):
             self.libraries[library]()
         return time.perf_counter() - began
 
-    def wrong(self, library: str) -> int:
+    def wrong(self, library: str, count: int) -> int:
         """All-reduce the pattern once; return how many elements of this process' results are wrong.
 
         Of a copy, those that differ from their source.
         """
-        for i, rank in enumerate(self._ranks):
-            self.recvs[i] = self.make(rank, np.full_like(np.asarray(self.sends[i]), 99))
-        self.run(library, 1)
-        results = [np.asarray(recv) for recv in self.recvs]
-        if library == "memcpy":
-            return sum(int(np.count_nonzero(result != send)) for result, send in zip(results, self.sends, strict=True))
-        return count_wrong(results, self.towers)
+        self.seconds(library, count, 0)
+        stale = np.full(count, 99, "float32")
+        self._recvs = [self.make(rank, stale) for rank in self._communicator.ranks]
+        self.seconds(library, count, 1)
+        expected = self._sends
+        if library != "memcpy":
+            total = sum((pattern(rank, count) for rank in range(self._communicator.world_size)), np.float32(0))
+            expected = [total] * len(self._recvs)
+        pairs = zip(self._recvs, expected, strict=True)
+        return sum(int(np.count_nonzero(np.asarray(result) != right)) for result, right in pairs)
 
-    def serve(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Serve a request of the driver; return the answer."""
-        if request["do"] == "prepare":
-            self.prepare(request["count"], request["dtype"])
-            return {"libraries": [*self.libraries]}
-        if request["do"] == "run":
-            return {"seconds": self.run(request["library"], request["iterations"])}
-        return {"wrong": self.wrong(request["library"])}
+    def close(self) -> None:
+        """Close the communicator."""
+        self._threads.shutdown()
+        self._communicator.close()
 
     def _copy(self) -> None:
         """Copy all ranks' bytes: an all-reduce reads and writes as many."""
-        if self._cores == 1 or self.sends[0].nbytes * len(self.sends) < _FEW_BYTES:
-            for send, recv in zip(self.sends, self.recvs, strict=True):
+        if self._cores == 1 or self._sends[0].nbytes * len(self._sends) < _FEW_BYTES:
+            for send, recv in zip(self._sends, self._recvs, strict=True):
                 np.copyto(recv, send)
             return
         to, source = (
             [part for buffer in buffers for part in np.array_split(buffer, self._cores)]
-            for buffers in (self.recvs, self.sends)
+            for buffers in (self._recvs, self._sends)
         )
         list(self._threads.map(np.copyto, to, source))
 
@@ -310,7 +233,7 @@ class NcclReducer(HostReducer):
             raise BenchError(f"Expected {towers} GPUs that TensorFlow sees. Received: {len(gpus)}")
         for gpu in gpus:
             tf.config.experimental.set_memory_growth(gpu, True)
-        super().__init__(towers, NcclCommunicator(list(range(towers))), cores=1)
+        super().__init__(NcclCommunicator(list(range(towers))))
         del self.libraries["memcpy"]
 
     def make(self, rank: int, array: np.ndarray) -> Any:
@@ -322,29 +245,25 @@ class NcclReducer(HostReducer):
 
 
 class RankReducer(HostReducer):
-    """Run a rank of several processes: ncclsync's all-reduce, a copy and, under mpirun, MPI's own all-reduce."""
+    """Run a rank of several processes: ncclsync, a copy and, under mpirun, MPI's own all-reduce. Collective."""
 
-    def __init__(self, towers: int, with_mpi: bool) -> None:
-        """Join the others. Collective."""
-        peers = join()
-        self._communicator = TcpCommunicator(peers, 1)
-        super().__init__(towers, self._communicator, [peers.rank], 1)
+    def __init__(self, with_mpi: bool) -> None:
+        super().__init__(TcpCommunicator(join(), 1), cores=1)
         if with_mpi:
             from mpi4py import MPI
 
-            self.libraries["mpi"] = lambda: MPI.COMM_WORLD.Allreduce(self.sends[0], self.recvs[0])
+            self.libraries["mpi"] = lambda: MPI.COMM_WORLD.Allreduce(self._sends[0], self._recvs[0])
 
-    def run(self, library: str, iterations: int) -> float:
-        """See `HostReducer.run`; all begin together."""
+    def seconds(self, library: str, count: int, iterations: int) -> float:
+        """See `HostReducer.seconds`; all begin together."""
+        super().seconds(library, count, 0)
         one = np.zeros(1, np.float32)
         self._communicator.all_reduce([one], [one])
-        return super().run(library, iterations)
+        return super().seconds(library, count, iterations)
 
 
-class MpiReducer(RankReducer):
-    """Run MPI's all-reduce alone."""
-
-    def __init__(self, towers: int) -> None:
-        """Join the others. Collective."""
-        super().__init__(towers, with_mpi=True)
-        self.libraries = {"mpi": self.libraries["mpi"]}
+def serve_mpi(requests: Requests) -> None:
+    """Reduce in each of mpirun's processes as long as there are requests, see `HostReducer.ask`."""
+    reducer, ranks = RankReducer(with_mpi=True), Ranks(requests)
+    while True:
+        ranks.answer(**reducer.ask(**ranks.next()))

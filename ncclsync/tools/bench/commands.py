@@ -10,27 +10,24 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ncclsync.communicator.processes import Process, find_process
+from ncclsync.communicator.processes import find_process
 from ncclsync.errors import NcclSyncError
 from ncclsync.tools.arguments import Option, add_options, at_least, file, link, listed, number, option, switch
-from ncclsync.tools.bench import all_reduce, training
-from ncclsync.tools.bench.results import TABLES, show, write_json
-from ncclsync.tools.bench.turns import BenchError, Progress
+from ncclsync.tools.bench import training
+from ncclsync.tools.bench.results import show, tables_of, write_json
+from ncclsync.tools.bench.turns import BenchError, progress
+from ncclsync.tools.factories import UsageError
 from ncclsync.tools.processes import tell_of
 
 DONE, WRONG, NOT_RUN = 0, 1, 2  # exit codes; argparse ends with 2 as well
 
-_DTYPES = ("float32", "float64", "float16", "int32", "int64")
 _MIRRORED = "mirrored: tf.distribute.MirroredStrategy"
 _LIBRARIES = (
     f"{_MIRRORED}; single: plain Keras on one device; shard: the same on one tower's part of the batch (1 is ideal "
     "with a GPU for each tower; N towers that share cores have N times its work); sharded: ncclsync with "
     "shard_optimizer; processes: ncclsync as 2 processes, by mpirun, which share the towers"
 )
-_XLA = "on CPUs, too, let XLA compile what Keras has it compile on GPUs"
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
-
-_BETWEEN_PROCESSES = ("all-reduce", "exchange", "overlap")
 
 
 def add_bench(commands: Any) -> None:
@@ -40,83 +37,67 @@ def add_bench(commands: Any) -> None:
         help="measure all-reduce, step, start, feeding and memory, beside other libraries",
         description="Measure ncclsync beside other libraries, on this machine. The sides run in "
         "processes that take turns, so that other load meets all of them alike; medians are shown with "
-        "quartiles (in parentheses), and ratios are taken within a round. Exit code 0: measured; 1: a "
+        "quartiles (in parentheses), and ratios (÷) are taken within a round. Exit code 0: measured; 1: a "
         "result was wrong; 2: nothing was measured.",
     )
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
 
-    def add(name: str, home: str, about: str, more: str, *options: Option) -> None:
-        parser = benchmarks.add_parser(name, help=about, description=more)
+    def add(name: str, home: str, rounds: int, about: str, *options: Option) -> None:
+        """Add a benchmark of the module `home`, whose sides take so many turns by default."""
+        parser = benchmarks.add_parser(name, help=about.partition(". ")[0], description=about)
         parser.set_defaults(run=lambda given: _run(given, home))
         json = file("--json", "write all figures there as well")
-        add_options(parser, *options, json)
+        add_options(parser, *options, number("--rounds", 1, rounds, "turns of each side"), json)
 
-    _add_collectives(add)
-    _add_trainings(add)
-
-
-def _add_collectives(add: Callable[..., None]) -> None:
+    xla = switch("--xla", "on CPUs, too, let XLA compile what Keras has it compile on GPUs")
+    towers, numbers = number("--towers", 1, 4), _list("--towers", at_least(1), "1,2,4,8", "N,N")
+    against_mirrored = _against(("mirrored",), "mirrored", _MIRRORED)
+    gpus = "Needs as many GPUs as towers. By a launcher: the towers are divided among its processes."
     add(
         "all-reduce",
         "all_reduce",
-        "the collective alone, as nccl-tests does",
-        "Time the all-reduce alone and check its results. The columns are those of nccl-tests: "
+        11,
+        "Time the all-reduce alone, as nccl-tests does. Of float32, with its results checked: by NCCL where there is a "
+        "GPU, unless CUDA_VISIBLE_DEVICES is empty, else in host memory. The columns are those of nccl-tests: "
         "size of one tower's buffer, algbw = size / time, busbw = algbw * 2(n-1)/n. memcpy is a copy of all "
         "towers' buffers on all cores: it reads and writes the same bytes. Under mpirun: between its processes, one "
         "tower of each, beside MPI_Allreduce.",
         option("--towers", "default 2,4,8; not under mpirun", type=listed(at_least(2)), metavar="N,N"),
         _list("--sizes", _size, "4KiB,1MiB,25MiB,100MiB", "SIZE,SIZE", "of each tower's buffer"),
-        _against(
-            all_reduce.PEERS,
-            ",".join(all_reduce.PEERS),
-            "mpi: MPI_Allreduce, by mpi4py and mpirun, left out with a note if not installed",
-        ),
-        option("--dtype", choices=_DTYPES, default="float32"),
-        option(
-            "--backend",
-            "nccl: between GPUs; cpu: in host memory; default: nccl where there is a GPU",
-            choices=("nccl", "cpu"),
-        ),
-        number("--rounds", 1, 11, "turns of each library for each size"),
+        _against(("mpi",), "mpi", "mpi: MPI_Allreduce, by mpi4py and mpirun, left out with a note if not installed"),
     )
     add(
         "exchange",
         "on_gpus",
-        "the host time of an all-reduce between towers on GPUs",
-        "Time how long the host needs to enqueue an all-reduce of one small bucket, many in a row in one "
-        "graph, and, for comparison, the call of a graph without any. Needs as many GPUs as towers. By a launcher: the "
-        "towers are divided among its processes.",
+        11,
+        "Time how long the host needs to enqueue an all-reduce between GPUs. It is of one small bucket, many in a row "
+        f"in one graph; for comparison, the call of a graph without any. {gpus}",
         _list("--towers", at_least(2), "2,4,8", "N,N"),
-        number("--rounds", 1, 11, "turns of each graph"),
     )
     add(
         "overlap",
         "on_gpus",
-        "the share of the exchange that back-propagation hides",
-        "Time a step of dense layers, whose gradients fill five buckets, as it is and without its "
-        "exchanges, and the same exchanges alone. hidden: (without exchanges + exchanges alone - step) / exchanges "
-        "alone. And the host's lead: when the call of a step returns, and when the GPUs are through. Needs as many "
-        "GPUs as towers. By a launcher: the towers are divided among its processes.",
+        5,
+        "Measure the share of the exchange that back-propagation hides. A step of dense layers, whose gradients fill "
+        "five buckets, is timed as it is and without its exchanges, and the same exchanges alone. hidden: (without + "
+        "exchange - step) / exchange. And the host's lead: when the call of a step returns, and when the GPUs are "
+        f"through. {gpus}",
         number("--towers", 2, 4),
         switch("--xla", "let XLA compile the step, in a program for each bucket"),
         option("--link", "show too what `plan` predicts for it, such as run.py's --link", type=link, metavar="GB/s,µs"),
-        number("--rounds", 1, 5, "turns of each side"),
     )
-
-
-def _add_trainings(add: Callable[..., None]) -> None:
     add(
         "step",
         "training",
-        "one step of training inside fit, and where its time goes",
-        "Time a step inside fit, beside the same model under MirroredStrategy and on one "
+        15,
+        "Time a step inside fit, and where its time goes. Beside the same model under MirroredStrategy and on one "
         "device by plain Keras. The parts add up to the step. compute: forward and backward of all towers; "
         "communicate: what the exchanges between towers add; apply: the optimizer and what else follows the "
         "last exchange; feed: what fit adds to a step on a batch that is in memory already (making batches, "
         "callbacks, logs). They are differences of timings of the same step with parts left out, so that a "
         "small one may be negative by noise.",
         _models(",".join(training.MODEL_NAMES)),
-        number("--towers", 1, 4),
+        towers,
         _against(training.PEERS, "mirrored,single", _LIBRARIES),
         ("--no-split", {"dest": "split", "action": "store_false", "help": "only whole steps"}),
         switch(
@@ -127,49 +108,47 @@ def _add_trainings(add: Callable[..., None]) -> None:
         ),
         switch("--watched", "also time steps that Timeline and Throughput watch"),
         _shards("also time steps"),
-        switch("--xla", _XLA),
-        number("--rounds", 1, 15, "turns of each side"),
+        xla,
     )
     add(
         "start",
         "training",
-        "from the call of the decorated factory to the end of the first step",
-        "Time from the call of the decorated factory to the end of the first step, without imports, each time in a "
-        "fresh process.",
+        3,
+        "Time from the call of the decorated factory to the end of the first step. Without imports, each time in a "
+        "fresh process; build: what of it the factory takes.",
         _models("resnet50"),
-        _list("--towers", at_least(1), "1,2,4,8", "N,N"),
-        _against(("mirrored",), "mirrored", _MIRRORED),
-        switch("--xla", _XLA),
-        number("--rounds", 1, 3, "fresh processes of each side"),
+        numbers,
+        against_mirrored,
+        xla,
     )
     add(
         "feed",
         "training",
-        "fit on NumPy, tf.data and a generator",
-        "Time a step inside fit on NumPy arrays, a tf.data.Dataset and a generator, and on a constant batch that is "
+        15,
+        "Time a step inside fit on NumPy arrays, a tf.data.Dataset and a generator. Beside it a constant batch that is "
         "in memory already, which is the ceiling: 1 means that feeding costs nothing.",
         _models("mlp"),
-        number("--towers", 1, 4),
+        towers,
         _list("--data", _one_of(training.FEEDS), ",".join(training.FEEDS), "KIND,KIND"),
         _against(
             ("mirrored", "single"), "none", "what feeding costs mirrored (MirroredStrategy), single (plain Keras)"
         ),
-        number("--rounds", 1, 15, "turns of each side"),
     )
     add(
         "memory",
         "training",
-        "peak resident memory of the host by number of towers",
-        "Measure the peak resident memory of a process that trains for a few steps, each time a "
-        "fresh one. needed: the peak with one tower, and for each more tower weights and optimizer state. The "
-        "share of the rows, and the activations, are the peak less that of one row for each tower.",
+        3,
+        "Measure the peak resident memory of a process that trains for a few steps. Each time of a "
+        "fresh one; imported: before the model is built; state: the bytes of weights and optimizer; "
+        "of needed: over the peak with one tower and, for each more tower, the state; of rows: what the rows take in "
+        "shards, over the same without them; beyond: what is beyond the needed, over one tower's activations. Rows "
+        "and activations are the peak less that of one row for each tower.",
         _models("resnet50"),
-        _list("--towers", at_least(1), "1,2,4,8", "N,N"),
-        _against(("mirrored",), "mirrored", _MIRRORED),
+        numbers,
+        against_mirrored,
         _shards("also measure"),
         switch("--activations", "also tell how much more than needed is taken, beside one tower's activations"),
         number("--batch-size", 1, None, "default: each model's own, as of `step`, and with --shards 64 times that"),
-        number("--rounds", 1, 3, "fresh processes of each side"),
     )
 
 
@@ -194,44 +173,31 @@ def _shards(what: str) -> Option:
 
 def _run(given: argparse.Namespace, home: str) -> int:
     """Run a benchmark of the module `home`; of several processes only the first shows the result, or the error."""
-    name = f"python -m ncclsync bench {given.benchmark}"
-    progress = Progress()
     process = None
     try:
-        process = _process(given)
+        process = find_process()
+        if process is not None and home == "training":
+            raise BenchError(
+                f"Expected one process: it starts others by itself. Received: {process.size}, by {process.launcher} "
+                f"({process.reason})"
+            )
         if home == "on_gpus":
-            progress.show("importing TensorFlow")
+            progress("importing TensorFlow")
         module = importlib.import_module(f"ncclsync.tools.bench.{home}")
-        result = getattr(module, f"bench_{given.benchmark.replace('-', '_')}")(given, progress.show)
-    except BenchError as error:
-        progress.clear()
+        result = getattr(module, f"bench_{given.benchmark.replace('-', '_')}")(given, progress)
+    except (BenchError, NcclSyncError) as error:
+        progress("")
         if process is None:
-            print(f"{name}: {error}", file=sys.stderr)
-            return NOT_RUN
-        tell_of(error, process, name)
+            raise UsageError(str(error)) from error
+        tell_of(error, process, f"python -m ncclsync bench {given.benchmark}")
         return NOT_RUN if process.rank == 0 else DONE  # otherwise mpirun might end the first before it has printed
-    if result is None:
+    progress("")
+    if process is not None and process.rank:
         return DONE
-    progress.clear()
-    show(result, TABLES[given.benchmark])
+    show(result, tables_of(result))
     if given.json:
         write_json(result, sys.argv[1:], given.json)
     return WRONG if any(row.more.get("wrong") for row in result.rows) else DONE
-
-
-def _process(given: argparse.Namespace) -> Process | None:
-    try:
-        process = find_process()
-    except NcclSyncError as error:
-        raise BenchError(str(error)) from error
-    if process is None or given.benchmark in _BETWEEN_PROCESSES:
-        return process
-    if process.rank > 0:
-        raise SystemExit(DONE)
-    raise BenchError(
-        f"Expected one process: it starts others by itself. Received: {process.size}, by {process.launcher} "
-        f"({process.reason})"
-    )
 
 
 def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:

@@ -22,7 +22,7 @@ from ncclsync.training.callbacks.throughput import Throughput
 from ncclsync.training.callbacks.timeline import Timeline
 from ncclsync.training.keras_model import ModelStep
 
-FEEDS = ("constant", "tf.data", "numpy", "generator")
+_MEMORY_STEPS = 5
 
 _BATCHES = {"resnet50": 8}  # of an epoch
 _BATCHES_ELSE = 240  # as MNIST with 250 rows a batch: the begin of an epoch is a small part of it
@@ -54,12 +54,14 @@ def build(library: str, model: str, towers: int, shards: int | None = None, *, x
         return factory()
 
 
-def fit_in_turns(requests: Requests, library: str, model: str, feed: str, batch_size: int, **how: Any) -> None:
+def fit_in_turns(
+    requests: Requests, library: str, model: str, feed: str, batch_size: int, *, watched: bool = False, **how: Any
+) -> None:
     """Train by `fit` as long as there are requests; `build` takes `how`: towers, shards, xla.
 
-    The request "fit" is for so many steps inside `fit`, its callbacks included, and "watched" for steps that
-    `Timeline` and `Throughput` watch; requests for a variant of `StepParts` run its steps while `fit` waits.
-    Answers give the mean seconds of a step; answers to "fit" and "watched" also the seconds of the host's cores, and
+    `feed` is of `training.FEEDS`, or "constant". The request "fit" is for so many steps inside `fit`, its callbacks
+    included, if `watched` also `Timeline` and `Throughput`; requests for a variant of `StepParts` run its steps while
+    `fit` waits. Answers give the mean seconds of a step; answers to "fit" also the seconds of the host's cores, and
     whether XLA compiles the step.
     """
     keras.utils.set_random_seed(0)
@@ -69,7 +71,9 @@ def fit_in_turns(requests: Requests, library: str, model: str, feed: str, batch_
     batch_size //= how["towers"] if library == "shard" else 1
     batch = tf.nest.map_structure(to_tensor, (rows_of(x, 0, batch_size), y[:batch_size]))
     turns = _Turns(Ranks(requests) if library == "processes" else requests, trained, batch)
-    arguments = {"callbacks": [turns], "epochs": 10**9, "verbose": 0}
+    # The file is never written: this process is killed, and there is no last step.
+    watchers = [Timeline("timeline.json", steps=(1, 10**9)), Throughput()] if watched else []
+    arguments = {"callbacks": [*watchers, turns], "epochs": 10**9, "verbose": 0}
     if feed == "numpy":
         trained.fit(x, y, batch_size=batch_size, **arguments)
         return
@@ -83,61 +87,47 @@ def fit_in_turns(requests: Requests, library: str, model: str, feed: str, batch_
     trained.fit(data, steps_per_epoch=10**9, **arguments)
 
 
+def _clocks() -> np.ndarray:
+    """Return the time, and how long the host's cores have worked for this process, in seconds."""
+    return np.array([time.perf_counter(), time.process_time()])
+
+
 class _Turns(keras.callbacks.Callback):
-    """Hold `fit` between two of its steps until it is asked for more. Between epochs its clock stands."""
+    """Hold `fit` between two of its steps until it is asked for more. Between epochs its clocks stand."""
 
     def __init__(self, requests: Requests | Ranks, model: keras.Model, batch: Any) -> None:
         super().__init__()
         self._requests, self._xla = requests, bool(model.jit_compile)
         self._parts = StepParts(model, batch) if getattr(model, "towers", None) else None
         self._steps = self._left = 0
-        self._began = self._cpu_began = 0.0
-        self._epoch_ended: tuple[float, float] | None = None
-        self._watchers: list[keras.callbacks.Callback] = []
-        self._watching: list[keras.callbacks.Callback] = []
+        self._began = np.zeros(2)
+        self._epoch_ended: np.ndarray | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        if self._parts is not None:
-            # The file is never written: this process is killed, and there is no last step.
-            self._watchers = [Timeline("timeline.json", steps=(1, 10**9)), Throughput()]
-        for watcher in self._watchers:
-            watcher.set_model(self.model)
         self._wait()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._epoch_ended = time.perf_counter(), time.process_time()
+        self._epoch_ended = _clocks()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self._epoch_ended is not None:
-            seconds, cpu_seconds = self._epoch_ended
-            self._began += time.perf_counter() - seconds
-            self._cpu_began += time.process_time() - cpu_seconds
+            self._began += _clocks() - self._epoch_ended
             self._epoch_ended = None
-        for watcher in self._watching:
-            watcher.on_train_batch_begin(batch)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        for watcher in self._watching:
-            watcher.on_train_batch_end(batch, logs)
         self._left -= 1
         if self._left == 0:
             tf_compat.sync_devices()  # a GPU may still be at work
-            seconds = time.perf_counter() - self._began
-            cpu_seconds = time.process_time() - self._cpu_began
-            mean = {"seconds": seconds / self._steps, "cpu_seconds": cpu_seconds / self._steps}
-            self._requests.answer(**mean, xla=self._xla)
+            seconds, cpu_seconds = ((_clocks() - self._began) / self._steps).tolist()
+            self._requests.answer(seconds=seconds, cpu_seconds=cpu_seconds, xla=self._xla)
             self._wait()
 
     def _wait(self) -> None:
-        while True:
-            request = self._requests.next()
-            if request["do"] in ("fit", "watched"):
-                self._watching = self._watchers if request["do"] == "watched" else []
-                self._steps = self._left = request["steps"]
-                self._began, self._cpu_began = time.perf_counter(), time.process_time()
-                return
+        while (request := self._requests.next())["do"] != "fit":
             assert self._parts is not None
             self._requests.answer(seconds=self._parts.seconds(request["do"], request["steps"]))
+        self._steps = self._left = request["steps"]
+        self._began = _clocks()
 
 
 def _generate(x: Any, y: np.ndarray, batch_size: int) -> Any:
@@ -154,14 +144,15 @@ def first_step(requests: Requests, library: str, model: str, towers: int, *, xla
     x, y = MODELS[model].data(MODELS[model].batch_size)
     keras.utils.set_random_seed(0)
     requests.next()
-    began, cpu_began = time.perf_counter(), time.process_time()
+    began = _clocks()
     trained = build(library, model, towers, xla=xla)
-    built = time.perf_counter()
+    build_seconds, _ = (_clocks() - began).tolist()
 
     def answer(batch: int, logs: Any) -> None:
         tf_compat.sync_devices()
-        times = {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - cpu_began}
-        requests.answer(**times, build_seconds=built - began, xla=bool(trained.jit_compile))
+        seconds, cpu_seconds = (_clocks() - began).tolist()
+        times = {"seconds": seconds, "cpu_seconds": cpu_seconds, "build_seconds": build_seconds}
+        requests.answer(**times, xla=bool(trained.jit_compile))
         requests.end()
 
     answering = keras.callbacks.LambdaCallback(on_train_batch_end=answer)
@@ -169,13 +160,7 @@ def first_step(requests: Requests, library: str, model: str, towers: int, *, xla
 
 
 def peak_memory(
-    requests: Requests,
-    library: str,
-    model: str,
-    towers: int,
-    steps: int,
-    rows: int | None = None,
-    shards: int | None = None,
+    requests: Requests, library: str, model: str, towers: int, rows: int | None = None, shards: int | None = None
 ) -> None:
     """Answer a request with this process' peak memory after some steps on so many rows, in bytes.
 
@@ -185,7 +170,7 @@ def peak_memory(
     requests.next()
     imported = status_bytes("VmRSS")
     trained = build(library, model, towers, shards)
-    trained.fit(tf.data.Dataset.from_tensors((x, y)).repeat(steps), verbose=0)
+    trained.fit(tf.data.Dataset.from_tensors((x, y)).repeat(_MEMORY_STEPS), verbose=0)
     variables = [*trained.weights, *trained.optimizer.variables]
     state = sum(int(np.prod(v.shape)) * np.dtype(keras.backend.standardize_dtype(v.dtype)).itemsize for v in variables)
     held = {"bytes": status_bytes("VmHWM"), "imported_bytes": imported, "state_bytes": state}

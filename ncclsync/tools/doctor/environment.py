@@ -1,9 +1,9 @@
 """Read the process' environment: variables that matter, and shared memory."""
 
 import contextlib
-import os
 import pathlib
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 
 from ncclsync.tools.doctor.facts import Variable
@@ -73,18 +73,12 @@ def read_variables(environ: Mapping[str, str], files: tuple[pathlib.Path, ...] =
 
     An empty value counts as set. Files that cannot be read are left out.
     """
-    found = [
-        Variable(name, "(hidden)" if name == "NCCLSYNC_SECRET" else environ[name], "environment", EFFECTS.get(name, ""))
-        for name in sorted(environ)
-        if name in EFFECTS or _SHOWN.match(name)
-    ]
-    for file in files:
-        found += (
-            Variable(name, value, str(file), EFFECTS.get(name, ""))
-            for name, value in _settings(file)
-            if name not in environ
-        )
-    return tuple(found)
+    shown = [(name, environ[name], "environment") for name in sorted(environ) if name in EFFECTS or _SHOWN.match(name)]
+    shown += [(*one, str(file)) for file in files for one in _settings(file) if one[0] not in environ]
+    return tuple(
+        Variable(name, "(hidden)" if name == "NCCLSYNC_SECRET" else value, source, EFFECTS.get(name, ""))
+        for name, value, source in shown
+    )
 
 
 def nccl_files(environ: Mapping[str, str]) -> tuple[pathlib.Path, ...]:
@@ -105,7 +99,7 @@ def _settings(file: pathlib.Path) -> Iterator[tuple[str, str]]:
 def shared_memory(folder: str = "/dev/shm") -> tuple[int | None, int | None]:
     """Return the size of a file system and its free part, in bytes; None if it is not there."""
     try:
-        found = os.statvfs(folder)
+        found = shutil.disk_usage(folder)
     except OSError:
         return None, None
-    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    return found.total, found.free

@@ -8,7 +8,6 @@ import platform
 import re
 import socket
 import sys
-from collections.abc import Mapping
 
 from ncclsync.compat import host_gpus
 from ncclsync.tools.doctor import environment, probes
@@ -33,16 +32,12 @@ _CHATTER = re.compile(r"^[IW]\d{4} |^WARNING: All log messages before")
 _WARNINGS = re.compile(r"^[WEF]\d{4} ")  # TensorFlow's log: a warning, an error, a fatal one
 
 
-def examine(timeout_s: float = 60.0, environ: Mapping[str, str] | None = None) -> Report:
+def examine(timeout_s: float) -> Report:
     """Find out whether training would run on this host, and what prevents it.
 
-    TensorFlow and the GPUs are asked in separate processes, which end afterwards.
-
-    Args:
-        timeout_s: seconds that each of the four questions may take.
-        environ: of the processes; None: `os.environ`.
+    TensorFlow and the GPUs are asked in separate processes, which end afterwards, each within `timeout_s`.
     """
-    environ = dict(os.environ if environ is None else environ)
+    environ = dict(os.environ)
     troubles: list[Trouble] = []
 
     def ask(question: str, **more: str) -> probes.Answer:
@@ -94,14 +89,12 @@ def _frameworks(answer: probes.Answer) -> tuple[Frameworks, Choice]:
 
 def _all_reduce(host: Host, timeout_s: float, environ: dict[str, str]) -> AllReduce:
     """Reduce where training would; on the GPUs too if only TensorFlow or Keras stand in the way."""
-    backend, devices = "cpu", list(range(CPU_RANKS))
+    backend, devices = "cpu", [*range(CPU_RANKS)]
     if host.choice.backend == "nccl":
         backend, devices = "nccl", [int(name.split(":")[1]) for name in host.choice.devices]
     elif host.choice.backend is None and host.visible_gpus and host.libraries.nccl.version:
         backend, devices = "nccl", list(range(len(host.visible_gpus)))
-    # NCCL's limit is shorter, since its error names the missing ranks.
-    arguments = {"backend": backend, "devices": devices, "timeout_s": 0.7 * timeout_s}
-    answer = probes.ask("all_reduce", timeout_s, {"NCCL_DEBUG": "WARN", **environ}, arguments)
+    answer = probes.ask_all_reduce(backend, devices, timeout_s, {"NCCL_DEBUG": "WARN", **environ})
     log = tuple(line for line in answer.output if "NCCL WARN" in line)[-3:]
     found = {"backend": backend, "ranks": len(devices), "count": probes.COUNT, "log": log, "error": answer.failure}
     if answer.ended != "well" and "kind" not in answer.facts:

@@ -31,13 +31,11 @@ class Gpu:
     """Describe a GPU as the driver does, whether or not this process may use it. None: the driver does not tell."""
 
     index: int  # the driver's, as in nvidia-smi
-    # name, uuid, pci_bus_id: such as "NVIDIA H100 80GB HBM3", "GPU-5f0c…", "00000000:3B:00.0"
-    name: str | None = None
-    uuid: str | None = None
-    pci_bus_id: str | None = None
-    # memory_bytes, used_bytes: total, and used by all processes
+    name: str | None = None  # such as "NVIDIA H100 80GB HBM3"
+    uuid: str | None = None  # such as "GPU-5f0c…"
+    pci_bus_id: str | None = None  # such as "00000000:3b:00.0"
     memory_bytes: int | None = None
-    used_bytes: int | None = None
+    used_bytes: int | None = None  # by all processes
     compute_capability: str | None = None  # such as "9.0"
     mig: bool | None = None  # whether it is divided into instances
     prohibited: bool | None = None  # whether its compute mode forbids its use
@@ -88,9 +86,8 @@ class Libraries:
     nccl: Library = Library(error="not looked for")  # the library that ncclsync would use
     nccl_copies: tuple[Library, ...] = ()  # every libnccl found, including that one
     nccl_packages: tuple[str, ...] = ()  # installed Python packages with a libnccl, such as "nvidia-nccl-cu12 2.32.3"
-    # cuda_runtime, cudnn: as TensorFlow would find them
-    cuda_runtime: Library = Library()
-    cudnn: Library = Library()
+    cuda_runtime: Library = Library()  # as TensorFlow would find it
+    cudnn: Library = Library()  # likewise
     missing: tuple[str, ...] = ()  # libraries that TensorFlow loads before it uses a GPU, and that are missing
     driver_cuda: str | None = None  # the newest CUDA that the driver serves, by libcuda; None if there is no driver
 
@@ -104,28 +101,23 @@ class Libraries:
 class Frameworks:
     """Describe TensorFlow and Keras, as `nccl_parallel` sees them."""
 
-    # tensorflow, keras: version; None if not installed or not importable
-    tensorflow: str | None = None
-    # tensorflow_path, keras_path: their folders
-    tensorflow_path: str | None = None
-    # tensorflow_error, keras_error: why the import failed; "" if it did not
-    tensorflow_error: str = ""
-    keras: str | None = None
+    tensorflow: str | None = None  # version; None if not installed or not importable
+    tensorflow_path: str | None = None  # its folder
+    tensorflow_error: str = ""  # why the import failed; "" if it did not
+    keras: str | None = None  # likewise
     keras_path: str | None = None
     keras_error: str = ""
     keras_backend: str | None = None  # "tensorflow" or another
     ncclsync_error: str = ""  # why ncclsync itself cannot be imported with them
     refused: str = ""  # why training would not begin in this process of several; "" if it would
     cuda_build: bool | None = None  # whether TensorFlow was built for CUDA
-    # build_cuda, build_cudnn: the versions that it was built for
-    build_cuda: str | None = None
-    build_cudnn: str | None = None
+    build_cuda: str | None = None  # the version that it was built for
+    build_cudnn: str | None = None  # likewise
     build_capabilities: tuple[str, ...] = ()  # compute capabilities that it has code for, such as "8.0"
     build_nccl: str | None = None  # the oldest NCCL that its package requires
     gpus: tuple[str, ...] = ()  # names of the GPUs that TensorFlow sees
     nvls: str = ""  # whether NCCL may use NVLS, sums within the NVSwitch, and why; "" if ncclsync cannot be imported
-    # The variable that asks for NVLS although op determinism is on, as "NAME=value"; or None
-    nvls_variable: str | None = None
+    nvls_variable: str | None = None  # the "NAME=value" that asks for NVLS although op determinism is on
     log: tuple[str, ...] = ()  # TensorFlow's own warnings and errors about GPUs
 
 
@@ -150,6 +142,12 @@ class AllReduce:
     error: str = ""  # the failure in words; "" if there is none
     kind: str = ""  # of failure: "wrong" numbers, "hang", "crash", "raised", or ""
     log: tuple[str, ...] = ()  # NCCL's last warnings
+
+    @property
+    def failure(self) -> str:
+        """Return the kind of failure as a verb."""
+        verbs = {"wrong": "gives wrong numbers", "hang": "hangs", "crash": "ends its process", "raised": "fails"}
+        return verbs.get(self.kind, "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,9 +193,8 @@ class Trouble:
 class Host:
     """Hold all facts, before they are judged."""
 
-    # python, python_path: version and interpreter
-    python: str
-    python_path: str
+    python: str  # version
+    python_path: str  # of the interpreter
     ncclsync: str
     ncclsync_path: str
     driver: Driver = Driver()
@@ -208,8 +205,7 @@ class Host:
     choice: Choice = Choice()
     all_reduce: AllReduce | None = None
     variables: tuple[Variable, ...] = ()
-    # shm_bytes, shm_free_bytes: of /dev/shm; None if there is none
-    shm_bytes: int | None = None
+    shm_bytes: int | None = None  # of /dev/shm; None if there is none
     shm_free_bytes: int | None = None
     cores: int = 1  # that this process may use
     interfaces: tuple[str, ...] = ()  # names of the network interfaces
@@ -248,13 +244,10 @@ class ProcessFacts:
 
     rank: int
     host: str  # name of its machine
-    # backend, devices: that `@nccl_parallel` would choose there; see `Choice`
-    backend: str | None = None
-    devices: tuple[str, ...] = ()
-    # By component; None without the component
-    versions: dict[str, str | None] = dataclasses.field(default_factory=dict)
-    # Values of variables that must be equal in all processes, by name
-    settings: dict[str, str] = dataclasses.field(default_factory=dict)
+    backend: str | None = None  # that `@nccl_parallel` would choose there; see `Choice`
+    devices: tuple[str, ...] = ()  # likewise
+    versions: dict[str, str | None] = dataclasses.field(default_factory=dict)  # by component; None without it
+    settings: dict[str, str] = dataclasses.field(default_factory=dict)  # variables that must be equal in all processes
     problems: tuple[Problem, ...] = ()  # of that process alone
 
 

@@ -27,9 +27,9 @@ def find_gpus(timeout_s: float, environ: Mapping[str, str]) -> tuple[str, ...]:
 def check_gpus(
     gpus: Sequence[str], timeout_s: float, environ: Mapping[str, str], is_wanted: Callable[[], bool] = lambda: True
 ) -> Health:
-    """Try each GPU alone, by copying numbers to it and back, and then all that pass, by an all-reduce.
+    """Try each GPU alone, and then all that pass, by an all-reduce of known numbers, which a GPU alone copies.
 
-    If the all-reduce fails, the GPU without which it passes is left out. Without such a GPU, none is healthy.
+    If that fails, the GPU without which it passes is left out. Without such a GPU, none is healthy.
 
     Args:
         gpus: UUIDs of the GPUs of `environ`, by `find_gpus`.
@@ -40,28 +40,21 @@ def check_gpus(
     if not gpus:
         return Health((), {})
 
-    def failure(question: str, shown: Mapping[str, str], arguments: object = None) -> str:
-        """Return why a probe has not passed; "" if it has."""
+    def failure(some: Sequence[str]) -> str:
+        """Return why an all-reduce of some GPUs has not passed; "" if it has."""
         if not is_wanted():
             return "not asked"
-        return probes.ask(question, timeout_s, shown, arguments).failure
-
-    def alone(gpu: str) -> str:
-        return failure("copies", {**environ, VISIBLE: gpu})
-
-    def together(some: Sequence[str]) -> str:
-        # NCCL's limit is shorter, since its error names the missing ranks.
-        arguments = {"backend": "nccl", "devices": list(range(len(some))), "timeout_s": 0.7 * timeout_s}
-        return failure("all_reduce", {**environ, VISIBLE: ",".join(some)}, arguments)
+        shown = {**environ, VISIBLE: ",".join(some)}
+        return probes.ask_all_reduce("nccl", range(len(some)), timeout_s, shown).failure
 
     with concurrent.futures.ThreadPoolExecutor(len(gpus)) as pool:
-        tried = zip(gpus, pool.map(alone, gpus), strict=True)
-        left_out = {gpu: f"copies to it and back: {why}" for gpu, why in tried if why}
+        tried = zip(gpus, pool.map(lambda gpu: failure([gpu]), gpus), strict=True)
+        left_out = {gpu: f"alone: {why}" for gpu, why in tried if why}
     healthy = [gpu for gpu in gpus if gpu not in left_out]
-    if len(healthy) < 2 or not (failed := together(healthy)):
+    if len(healthy) < 2 or not (failed := failure(healthy)):
         return Health(tuple(healthy), left_out)
     for gpu in healthy:
         others = [other for other in healthy if other != gpu]
-        if len(others) == 1 or not together(others):
+        if len(others) == 1 or not failure(others):
             return Health(tuple(others), {**left_out, gpu: f"all-reduce, which passes without it: {failed}"})
     return Health((), {**left_out, **dict.fromkeys(healthy, f"all-reduce, whichever is left out: {failed}")})

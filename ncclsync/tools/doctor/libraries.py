@@ -30,17 +30,16 @@ _BUILT_WITH = re.compile(rb"NCCL version [0-9.]+\+cuda([0-9]+\.[0-9]+)")
 
 def read_libraries() -> Libraries:
     """Load NCCL, CUDA's runtime and cuDNN, and ask each for its version. Needs neither GPU nor driver."""
-    driver = _call("libcuda.so.1", "cuDriverGetVersion")
     return Libraries(
         nccl=_read_nccl(),
         nccl_copies=tuple(
-            Library(_nccl_version(_call(path, "ncclGetVersion")), path, _built_with(path)) for path in nccl_files()
+            Library(_version(path, "ncclGetVersion", nccl_version), path, _built_with(path)) for path in nccl_files()
         ),
         nccl_packages=tuple(f"{name} {version}" for name in _NCCL_PACKAGES if (version := installed(name))),
         cuda_runtime=_read("cuda_runtime", "cudaRuntimeGetVersion", _cuda_version, "NCCLSYNC_CUDART_LIBRARY"),
-        cudnn=_read("cudnn", "cudnnGetVersion", _cudnn_version),
-        missing=tuple(file for package, file in _LOADS.items() if not (wheel_file(package, file) or _loads(file))),
-        driver_cuda=_cuda_version(driver) if driver else None,
+        cudnn=_read("cudnn", "cudnnGetVersion", cudnn_version),
+        missing=tuple(file for package, file in _LOADS.items() if not (wheel_file(package, file) or _load(file))),
+        driver_cuda=_version("libcuda.so.1", "cuDriverGetVersion", _cuda_version),
     )
 
 
@@ -117,29 +116,27 @@ def _read(package: str, function: str, dotted: Callable[[int], str], variable: s
         ctypes.CDLL(path)
     except OSError as error:
         return Library(error=str(error))
-    number = _call(path, function)
     found = path if "/" in path else mapped(file.partition(".so")[0] + ".") or path
-    return Library(dotted(number) if number else None, found)
+    return Library(_version(path, function, dotted), found)
 
 
-def _call(path: str, function: str) -> int | None:
+def _version(path: str, function: str, dotted: Callable[[int], str]) -> str | None:
     """Call a library's function for its version, which all write to a pointer, but cuDNN's returns."""
-    try:
-        call = getattr(ctypes.CDLL(path), function)
-    except (OSError, AttributeError):
+    call, number = getattr(_load(path), function, None), ctypes.c_int(0)
+    if call is None:
         return None
     if function == "cudnnGetVersion":
         call.restype = ctypes.c_size_t
-        return call()
-    number = ctypes.c_int(0)
-    return number.value if call(ctypes.byref(number)) == 0 else None
+        return dotted(call())
+    failed = call(ctypes.byref(number))
+    return None if failed or not number.value else dotted(number.value)
 
 
-def _loads(path: str) -> bool:
+def _load(path: str) -> ctypes.CDLL | None:
     try:
-        return bool(ctypes.CDLL(path))
+        return ctypes.CDLL(path)
     except OSError:
-        return False
+        return None
 
 
 def _built_with(path: str) -> str | None:
@@ -152,12 +149,14 @@ def _built_with(path: str) -> str | None:
         return None
 
 
-def _nccl_version(number: int | None) -> str | None:
-    return None if not number else _dotted(number, 10000 if number >= 10000 else 1000)  # until 2.8: of one digit
+def nccl_version(number: int) -> str:
+    """Return a version as NCCL's name for it; until 2.8 the minor version had one digit."""
+    return _dotted(number, 10000 if number >= 10000 else 1000)
 
 
-def _cudnn_version(number: int) -> str:
-    return _dotted(number, 10000 if number >= 90000 else 1000)  # until cuDNN 8 the minor version had one digit
+def cudnn_version(number: int) -> str:
+    """Return a version as cuDNN's name for it; until 8 the minor version had one digit."""
+    return _dotted(number, 10000 if number >= 90000 else 1000)
 
 
 def _cuda_version(number: int) -> str:

@@ -6,7 +6,7 @@ A query that the driver, the GPU or nvidia-ml-py does not know returns None, and
 import importlib
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ncclsync.tools.doctor.facts import Driver, Gpu, Link
@@ -32,6 +32,9 @@ _COMPUTE_PROHIBITED = 2
 _SWITCH = 2  # NVML_NVLINK_DEVICE_TYPE_SWITCH
 
 
+Ask = Callable[..., Any]  # returns the answer of a query of NVML's to some arguments; None: it is not known
+
+
 def read_driver() -> Driver:
     """Ask NVML for the driver, its GPUs and their links. May hang if a GPU does."""
     try:
@@ -42,58 +45,44 @@ def read_driver() -> Driver:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         return Driver(error=_name(error), detail=str(error))
-    nvml = _Nvml(pynvml)
-    try:
-        return _read(nvml)
-    finally:
-        nvml.ask("nvmlShutdown")
 
-
-class _Nvml:
-    """Wrap pynvml; unknown queries return None."""
-
-    def __init__(self, pynvml: Any) -> None:
-        self.pynvml = pynvml
-
-    def ask(self, query: str, *arguments: Any) -> Any:
-        function = getattr(self.pynvml, query, None)
-        if function is None:
-            return None
+    def ask(query: str, *arguments: Any) -> Any:
         try:
-            answer = function(*arguments)
-        except self.pynvml.NVMLError:
+            answer = getattr(pynvml, query, lambda *_: None)(*arguments)
+        except pynvml.NVMLError:
             return None
         return answer.decode(errors="replace") if isinstance(answer, bytes) else answer
 
+    try:
+        cuda = ask("nvmlSystemGetCudaDriverVersion_v2") or ask("nvmlSystemGetCudaDriverVersion")
+        handles: dict[int, Any] = {}
+        gpus = []
+        for index in range(ask("nvmlDeviceGetCount") or 0):
+            try:
+                handles[index] = pynvml.nvmlDeviceGetHandleByIndex(index)
+                gpus.append(_read_gpu(ask, index, handles[index]))
+            except pynvml.NVMLError as error:
+                gpus.append(Gpu(index, error=_name(error)))
+        return Driver(
+            version=ask("nvmlSystemGetDriverVersion"),
+            cuda=f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else None,
+            gpus=tuple(gpus),
+            links=tuple(_read_links(ask, handles, getattr(pynvml, "NVML_NVLINK_MAX_LINKS", _MOST_NVLINKS))),
+        )
+    finally:
+        ask("nvmlShutdown")
 
-def _read(nvml: _Nvml) -> Driver:
-    cuda = nvml.ask("nvmlSystemGetCudaDriverVersion_v2") or nvml.ask("nvmlSystemGetCudaDriverVersion")
-    handles: dict[int, Any] = {}
-    gpus = []
-    for index in range(nvml.ask("nvmlDeviceGetCount") or 0):
-        try:
-            handles[index] = nvml.pynvml.nvmlDeviceGetHandleByIndex(index)
-            gpus.append(_read_gpu(nvml, index, handles[index]))
-        except nvml.pynvml.NVMLError as error:
-            gpus.append(Gpu(index, error=_name(error)))
-    return Driver(
-        version=nvml.ask("nvmlSystemGetDriverVersion"),
-        cuda=f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else None,
-        gpus=tuple(gpus),
-        links=tuple(_read_links(nvml, handles)),
-    )
 
-
-def _read_gpu(nvml: _Nvml, index: int, handle: Any) -> Gpu:
-    memory = nvml.ask("nvmlDeviceGetMemoryInfo", handle)
-    capability = nvml.ask("nvmlDeviceGetCudaComputeCapability", handle)
-    mig = nvml.ask("nvmlDeviceGetMigMode", handle)
-    mode = nvml.ask("nvmlDeviceGetComputeMode", handle)
+def _read_gpu(ask: Ask, index: int, handle: Any) -> Gpu:
+    memory = ask("nvmlDeviceGetMemoryInfo", handle)
+    capability = ask("nvmlDeviceGetCudaComputeCapability", handle)
+    mig = ask("nvmlDeviceGetMigMode", handle)
+    mode = ask("nvmlDeviceGetComputeMode", handle)
     return Gpu(
         index=index,
-        name=nvml.ask("nvmlDeviceGetName", handle),
-        uuid=nvml.ask("nvmlDeviceGetUUID", handle),
-        pci_bus_id=_bus_id(nvml.ask("nvmlDeviceGetPciInfo", handle)),
+        name=ask("nvmlDeviceGetName", handle),
+        uuid=ask("nvmlDeviceGetUUID", handle),
+        pci_bus_id=_bus_id(ask("nvmlDeviceGetPciInfo", handle)),
         memory_bytes=getattr(memory, "total", None),
         used_bytes=getattr(memory, "used", None),
         compute_capability=".".join(map(str, capability)) if capability else None,
@@ -102,28 +91,28 @@ def _read_gpu(nvml: _Nvml, index: int, handle: Any) -> Gpu:
     )
 
 
-def _read_links(nvml: _Nvml, handles: dict[int, Any]) -> Iterator[Link]:
-    """Yield the link of each pair of GPUs, with its active NVLinks, direct or by NVSwitches."""
-    at = {_bus_id(nvml.ask("nvmlDeviceGetPciInfo", handle)): index for index, handle in handles.items()}
+def _read_links(ask: Ask, handles: dict[int, Any], most: int) -> Iterator[Link]:
+    """Yield the link of each pair of GPUs, with its active NVLinks, direct or by NVSwitches; `most` of a GPU."""
+    at = {_bus_id(ask("nvmlDeviceGetPciInfo", handle)): index for index, handle in handles.items()}
     at.pop(None, None)
     direct: Counter[tuple[int, int]] = Counter()
     switched: Counter[int] = Counter()
     for index, handle in handles.items():
-        for link in range(getattr(nvml.pynvml, "NVML_NVLINK_MAX_LINKS", _MOST_NVLINKS)):
-            if nvml.ask("nvmlDeviceGetNvLinkState", handle, link) != 1:
+        for link in range(most):
+            if ask("nvmlDeviceGetNvLinkState", handle, link) != 1:
                 continue
-            other = at.get(_bus_id(nvml.ask("nvmlDeviceGetNvLinkRemotePciInfo", handle, link)))
+            other = at.get(_bus_id(ask("nvmlDeviceGetNvLinkRemotePciInfo", handle, link)))
             if other is not None:
                 direct[index, other] += 1
-            elif nvml.ask("nvmlDeviceGetNvLinkRemoteDeviceType", handle, link) == _SWITCH:
+            elif ask("nvmlDeviceGetNvLinkRemoteDeviceType", handle, link) == _SWITCH:
                 switched[index] += 1
     for a, b in itertools.combinations(handles, 2):
         # A direct link was counted at both ends.
         nvlinks = max(direct[a, b], direct[b, a]) or min(switched[a], switched[b])
         ends = handles[a], handles[b]
-        path = _PATHS.get(nvml.ask("nvmlDeviceGetTopologyCommonAncestor", *ends))
+        path = _PATHS.get(ask("nvmlDeviceGetTopologyCommonAncestor", *ends))
         asked = itertools.product((ends, ends[::-1]), (_P2P_READ, _P2P_WRITE))
-        statuses = [nvml.ask("nvmlDeviceGetP2PStatus", *pair, kind) for pair, kind in asked]
+        statuses = [ask("nvmlDeviceGetP2PStatus", *pair, kind) for pair, kind in asked]
         worst = max((status for status in statuses if status is not None), default=None)
         access = None if worst is None else _P2P_STATUS.get(worst, "unknown")
         yield Link((a, b), f"NV{nvlinks}" if nvlinks else path, nvlinks, access)

@@ -1,12 +1,13 @@
 """Ask questions that may crash, hang or fill a GPU's memory, each in a separate process.
 
-`ask` starts `python -m ncclsync.tools.doctor.probes NAME FILE ARGUMENTS`, which writes its facts so far, as JSON, after
-each stage: the facts of a process that dies are kept.
+`ask` starts `python -m ncclsync.tools.doctor.probes NAME FILE ARGUMENTS`, which writes facts as it finds them, in lines
+of JSON: those of a process that dies are kept.
 """
 
 import contextlib
 import ctypes
 import dataclasses
+import importlib
 import importlib.metadata
 import json
 import os
@@ -26,6 +27,8 @@ from ncclsync.errors import NcclPreflightError, NcclSyncError, NcclTimeoutError
 COUNT = 1 << 20  # float32 elements of each rank in the known-answer all-reduce
 PATTERN = 251  # prime, so that elements shifted by a block are wrong
 _LINES = 40  # of a probe's output, the last ones
+
+Tell = Callable[..., None]  # takes facts of a probe by name, and keeps them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,14 +54,14 @@ def ask(name: str, timeout_s: float, environ: Mapping[str, str], arguments: Any 
         name: of the probe: a key of `PROBES`.
         timeout_s: seconds until it is killed.
         environ: its environment. It finds modules as this process does.
-        arguments: of the probe, as JSON.
+        arguments: of the probe by name, as JSON.
     """
     path = os.pathsep.join([str(pathlib.Path(__file__).parents[3]), *filter(None, sys.path)])
     with tempfile.TemporaryDirectory(prefix="ncclsync-doctor-", ignore_cleanup_errors=True) as folder:
         file, log = pathlib.Path(folder, "facts.json"), pathlib.Path(folder, "log")
         with log.open("w") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "ncclsync.tools.doctor.probes", name, str(file), json.dumps(arguments)],
+                [sys.executable, "-m", "ncclsync.tools.doctor.probes", name, str(file), json.dumps(arguments or {})],
                 env={**environ, "PYTHONPATH": path},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -77,9 +80,19 @@ def ask(name: str, timeout_s: float, environ: Mapping[str, str], arguments: Any 
                 raise
         if ended == "hang":
             _kill(process)
-        facts = json.loads(file.read_text()) if file.exists() else {}
+        # Without what follows the last end of a line: a process may be killed while it writes.
+        told = file.read_text().split("\n")[:-1] if file.exists() else []
         lines = log.read_text(errors="replace").splitlines()
-    return Answer(facts, facts.pop("stage", "start"), ended, how, tuple(lines[-_LINES:]))
+    facts: dict[str, Any] = {"stage": "start"}
+    for line in told:
+        facts |= json.loads(line)
+    return Answer(facts, facts.pop("stage"), ended, how, tuple(lines[-_LINES:]))
+
+
+def ask_all_reduce(backend: str, devices: Sequence[int], timeout_s: float, environ: Mapping[str, str]) -> Answer:
+    """Ask for an all-reduce of known numbers; its own limit is shorter, since NCCL's error names the missing ranks."""
+    arguments = {"backend": backend, "devices": [*devices], "timeout_s": 0.7 * timeout_s}
+    return ask("all_reduce", timeout_s, environ, arguments)
 
 
 def _kill(process: subprocess.Popen) -> None:
@@ -89,59 +102,44 @@ def _kill(process: subprocess.Popen) -> None:
         process.wait(5)
 
 
-class _Facts:
-    """Keep a probe's findings in a file."""
-
-    def __init__(self, file: str) -> None:
-        self._file = pathlib.Path(file)
-        self._facts: dict[str, Any] = {}
-
-    def add(self, **facts: Any) -> None:
-        self._facts.update(facts)
-        draft = self._file.with_suffix(".draft")
-        draft.write_text(json.dumps(self._facts))
-        draft.replace(self._file)  # never half a file
-
-
-def _driver(facts: _Facts, _: Any) -> None:
+def _driver(tell: Tell) -> None:
     from ncclsync.tools.doctor.nvml import read_driver
 
-    facts.add(stage="asking the driver by NVML")
-    facts.add(**dataclasses.asdict(read_driver()))
+    tell(stage="asking the driver by NVML")
+    tell(**dataclasses.asdict(read_driver()))
 
 
-def _libraries(facts: _Facts, _: Any) -> None:
+def _libraries(tell: Tell) -> None:
     from ncclsync.tools.doctor.libraries import read_libraries
 
-    facts.add(stage="loading NCCL, CUDA and cuDNN")
-    facts.add(**dataclasses.asdict(read_libraries()))
+    tell(stage="loading NCCL, CUDA and cuDNN")
+    tell(**dataclasses.asdict(read_libraries()))
 
 
-def _frameworks(facts: _Facts, _: Any) -> None:
+def _frameworks(tell: Tell) -> None:
     """Ask for TensorFlow, Keras, and the choice of `nccl_parallel`."""
-    facts.add(stage="importing TensorFlow")
-    usable = False
-    try:
-        import tensorflow as tf
 
-        facts.add(tensorflow=str(tf.__version__), tensorflow_path=os.path.dirname(tf.__file__ or ""))
-        usable = True
-    except Exception as error:  # a broken package may raise anything
-        facts.add(tensorflow_error=f"{type(error).__name__}: {error}")
-    facts.add(stage="importing Keras", keras_backend=_configured_backend())
-    try:
-        import keras
+    def imported(name: str) -> Any:
+        try:
+            package = importlib.import_module(name)
+            tell(**{name: str(package.__version__), f"{name}_path": os.path.dirname(package.__file__ or "")})
+            return package
+        except Exception as error:  # a broken package may raise anything
+            tell(**{f"{name}_error": f"{type(error).__name__}: {error}"})
+            return None
 
-        facts.add(keras=str(keras.__version__), keras_path=os.path.dirname(keras.__file__ or ""))
-        facts.add(keras_backend=keras.backend.backend())
-    except Exception as error:  # a broken package may raise anything
-        facts.add(keras_error=f"{type(error).__name__}: {error}")
-    if not usable:
+    tell(stage="importing TensorFlow")
+    tf = imported("tensorflow")
+    tell(stage="importing Keras", keras_backend=_configured_backend())
+    keras = imported("keras")
+    if keras is not None:
+        tell(keras_backend=keras.backend.backend())
+    if tf is None:
         return
-    facts.add(stage="listing TensorFlow's devices")
+    tell(stage="listing TensorFlow's devices")
     build = tf.sysconfig.get_build_info()
     capabilities = build.get("cuda_compute_capabilities", ())  # such as "sm_89" and "compute_89", for "8.9"
-    facts.add(
+    tell(
         cuda_build=bool(build.get("is_cuda_build")),
         build_cuda=build.get("cuda_version"),
         build_cudnn=build.get("cudnn_version"),
@@ -149,55 +147,55 @@ def _frameworks(facts: _Facts, _: Any) -> None:
         build_nccl=_required_nccl(),
         gpus=[one.name.removeprefix("/physical_device:") for one in tf.config.list_physical_devices("GPU")],
     )
-    facts.add(stage="importing ncclsync")
+    tell(stage="importing ncclsync")
     try:
-        from ncclsync.communicator import nvls
-        from ncclsync.compat import tensorflow as tf_compat
-        from ncclsync.towers.placement import choose_placement, own_process
-
-        found = nvls.in_force(os.environ.get, tf_compat.is_op_determinism_enabled())
-        words = f"{'allowed' if found.allowed else 'kept out'}, since {found.reason}"
-        facts.add(nvls=words, nvls_variable=found.variable)
-        facts.add(stage="choosing devices")
-        try:
-            process = own_process(None)
-        except NcclSyncError as error:
-            process = None
-            facts.add(refused=str(error))
-        chosen = choose_placement(None, None, None, process)
-        facts.add(devices=chosen.devices, backend=chosen.backend, reason=chosen.reason)
+        _choose(tell)
     except Exception as error:  # a broken package may raise anything
-        facts.add(ncclsync_error=f"{type(error).__name__}: {error}")
+        tell(ncclsync_error=f"{type(error).__name__}: {error}")
     if os.environ.get("XLA_FLAGS"):  # a flag that XLA does not know ends the process
-        facts.add(stage="compiling by XLA")
+        tell(stage="compiling by XLA")
         tf.function(lambda x: x + 1, jit_compile=True)(tf.zeros(()))
-    facts.add(stage="done")
 
 
-def _all_reduce(facts: _Facts, arguments: Any) -> None:
+def _choose(tell: Tell) -> None:
+    """Choose devices as `nccl_parallel` does, and say whether NCCL may use NVLS."""
+    from ncclsync.communicator import nvls
+    from ncclsync.compat import tensorflow as tf_compat
+    from ncclsync.towers.placement import choose_placement, own_process
+
+    found = nvls.in_force(os.environ.get, tf_compat.is_op_determinism_enabled())
+    words = f"{'allowed' if found.allowed else 'kept out'}, since {found.reason}"
+    tell(stage="choosing devices", nvls=words, nvls_variable=found.variable)
+    try:
+        process = own_process(None)
+    except NcclSyncError as error:
+        process = None
+        tell(refused=str(error))
+    chosen = choose_placement(None, None, None, process)
+    tell(devices=chosen.devices, backend=chosen.backend, reason=chosen.reason)
+
+
+def _all_reduce(tell: Tell, backend: str, devices: Sequence[int], timeout_s: float) -> None:
     """All-reduce known numbers, between GPUs by NCCL's preflight; the facts are those of `facts.AllReduce`."""
-    devices = arguments["devices"]
 
     def reduce() -> str:
         # Imported here, since it raises if the C extension is missing.
         from ncclsync.communicator import CpuCommunicator, NcclCommunicator, preflight
 
-        by_nccl = arguments["backend"] == "nccl"
-        count = preflight.COUNT if by_nccl and len(devices) > 1 else COUNT
-        facts.add(stage=f"joining {len(devices)} ranks", count=count)
+        count = preflight.COUNT if backend == "nccl" else COUNT
+        tell(stage=f"joining {len(devices)} ranks", count=count)
         began = time.perf_counter()
-        if by_nccl:
-            with NcclCommunicator(devices, timeout_s=arguments["timeout_s"]):
-                facts.add(seconds=time.perf_counter() - began, stage="ending the communicator")
-            return copied(devices[0], facts) if len(devices) == 1 else ""
+        if backend == "nccl":
+            with NcclCommunicator(devices, timeout_s=timeout_s):
+                tell(seconds=time.perf_counter() - began, stage="ending the communicator")
+            return ""
         with CpuCommunicator(len(devices)) as communicator:
-            facts.add(stage="reducing")
+            tell(stage="reducing")
             wrong = known_answer(communicator)
-            facts.add(seconds=time.perf_counter() - began)
+            tell(seconds=time.perf_counter() - began)
         return wrong
 
-    facts.add(**outcome(reduce))
-    facts.add(stage="done")
+    tell(**outcome(reduce))
 
 
 def outcome(work: Callable[[], str]) -> dict[str, str]:
@@ -216,11 +214,11 @@ def outcome(work: Callable[[], str]) -> dict[str, str]:
     return {"error": wrong, "kind": "wrong"} if wrong else {}
 
 
-def _gpus(facts: _Facts, _: Any) -> None:
+def _gpus(tell: Tell) -> None:
     """Ask CUDA for the UUIDs of the GPUs that it shows, in its order."""
     from ncclsync.communicator.native import cuda_paths
 
-    facts.add(stage="asking CUDA for its GPUs", gpus=[])
+    tell(stage="asking CUDA for its GPUs", gpus=[])
     try:
         cuda = ctypes.CDLL(cuda_paths()[1])
     except OSError:  # no driver
@@ -238,77 +236,29 @@ def _gpus(facts: _Facts, _: Any) -> None:
         if is_new and bytes(part) != bytes(whole):
             name = f"MIG-{uuid.UUID(bytes=bytes(part))}"
         found.append(name)
-    facts.add(gpus=found, stage="done")
-
-
-def _copies(facts: _Facts, _: Any) -> None:
-    """Copy known numbers to the first GPU and back."""
-    facts.add(**outcome(lambda: copied(0, facts)))
-    facts.add(stage="done")
+    tell(gpus=found)
 
 
 def known_answer(communicator: Any) -> str:
-    """All-reduce known numbers in host memory; return `first_wrong` of the results. Collective.
+    """All-reduce known numbers in host memory; describe the first wrong element of the results. Collective.
 
-    Rank r of n has (r + 1)·(i mod 251), every sum is n(n+1)/2·(i mod 251), exactly.
+    Rank r of n has (r + 1)·(i mod 251), every sum is n(n+1)/2·(i mod 251), exactly. Returns "" if all are right.
     """
     import numpy as np
 
     pattern = (np.arange(COUNT) % PATTERN).astype(np.float32)
     recvs = [np.full(COUNT, -1, np.float32) for _ in communicator.ranks]
     communicator.all_reduce([(rank + 1) * pattern for rank in communicator.ranks], recvs)
-    ranks = communicator.world_size
-    return first_wrong(recvs, ranks * (ranks + 1) / 2 * pattern)
-
-
-def first_wrong(recvs: Sequence[Any], expected: Any) -> str:
-    """Describe the first wrong element of ranks' results, [count] each; "" if there is none."""
+    expected = communicator.world_size * (communicator.world_size + 1) / 2 * pattern
     for rank, recv in enumerate(recvs):
         wrong = (recv != expected).nonzero()[0]
         if len(wrong):
             i = int(wrong[0])
             return (
                 f"Expected {expected[i]:g} as element {i} of rank {rank}. Received: {recv[i]:g}; "
-                f"{len(wrong)} of {len(expected)} elements of this rank are wrong"
+                f"{len(wrong)} of {COUNT} elements of this rank are wrong"
             )
     return ""
-
-
-def copied(device: int, facts: _Facts) -> str:
-    """Copy known numbers to a GPU and back, by libcudart; return `first_wrong` of what comes.
-
-    TensorFlow would take nearly all memory of every GPU for it.
-    """
-    import numpy as np
-
-    from ncclsync.communicator.native import cuda_paths
-
-    for path in (paths := cuda_paths()[0]):
-        with contextlib.suppress(OSError):
-            cuda = ctypes.CDLL(path)
-            break
-    else:
-        cuda = ctypes.CDLL(paths[-1])  # raises its error
-
-    def call(name: str, *arguments: Any) -> None:
-        if not hasattr(cuda, name):
-            raise OSError(f"Expected CUDA's runtime, with {name}. Received: {path}")
-        if status := getattr(cuda, name)(*arguments):
-            words = cuda.cudaGetErrorString
-            words.restype = ctypes.c_char_p
-            raise OSError(f"{name} returned {status}: {(words(status) or b'').decode()}")
-
-    sent = (np.arange(COUNT) % PATTERN).astype(np.float32)
-    received = np.full(COUNT, -1, np.float32)
-    there, size, by_address = ctypes.c_void_p(), ctypes.c_size_t(sent.nbytes), ctypes.c_int(4)  # cudaMemcpyDefault
-    facts.add(stage="taking memory of the GPU")
-    call("cudaSetDevice", ctypes.c_int(device))
-    call("cudaMalloc", ctypes.byref(there), size)
-    facts.add(stage="copying to the GPU")
-    call("cudaMemcpy", there, ctypes.c_void_p(sent.ctypes.data), size, by_address)
-    facts.add(stage="copying from the GPU")
-    call("cudaMemcpy", ctypes.c_void_p(received.ctypes.data), there, size, by_address)
-    return first_wrong([received], sent)
 
 
 def _configured_backend() -> str:
@@ -327,14 +277,19 @@ def _required_nccl() -> str | None:
     return None
 
 
-PROBES: dict[str, Callable[[_Facts, Any], None]] = {
+PROBES: dict[str, Callable[..., None]] = {
     "driver": _driver,
     "libraries": _libraries,
     "frameworks": _frameworks,
     "all_reduce": _all_reduce,
     "gpus": _gpus,
-    "copies": _copies,
 }
 
 if __name__ == "__main__":
-    PROBES[sys.argv[1]](_Facts(sys.argv[2]), json.loads(sys.argv[3]))
+    with open(sys.argv[2], "w", buffering=1) as stages:
+
+        def tell(**facts: Any) -> None:
+            print(json.dumps(facts), file=stages)
+
+        PROBES[sys.argv[1]](tell, **json.loads(sys.argv[3]))
+        tell(stage="ending")

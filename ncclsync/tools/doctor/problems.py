@@ -189,20 +189,15 @@ def _all_reduce(host: Host) -> Iterator[Problem]:
     by_nccl, unloaded = found.backend == "nccl", libraries.nccl.error or libraries.cuda_runtime.error
     if found.kind == "raised" and unloaded and (by_nccl or _EXTENSION in found.error):
         return  # shown already
-    says = {
-        "wrong": "known-answer {} gave wrong numbers",
-        "hang": "{} hangs",
-        "crash": "{} ends its process",
-        "raised": "{} fails",
-    }[found.kind].format(f"all-reduce of {found.ranks} ranks by the {found.backend} backend")
     log = f" NCCL: {found.log[-1]}" if found.log and found.kind != "wrong" else ""
+    text = f"The known-answer all-reduce of {found.ranks} ranks by the {found.backend} backend {found.failure}: "
     peers = "Try NCCL_P2P_DISABLE=1: if that helps, turn off the IOMMU or ACS in the firmware, "
     peers += "which break direct transfers between GPUs."
     why = "Run it with NCCL_DEBUG=INFO to see why."
     remedy = {"wrong": peers, "hang": f"{peers} {why}"}.get(found.kind, why)
     if not by_nccl:
         remedy = "Install ncclsync again by pip, and check the machine's memory."
-    yield Problem(f"all-reduce-{found.kind}", f"The {says}: {found.error.rstrip('.')}.{log}", remedy, ERROR)
+    yield Problem(f"all-reduce-{found.kind}", f"{text}{found.error.rstrip('.')}.{log}", remedy, ERROR)
 
 
 def _driver(host: Host) -> Iterator[Problem]:
@@ -252,9 +247,8 @@ def _unseen(host: Host) -> Iterator[Problem]:
 
 
 def _each_gpu(host: Host) -> Iterator[Problem]:
-    built_for = sorted(host.frameworks.build_capabilities, key=_numbers)
     for gpu in host.visible_gpus:
-        yield from _of_gpu(gpu, built_for, host.severity)
+        yield from _of_gpu(gpu, sorted(host.frameworks.build_capabilities, key=_numbers), host.severity)
 
 
 def _of_gpu(gpu: Gpu, built_for: list[str], severe: str) -> Iterator[Problem]:
@@ -268,12 +262,8 @@ def _of_gpu(gpu: Gpu, built_for: list[str], severe: str) -> Iterator[Problem]:
         text = f"{name} is in MIG mode: a process sees one of its instances, and NCCL joins none of them."
         yield Problem("mig", text, f"sudo nvidia-smi -i {gpu.index} -mig 0, to train on whole GPUs.")
     if gpu.prohibited:
-        yield Problem(
-            "gpu-prohibited",
-            f"{name} is in compute mode Prohibited.",
-            f"sudo nvidia-smi -i {gpu.index} -c DEFAULT",
-            severe,
-        )
+        text = f"{name} is in compute mode Prohibited."
+        yield Problem("gpu-prohibited", text, f"sudo nvidia-smi -i {gpu.index} -c DEFAULT", severe)
     used, memory = gpu.used_bytes or 0, gpu.memory_bytes or 0
     if memory and used > _BUSY * memory:
         text = f"{name} has {used / 2**30:.1f} of {memory / 2**30:.1f} GiB in use by other processes."
@@ -306,12 +296,9 @@ def _all_gpus(host: Host) -> Iterator[Problem]:
         more = f" and {len(without) - 6} more" if len(without) > 6 else ""
         reasons = "; ".join(dict.fromkeys(str(link.p2p) for link in without))
         text = f"No peer-to-peer access between GPUs {pairs}{more}: {reasons}. "
+        text += "All-reduce goes through the host's memory, several times slower."
         remedy = "Where the GPUs can do it (nvidia-smi topo -p2p r): turn off ACS and the IOMMU in the firmware, or "
-        yield Problem(
-            "no-p2p",
-            f"{text}All-reduce goes through the host's memory, several times slower.",
-            f"{remedy}choose GPUs under one PCIe switch by CUDA_VISIBLE_DEVICES.",
-        )
+        yield Problem("no-p2p", text, f"{remedy}choose GPUs under one PCIe switch by CUDA_VISIBLE_DEVICES.")
     size, free = host.shm_bytes, host.shm_free_bytes
     text = "There is no /dev/shm."
     if size is not None and free is not None:

@@ -10,7 +10,6 @@ from rich.text import Text
 
 from ncclsync.tools.doctor.facts import ERROR, AllReduce, Gpu, Report, Variable
 
-_FAILURES = {"wrong": "wrong numbers", "hang": "hangs", "crash": "ends its process", "raised": "fails"}
 _LONGEST = 60  # characters of a variable's value
 _LEGEND = (
     "NVn: n NVLinks. By PCIe: PIX one switch, PXB several, PHB the CPU, NODE within a NUMA node, SYS between "
@@ -102,7 +101,7 @@ def _outcome(what: str, found: AllReduce) -> Text:
     what += f", {found.ranks} rank{'s' * (found.ranks != 1)} × {found.count} numbers: "
     if found.ok:
         return Text(f"{what}right, in {(found.seconds or 0) * 1e3:.1f} ms")
-    return Text(f"{what}{_FAILURES[found.kind]}; see below", style="red")
+    return Text(f"{what}{found.failure.removeprefix('gives ')}; see below", style="red")
 
 
 def _variable(one: Variable) -> tuple[str, ...]:

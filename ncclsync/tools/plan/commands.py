@@ -13,7 +13,7 @@ from typing import Any
 from ncclsync.program.links import CLUSTERS, cluster_of
 from ncclsync.tools.arguments import add_options, at_least, file, link, listed, number, option
 from ncclsync.tools.bench.results import show, significant, write_json
-from ncclsync.tools.bench.turns import Progress, Spread
+from ncclsync.tools.bench.turns import Spread, progress
 from ncclsync.tools.factories import UsageError, add_model_arguments, load, model_and_data
 from ncclsync.tools.plan.results import TABLES, Found, cluster_text, result_of
 
@@ -67,11 +67,10 @@ def _plan(given: argparse.Namespace) -> int:
     if not given.gpus:
         raise UsageError("Expected --gpus to name at least one number of GPUs. Received: none")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # only errors; read when TensorFlow is imported
-    progress = Progress()
     try:
-        found = _measure(given, progress.show)
+        found = _measure(given, progress)
     finally:
-        progress.clear()
+        progress("")
     result = result_of(given.factory, given.link, given.gpus, cluster, found)
     show(result, TABLES)
     if given.json:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ncclsync.program.links import Cluster, Link
-from ncclsync.tools.bench.results import Column, Result, Row, median_text, more, significant, size_text, time_text
+from ncclsync.tools.bench.results import Column, Result, Row, median_text, significant, size_text, time_text
 from ncclsync.tools.bench.turns import Spread
 from ncclsync.tools.plan.prediction import (
     GOOD_EFFICIENCY,
@@ -156,6 +156,11 @@ def _percent(share: float) -> str:
 
 def _batch(size: int | None) -> str:
     return "never" if size is None else str(size)
+
+
+def more(name: str, text: Callable[[Any], str]) -> Callable[[Row], str]:
+    """Return the text of a column: one of the further figures; "" if a row has none."""
+    return lambda row: text(row.more[name]) if name in row.more else ""
 
 
 # A row for one GPU, then for each number of GPUs.

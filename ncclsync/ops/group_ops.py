@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from ncclsync.communicator import (
     AllGather,
-    AllReduce,
     AnyCollective,
     Broadcast,
     Communicator,
@@ -96,17 +95,6 @@ def _enqueued(
         communicator.agree(None, collectives[0].label)
         communicator.wait()
     return received
-
-
-def group_all_reduce(
-    tensors: Sequence[tf.Tensor],
-    communicator: Communicator,
-    op: str = "sum",
-    label: str = "",
-    turns: Turns | None = None,
-) -> list[tf.Tensor]:
-    """Reduce one tensor per tower: `group_exchange` of a single column, [N] in, [N] out."""
-    return group_exchange([tensors], communicator, [AllReduce((), (), op, label)], turns)[0]
 
 
 def gather_rows(tensors: Sequence[tf.Tensor], communicator: Communicator, label: str, turns: Turns) -> list[tf.Tensor]:

@@ -225,9 +225,9 @@ class Meter:
             watchers = ()
             raise
         finally:
-            measured = self.take(traced, failed)
+            recording = self.take(traced, failed)
             for watcher in watchers:
-                watcher(measured)
+                watcher(recording)
 
     def _span(self, number: int, value: int) -> Span:
         span = self._spans[number]

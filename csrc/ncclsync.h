@@ -184,12 +184,9 @@ typedef struct ncs_nccl ncs_nccl;           /* a loaded libnccl */
 typedef struct ncs_nccl_comm ncs_nccl_comm; /* N ranks: one NCCL communicator and one stream per GPU */
 
 /* Loads libnccl from `path` (as dlopen takes it), for the process' life: NCCL leaves threads running, and so may an
- * abort. ncclSystemError: not loadable, or a symbol is missing. ncclInvalidUsage: older than NCS_OLDEST_NCCL; the
- * message has both versions. */
-ncclResult_t ncs_nccl_open(const char* path, /*outputs*/ ncs_failure* failure, ncs_nccl** nccl);
-
-/* As one number: 23203 is 2.32.3. Needs no GPU and no driver. */
-ncclResult_t ncs_nccl_get_version(ncs_nccl* nccl, /*outputs*/ ncs_failure* failure, int* version);
+ * abort. *version: 23203 is 2.32.3. Needs no GPU and no driver. ncclSystemError: not loadable, or a symbol is missing.
+ * ncclInvalidUsage: older than NCS_OLDEST_NCCL; the message has both versions. */
+ncclResult_t ncs_nccl_open(const char* path, /*outputs*/ ncs_failure* failure, ncs_nccl** nccl, int* version);
 
 /* Writes NCS_UNIQUE_ID_BYTES by which ranks in several processes meet. Opens a socket, starts a thread. */
 ncclResult_t ncs_nccl_get_unique_id(ncs_nccl* nccl, /*outputs*/ ncs_failure* failure, char* unique_id);

@@ -61,7 +61,6 @@ typedef struct {
 
 #define NCS_CUDART_SYMBOLS(X)                                             \
   X(const char*, cudaGetErrorString, (cudaError_t error))                 \
-  X(cudaError_t, cudaGetDevice, (int* device))                            \
   X(cudaError_t, cudaSetDevice, (int device))                             \
   X(cudaError_t, cudaDeviceSynchronize, (void))                           \
   X(cudaError_t, cudaEventCreateWithFlags, (cudaEvent_t* event, unsigned int flags)) \

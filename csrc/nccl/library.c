@@ -65,9 +65,9 @@ ncclResult_t ncs_load_cuda(const char* runtime_path, const char* driver_path, nc
   return ncclSuccess;
 }
 
-static ncclResult_t check_version(const ncs_nccl* nccl, ncs_failure* failure) {
-  int version = 0;
-  ncclResult_t status = nccl->ncclGetVersion(&version);
+static ncclResult_t check_version(const ncs_nccl* nccl, ncs_failure* failure, int* found) {
+  const ncclResult_t status = nccl->ncclGetVersion(found);
+  const int version = *found;
   if (status != ncclSuccess) return ncs_fail(failure, status, "ncclGetVersion", -1, "%s", "");
   if (version >= NCS_OLDEST_NCCL) return ncclSuccess;
   /* Until 2.8 the minor version had one digit. */
@@ -78,24 +78,25 @@ static ncclResult_t check_version(const ncs_nccl* nccl, ncs_failure* failure) {
 }
 
 /* The version first: the error for an old NCCL is its version, not a missing symbol. */
-static ncclResult_t load_nccl(ncs_nccl* library, ncs_failure* failure) {
+static ncclResult_t load_nccl(ncs_nccl* library, ncs_failure* failure, int* version) {
   void *handle = library->handle, *symbol;
   ncclResult_t status;
   NCS_LOAD(ncclResult_t, ncclGetVersion, (int* version))
-  status = check_version(library, failure);
+  status = check_version(library, failure, version);
   if (status != ncclSuccess) return status;
   NCS_NCCL_SYMBOLS(NCS_LOAD)
   return ncclSuccess;
 }
 
-ncclResult_t ncs_nccl_open(const char* path, ncs_failure* failure, ncs_nccl** out) {
+ncclResult_t ncs_nccl_open(const char* path, ncs_failure* failure, ncs_nccl** out, int* version) {
   ncclResult_t status;
   ncs_nccl* nccl;
   *out = NULL;
+  *version = 0;
   nccl = calloc(1, sizeof(*nccl));
   if (nccl == NULL) return ncclSystemError;
   nccl->handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-  status = nccl->handle == NULL ? fail_loading("dlopen", failure) : load_nccl(nccl, failure);
+  status = nccl->handle == NULL ? fail_loading("dlopen", failure) : load_nccl(nccl, failure, version);
   if (status == ncclSuccess) {
     *out = nccl;
     return ncclSuccess;
@@ -103,10 +104,6 @@ ncclResult_t ncs_nccl_open(const char* path, ncs_failure* failure, ncs_nccl** ou
   if (nccl->handle != NULL) dlclose(nccl->handle);
   free(nccl);
   return status;
-}
-
-ncclResult_t ncs_nccl_get_version(ncs_nccl* nccl, ncs_failure* failure, int* version) {
-  return ncs_check_nccl(nccl, nccl->ncclGetVersion(version), "ncclGetVersion", failure);
 }
 
 ncclResult_t ncs_nccl_get_unique_id(ncs_nccl* nccl, ncs_failure* failure, char* unique_id) {

@@ -76,16 +76,12 @@ typedef struct {
   int64_t number;   /* of the rank, among those of all processes */
   int64_t in_place; /* broadcasts and all-reduces write into what the ranks give, memory that nobody else has */
   int n;            /* tensors */
-  int64_t *kinds, *ops, *roots; /* [n] */
+  int64_t* what;    /* [n][3]: kind, operation and root of each */
 } exchange_kernel;
 
 static void destroy_exchange(void* kernel_) {
   exchange_kernel* kernel = kernel_;
-  if (kernel != NULL) {
-    free(kernel->kinds);
-    free(kernel->ops);
-    free(kernel->roots);
-  }
+  if (kernel != NULL) free(kernel->what);
   free(kernel);
 }
 
@@ -107,9 +103,8 @@ static void let_go(void* held_) {
 static void read_arrive(TF_OpKernelConstruction* context, exchange_kernel* kernel, TF_Status* status) {
   kernel->launcher = ncs_tf_read_attr(context, "launcher", status);
   kernel->ranks = ncs_tf_read_attr(context, "ranks", status);
-  kernel->kinds = ncs_tf_read_list(context, "kinds", &kernel->n, status);
-  kernel->ops = ncs_tf_read_list(context, "ops", &kernel->n, status);
-  kernel->roots = ncs_tf_read_list(context, "roots", &kernel->n, status);
+  kernel->what = ncs_tf_read_list(context, "what", &kernel->n, status);
+  kernel->n /= 3;
   kernel->rank = ncs_tf_read_attr(context, "rank", status);
   kernel->number = ncs_tf_read_attr(context, "number", status);
   kernel->in_place = ncs_tf_read_attr(context, "in_place", status);
@@ -129,11 +124,12 @@ static void prepare_tensor(TF_OpKernelContext* context, const exchange_kernel* k
   TF_AllocatorAttributes attributes = {TF_ALLOCATOR_ATTRIBUTES_STRUCT_SIZE, 0};
   int64_t dims[NCS_MOST_DIMS];
   TF_Tensor *send = all->tensors[2 * i], *recv = NULL;
-  const int kind = (int)kernel->kinds[i], n_dims = ncs_tf.TF_NumDims(send);
+  const int64_t* what = kernel->what + 3 * i;
+  const int kind = (int)what[0], n_dims = ncs_tf.TF_NumDims(send);
   for (int d = 0; d < n_dims; ++d) dims[d] = ncs_tf.TF_Dim(send, d);
   buffer->kind = kind;
-  buffer->op = (int)kernel->ops[i];
-  buffer->root = (int)kernel->roots[i];
+  buffer->op = (int)what[1];
+  buffer->root = (int)what[2];
   buffer->dtype = ncs_tf_find_dtype(ncs_tf.TF_TensorType(send));
   buffer->send = ncs_tf.TF_TensorData(send);
   buffer->count = (size_t)ncs_tf.TF_TensorElementCount(send);
@@ -145,7 +141,7 @@ static void prepare_tensor(TF_OpKernelContext* context, const exchange_kernel* k
     dims[0] = kind == NCS_ALL_GATHER ? dims[0] * kernel->ranks : dims[0] / kernel->ranks;
     if (kind == NCS_REDUCE_SCATTER) buffer->count /= (size_t)kernel->ranks;
   }
-  if (kind == NCS_BROADCAST && kernel->roots[i] == kernel->number) return;
+  if (kind == NCS_BROADCAST && what[2] == kernel->number) return;
   if (kernel->in_place && (kind == NCS_BROADCAST || (kind == NCS_ALL_REDUCE && is_alone(all, i)))) {
     buffer->recv = ncs_tf.TF_TensorData(send);
     return;
@@ -241,8 +237,8 @@ NCS_TF_KERNEL(exchange_kernel, deliver)
 
 const ncs_tf_op ncs_tf_arrive = {
     "NcclsyncArrive",
-    {"launcher: int", "rank: int", "number: int", "in_place: int", "ranks: int >= 1", "kinds: list(int)",
-     "ops: list(int)", "roots: list(int)", "T: list(type) >= 0", NULL},
+    {"launcher: int", "rank: int", "number: int", "in_place: int", "ranks: int >= 1", "what: list(int)",
+     "T: list(type) >= 0", NULL},
     {"sends: T", NULL},
     "token: int64",
     create_arrive, run_arrive, destroy_exchange, 1, {"token", NULL}};

@@ -99,11 +99,10 @@ _process_pool_lock = threading.Lock()
 def process_pool() -> Pool:
     """Return the pool that all communicators of this process share: one thread per core of its share."""
     global _process_pool
-    if _process_pool is None:
-        with _process_pool_lock:
-            if _process_pool is None:
-                _process_pool = Pool(usable_cores())
-    return _process_pool
+    with _process_pool_lock:
+        if _process_pool is None:
+            _process_pool = Pool(usable_cores())
+        return _process_pool
 
 
 def usable_cores() -> int:
@@ -249,11 +248,11 @@ class NcclLibrary:
 
         Raises NcclUnavailableError, which names all that were tried, if none is there, or none that is new enough.
         """
-        failure, handle = ffi.new("ncs_failure*"), ffi.new("ncs_nccl**")
+        failure, handle, version = ffi.new("ncs_failure*"), ffi.new("ncs_nccl**"), ffi.new("int*")
         tried = []
         for path in _candidates(*_NCCL):
-            if lib.ncs_nccl_open(path.encode(), failure, handle) == 0:
-                self.path = path
+            if lib.ncs_nccl_open(path.encode(), failure, handle, version) == 0:
+                self.path, self._version = path, version[0]
                 self.handle = handle[0]  # never freed: a communicator may be aborted after its object is gone
                 return
             tried.append(f"{path} ({words(failure)})")
@@ -264,10 +263,7 @@ class NcclLibrary:
 
     def version(self) -> tuple[int, int, int]:
         """Return NCCL's version, e.g. ``(2, 32, 3)``. Needs no GPU."""
-        version = ffi.new("int*")
-        call(lib.ncs_nccl_get_version, [self.handle], version)
-        code = version[0]  # of NCCL 2.9 or newer: before, the minor version had one digit
-        return code // 10000, code % 10000 // 100, code % 100
+        return self._version // 10000, self._version % 10000 // 100, self._version % 100
 
 
 def nccl_version() -> tuple[int, int, int]:

@@ -605,15 +605,20 @@ class NcclCommunicator(Communicator):
             )
 
 
+def kind_op_root(collective: AnyCollective) -> tuple[int, int, int]:
+    """Return the C library's numbers of a collective; 0 for an operation or a root that it does not have."""
+    op, root = getattr(collective, "op", "sum"), getattr(collective, "root", 0)
+    return KINDS[type(collective)][0], native.OPS[op], root
+
+
 def _fields(
     collective: AnyCollective, buffers: tuple[Buffers, Buffers]
 ) -> tuple[int, list[Any], list[Any], int, int, int, int]:
     """Return the fields of an ``ncs_collective`` that reads and writes these."""
     reads, writes = buffers
-    op = 0 if isinstance(collective, Broadcast | AllGather) else native.OPS[collective.op]
-    root = collective.root if isinstance(collective, Broadcast) else 0
+    kind, op, root = kind_op_root(collective)
     count = min(reads.count, writes.count)  # of blocks: of one
-    return KINDS[type(collective)][0], reads.pointers, writes.pointers, count, reads.dtype, op, root
+    return kind, reads.pointers, writes.pointers, count, reads.dtype, op, root
 
 
 def _checked_numbers(numbers: Any, what: str, words: str) -> list[int]:

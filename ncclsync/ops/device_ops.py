@@ -16,17 +16,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from ncclsync.communicator import (
-    AllGather,
-    AllReduce,
-    AnyCollective,
-    Broadcast,
-    Communicator,
-    NcclCommunicator,
-    ReduceScatter,
-    native,
-)
-from ncclsync.communicator.nccl import KINDS
+from ncclsync.communicator import AllGather, AllReduce, AnyCollective, Broadcast, Communicator, NcclCommunicator
+from ncclsync.communicator.nccl import kind_op_root
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops import gpu_streams, host_ops
 
@@ -103,9 +94,7 @@ def launch(
         "launcher": launcher.address,
         "ranks": communicator.world_size,
         "in_place": int(in_place),
-        "kinds": [KINDS[type(one)][0] for one in collectives],
-        "ops": [native.OPS[one.op] if isinstance(one, AllReduce | ReduceScatter) else 0 for one in collectives],
-        "roots": [one.root if isinstance(one, Broadcast) else 0 for one in collectives],
+        "what": [number for one in collectives for number in kind_op_root(one)],
     }
     tokens = []
     for tower, (device, number) in enumerate(zip(devices, communicator.ranks, strict=True)):

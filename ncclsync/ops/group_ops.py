@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from ncclsync.communicator import (
     AllGather,
-    AllReduce,
     AnyCollective,
     Broadcast,
     Communicator,
@@ -83,34 +82,19 @@ def _enqueued(
     devices = [tensor.device or usual for tensor in columns[0]]
     turns = turns if turns is not None and not tf.executing_eagerly() else Turns([], str)
 
-    def join(*flat):
-        given = iter(flat)
-        rows = [[next(given) for _ in column] for column in columns]
-        launched = device_ops.launch(rows, communicator, collectives, devices, launched_after=turns.last)
+    def join(columns):
+        launched = device_ops.launch(columns, communicator, collectives, devices, launched_after=turns.last)
         turns.last = [launched.token]
         towers = [launched.deliver(tower) for tower in range(len(devices))]
-        return [tensor for column in zip(*towers, strict=True) for tensor in column]
+        return [list(column) for column in zip(*towers, strict=True)]
 
-    flat = [tensor for column in columns for tensor in column]
-    if tf.executing_eagerly():
-        received = iter(tf.function(join, autograph=False)(*flat))
-        if communicator.world_size > communicator.size:  # another process may not come
-            communicator.agree(None, collectives[0].label)
-            communicator.wait()
-    else:
-        received = iter(join(*flat))
-    return [[next(received) for _ in column] for column in columns]
-
-
-def group_all_reduce(
-    tensors: Sequence[tf.Tensor],
-    communicator: Communicator,
-    op: str = "sum",
-    label: str = "",
-    turns: Turns | None = None,
-) -> list[tf.Tensor]:
-    """Reduce one tensor per tower: `group_exchange` of a single column, [N] in, [N] out."""
-    return group_exchange([tensors], communicator, [AllReduce((), (), op, label)], turns)[0]
+    if not tf.executing_eagerly():
+        return join(columns)
+    received = tf.function(join, autograph=False)(columns)
+    if communicator.world_size > communicator.size:  # another process may not come
+        communicator.agree(None, collectives[0].label)
+        communicator.wait()
+    return received
 
 
 def gather_rows(tensors: Sequence[tf.Tensor], communicator: Communicator, label: str, turns: Turns) -> list[tf.Tensor]:

@@ -216,20 +216,18 @@ class Meter:
         """
         self._profiled.clear()  # of a call that failed
         self._timestamps.listen(self._show if tf_compat.is_profiling() else None)
+        failed = True
         try:
             yield
+            failed = False
         except NoBatchLeft:
             self.forget()
+            watchers = ()
             raise
-        except BaseException:
-            self._report(watchers, self.take(traced, failed=True))
-            raise
-        self._report(watchers, self.take(traced, failed=False))
-
-    @staticmethod
-    def _report(watchers: Sequence[Callable[[Measured], None]], measured: Measured) -> None:
-        for watcher in watchers:
-            watcher(measured)
+        finally:
+            recording = self.take(traced, failed)
+            for watcher in watchers:
+                watcher(recording)
 
     def _span(self, number: int, value: int) -> Span:
         span = self._spans[number]

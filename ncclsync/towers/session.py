@@ -13,12 +13,13 @@ from typing import Any
 
 import tensorflow as tf
 
+from ncclsync.communicator.base import AllReduce
 from ncclsync.communicator.messages import MOST_BYTES
 from ncclsync.communicator.timeouts import interruptible
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError, ProcessError
 from ncclsync.ops import device_ops, gpu_streams
-from ncclsync.ops.group_ops import group_all_reduce
+from ncclsync.ops.group_ops import group_exchange
 from ncclsync.program.program import Target
 from ncclsync.towers.feeding import Feeder
 from ncclsync.towers.in_flight import InFlight
@@ -241,7 +242,7 @@ class Session:
         if self.communicator.failure is not None:  # a file with the rest is better than none
             self.warn_once("Of gradients that an optimizer accumulates, the parts of other processes are lost")
             return tf.add_n(list(parts))
-        return group_all_reduce(list(parts), self.communicator, "sum", what)[0]
+        return group_exchange([parts], self.communicator, [AllReduce((), (), "sum", what)])[0][0]
 
     def rows_of_all(self, rows: tf.Tensor, what: str) -> tf.Tensor:
         """Return [N, length] rows of all towers; `rows` are this process'."""

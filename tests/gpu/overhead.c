@@ -60,8 +60,9 @@ static double now_us(void) {
 
 static void load(void) {
   ncs_failure failure;
+  int version;
   void *handle, *symbol;
-  check(ncs_nccl_open(nccl_path, &failure, &nccl), &failure);
+  check(ncs_nccl_open(nccl_path, &failure, &nccl, &version), &failure);
   check(ncs_load_cuda(cudart_path, driver_path, &cuda, &failure), &failure);
   handle = dlopen(cudart_path, RTLD_NOW);
   symbol = handle != NULL ? dlsym(handle, "cudaStreamSynchronize") : NULL;

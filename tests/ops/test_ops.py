@@ -286,7 +286,7 @@ def test_group_collectives_of_every_dtype(dtype):
             tensors = [unique(dtype, i) for i in range(3)]
             both = [ReduceScatter((), (), "max"), AllGather((), ())]
             return (
-                group_ops.group_all_reduce(tensors, communicator),
+                group_ops.group_exchange([tensors], communicator, [AllReduce((), ())])[0],
                 group_ops.group_exchange([tensors], communicator, [Broadcast((), 1)])[0],
                 *group_ops.group_exchange([tensors, tensors], communicator, both),
             )

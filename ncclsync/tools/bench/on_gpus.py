@@ -92,7 +92,7 @@ def _time_exchanges(towers: int, joined: Any, rounds: int, show: Callable[[str],
     def in_a_row(*tensors: Any) -> Sequence[Any]:
         column, turns = passed(*tensors), group_ops.Turns([], str)
         for _ in range(_IN_A_ROW):
-            column = group_ops.group_all_reduce(column, communicator, "max", turns=turns)
+            (column,) = group_ops.group_exchange([column], communicator, [AllReduce((), (), "max")], turns)
         return column
 
     # As a step's graph is built.

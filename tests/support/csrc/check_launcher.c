@@ -207,9 +207,10 @@ static void fail_during_a_launch(void) {
 }
 
 int main(int argc, char** argv) {
+  int version;
   EXPECT(argc == 3);
   cuda_path = argv[2];
-  EXPECT(ncs_nccl_open(argv[1], NULL, &nccl) == ncclSuccess);
+  EXPECT(ncs_nccl_open(argv[1], NULL, &nccl, &version) == ncclSuccess);
   EXPECT(ncs_launcher_create(N, 0, &launcher) == ncclSuccess);
   for (int round = 0; round < ROUNDS; ++round) fail_while_reserved(round);
   fail_keeps_buffers();

@@ -176,9 +176,10 @@ int main(int argc, char** argv) {
   pthread_t callers[CALLERS];
   int first_devices[CALLERS];
   ncs_nccl_comm* comm;
+  int version;
   EXPECT(argc == 3);
   cuda_path = argv[2];
-  EXPECT(ncs_nccl_open(argv[1], NULL, &nccl) == ncclSuccess);
+  EXPECT(ncs_nccl_open(argv[1], NULL, &nccl, &version) == ncclSuccess);
   EXPECT(create(4, &comm) == ncclSuccess);
   check_collectives(comm);
   check_blocks(comm);

@@ -11,9 +11,8 @@ class NcclSyncError(Exception):
 
     def __reduce__(self):
         """Pickle by the fields: ``Exception`` would leave out those that were given by name."""
-        if dataclasses.is_dataclass(self):
-            return type(self), tuple(getattr(self, field.name) for field in dataclasses.fields(self))
-        return super().__reduce__()
+        fields = getattr(self, "__dataclass_fields__", None)
+        return (type(self), tuple(getattr(self, name) for name in fields)) if fields else super().__reduce__()
 
 
 class NcclUnavailableError(NcclSyncError):

@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from ncclsync.communicator.processes import find_process
+from ncclsync.communicator import AllReduce
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops import group_ops, host_ops
 from ncclsync.parallel import nccl_parallel
@@ -192,7 +193,8 @@ def _exchange_timer(towers: Any, sizes: list[int]) -> Callable[[], float]:
         received: list[Any] = []
         for column in sends:
             placed = [on(device, tensor) for device, tensor in zip(towers.devices, column, strict=True)]
-            received += group_ops.group_all_reduce(placed, towers.communicator, turns=turns)
+            collectives = [AllReduce((), (), "sum")]
+            received += group_ops.group_exchange([placed], towers.communicator, collectives, turns)[0]
         return [tensor[:1] for tensor in received]
 
     timer = device_timer(tf_compat.unordered_function(exchange, []))

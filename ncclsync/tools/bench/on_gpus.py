@@ -15,8 +15,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ncclsync.communicator.processes import find_process
 from ncclsync.communicator import AllReduce
+from ncclsync.communicator.processes import find_process
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops import group_ops, host_ops
 from ncclsync.parallel import nccl_parallel

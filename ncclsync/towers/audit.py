@@ -75,8 +75,7 @@ class Audit:
                 each = towers.replicas.of_shards(variable)
                 for place, kept in zip(self.places, self._kept, strict=True):
                     kept[name] = self._copy(each[place.shard], each[self._first[place.tower]].device, place)
-        exchanges = [list(_sent(segment)) for segment in computed]
-        self._sent = [one for each in exchanges for one in each]
+        self._sent = [one for segment in computed for one in _sent(segment)]
         with tf.device("/CPU:0"):
             # By tensor that is sent, shard and pair of those who compute it: the first element that differs.
             shape = [len(self._sent), len(self._owners), len(self._pairs)]
@@ -88,14 +87,13 @@ class Audit:
         A repeated computation takes the results of these segments as they are.
         """
         found: set[int] = set()
-        lines: dict[str, None] = {}
         written: set[str] = set()
         for number, segment in enumerate(self._segments, start=1):
             if segment.unrepeatable or written.intersection(segment.sources):
                 found.add(number)
                 written.update(segment.written)
-                lines.update({segment.unrepeatable: None} if segment.unrepeatable else {})
         if found:
+            lines = dict.fromkeys(segment.unrepeatable for segment in self._segments if segment.unrepeatable)
             sent = [len(list(_sent(segment))) for segment in self._segments]
             left = sum(count for number, count in enumerate(sent, start=1) if number not in found)
             self._towers.session.warn_once(
@@ -189,22 +187,23 @@ class Audit:
         return list(names) or [f"what {exchange.line} sends"]
 
 
+@dataclasses.dataclass(frozen=True)
 class Repeats:
     """Compute shards again in the graph of one step.
 
     Attributes:
+        audit: whose.
+        values: of each of its places, by name.
+        originals: [s] those of the shards themselves.
         begun: ops that the step waits for before it begins.
+        found: what comparisons have found.
     """
 
-    def __init__(
-        self,
-        audit: Audit,
-        values: list[dict[str, tf.Tensor]],
-        originals: Sequence[Mapping[str, tf.Tensor]],
-        begun: list[tf.Operation],
-    ) -> None:
-        self._audit, self._values, self._originals, self.begun = audit, values, originals, begun
-        self._found: list[tf.Tensor] = []
+    audit: Audit
+    values: list[dict[str, tf.Tensor]]
+    originals: Sequence[Mapping[str, tf.Tensor]]
+    begun: list[tf.Operation]
+    found: list[tf.Tensor] = dataclasses.field(default_factory=list)
 
     def compute(self, number: int, segment: Segment, calls: Sequence[Call], towers: Sequence[Any]) -> None:
         """Compute a segment again, and compare.
@@ -215,13 +214,13 @@ class Repeats:
             calls: [s] of it, or [n] if it runs once.
             towers: [n] (device, ops to wait for, list to which this segment's ops are added).
         """
-        if number in self._audit.left_out:
-            for place, values in zip(self._audit.places, self._values, strict=True):
-                values.update({name: self._originals[place.shard][name] for name in segment.fetches})
+        if number in self.audit.left_out:
+            for place, values in zip(self.audit.places, self.values, strict=True):
+                values.update({name: self.originals[place.shard][name] for name in segment.fetches})
             return
         each = [[call.sent] for call in calls]
         outcomes: dict[tuple[int, int], Outcome] = {}
-        for place, values in zip(self._audit.places, self._values, strict=True):
+        for place, values in zip(self.audit.places, self.values, strict=True):
             call = place.owner if segment.once else place.shard
             if (call, place.tower) not in outcomes:
                 device, before, ends = towers[place.tower]
@@ -232,17 +231,14 @@ class Repeats:
                 ends.append(outcome.token)
             values.update(outcomes[call, place.tower].fetched)
         if segment.outgoing:
-            self._found.append(self._audit.compare([[list(itertools.chain(*sent)) for sent in one] for one in each]))
+            self.found.append(self.audit.compare([[list(itertools.chain(*sent)) for sent in one] for one in each]))
 
     def end(self) -> list[tf.Operation]:
         """Return the ops that keep what was found: it is kept after them."""
-        return [self._audit.keep(self._found)] if self._found else []
+        return [self.audit.keep(self.found)] if self.found else []
 
 
 def _sent(segment: Segment) -> Iterator[Sequence[Exchange]]:
     """Yield the exchanges of each tensor that a segment sends."""
     for bucket in segment.outgoing:
-        if bucket.packed:
-            yield bucket.exchanges
-        else:
-            yield from ([exchange] for exchange in bucket.exchanges)
+        yield from [bucket.exchanges] if bucket.packed else ([exchange] for exchange in bucket.exchanges)

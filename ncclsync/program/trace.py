@@ -172,4 +172,5 @@ def trace(step: Callable[[Any], Any], batch_specs: Any, *, jit_compile: bool = F
     marks = {mark.name: mark for graph, mark in marking.marks if graph is function.graph}
     # TensorFlow keeps the functions of custom gradients for good, and they keep their context.
     vars(marking).clear()
-    return Trace(function, *given, marks, jit_compile, opened)
+    batch, share, site = given
+    return Trace(function, batch, share, site, marks, jit_compile, opened)

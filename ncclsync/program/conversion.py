@@ -220,11 +220,9 @@ class Conversions(Placer):
         """Give all towers the tensor of tower 0."""
         if tensor.dtype.name in native.DTYPES and tensor.shape.is_fully_defined():
             return self.exchange(tensor, FOLLOW, op)
-        with self._building():
-            first = tf.equal(self.share.tower, 0)
-            flat, shape = tf.reshape(tensor, [-1]), tf.shape(tensor)
-            flat = flat[: tf.where(first, tf.size(flat), 0)]
-            shape = shape[: tf.where(first, tf.size(shape), 0)]
+        first = tf.equal(self.share.tower, 0)
+        flat, shape = tf.reshape(tensor, [-1]), tf.shape(tensor)
+        flat, shape = (one[: tf.where(first, tf.size(one), 0)] for one in (flat, shape))
         return self._received_whole(flat, shape, tensor, op)
 
     def _received_whole(self, flat: tf.Tensor, shape: tf.Tensor, like: tf.Tensor, op: tf.Operation) -> tf.Tensor:
@@ -232,8 +230,7 @@ class Conversions(Placer):
         for one in (flat, shape):
             one.set_shape([None])
         values, lengths = self.exchange(flat, GATHER, op), self.exchange(shape, GATHER, op)
-        with self._building():
-            return tf.ensure_shape(tf.reshape(values, lengths), like.shape)
+        return tf.ensure_shape(tf.reshape(values, lengths), like.shape)
 
     def _anew(self, tensor: tf.Tensor) -> tf.Tensor:
         """Compute a tensor again from whole inputs, since lists of tensors and axes cannot be sent."""
@@ -245,8 +242,7 @@ class Conversions(Placer):
             )
         given = [self.placed[name] for name in self.graph.traced_inputs[op.name]]
         inputs = [self.convert(one, placed, REPLICATE, op) for one, placed in given]
-        with self._building():
-            return tf_compat.copied_op(op, inputs).outputs[tensor.value_index]
+        return tf_compat.copied_op(op, inputs).outputs[tensor.value_index]
 
     def _gathered(self, tensor: tf.Tensor, before: Placement, op: tf.Operation) -> tf.Tensor:
         """Gather all towers' rows, in the order of the batch."""

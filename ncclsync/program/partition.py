@@ -71,7 +71,8 @@ class Partition(Conversions):
         """
         for op in list(self.graph.ops):
             self._step(op)
-        self._settle_results()
+        with self._building():
+            self._settle_results()
         self._fold_metrics()
         self.graph.ops = self._order
         self.graph.by_name = {op.name: op for op in self._order}
@@ -258,9 +259,10 @@ class Partition(Conversions):
         self.graph.inputs[op.name] = [tensor.name for tensor in call.tensors]
         self._append(op)
         self._differs.update(output.name for output in op.outputs)
-        for output in op.outputs:
-            sent = output.dtype not in (tf.resource, tf.variant)
-            self._put(output, self._followed(output, op) if sent else output, REPLICATE)
+        with self._building():
+            for output in op.outputs:
+                sent = output.dtype not in (tf.resource, tf.variant)
+                self._put(output, self._followed(output, op) if sent else output, REPLICATE)
         if op.type not in rules.DRAWS:
             self._follow_writes(op)
         return [REPLICATE] * len(op.outputs)
@@ -276,10 +278,8 @@ class Partition(Conversions):
             return
         with self._building():
             reads = [self._read(handle) for handle in handles]
-        self._differs.update(read.name for read in reads)
-        values = [self._followed(read, op) for read in reads]
-        with self._building():
-            writes = [self._assigned(handle, value) for handle, value in zip(handles, values, strict=True)]
+            self._differs.update(read.name for read in reads)
+            writes = [self._assigned(one, self._followed(read, op)) for one, read in zip(handles, reads, strict=True)]
             done = tf.group(*writes)
         for write, handle in zip(writes, handles, strict=True):
             graph.writes[write.name] = {handle}
@@ -349,8 +349,9 @@ class Partition(Conversions):
         self._appended.add(op.name)  # it is run there
         for output in others:
             self._put(output, call.tensors[output.value_index], REPLICATE)
-        for output, flat, shape in zip(outputs, sent[::2], sent[1::2], strict=True):
-            self._put(output, self._received_whole(flat, shape, output, op), REPLICATE)
+        with self._building():
+            for output, flat, shape in zip(outputs, sent[::2], sent[1::2], strict=True):
+                self._put(output, self._received_whole(flat, shape, output, op), REPLICATE)
         return [REPLICATE] * len(op.outputs)
 
     def _assert(self, call: Call) -> None:
@@ -387,7 +388,7 @@ class Partition(Conversions):
             raise Unshared({handle for handle, role in handles.items() if role is not Role.SAME})
         return [REPLICATE] * len(op.outputs)
 
-    # Marks, whose ops `_building` takes over.
+    # Marks and results, whose ops `_building` takes over.
 
     def _mark(self, op: tf.Operation, mark: Mark, call: Call) -> None:
         names, when = self.graph.inputs[op.name], None
@@ -454,9 +455,7 @@ class Partition(Conversions):
         op = self.graph.tf_graph.get_tensor_by_name(name).op
         if not op.inputs or op.name in self.graph.passing or tf_compat.is_stateful(op):
             return tensor
-        inputs = [self._local_value(one) for one in self.graph.traced_inputs[op.name]]
-        with self._building():
-            made = tf_compat.copied_op(op, inputs)
+        made = tf_compat.copied_op(op, [self._local_value(one) for one in self.graph.traced_inputs[op.name]])
         for output, one in zip(op.outputs, made.outputs, strict=True):
             self._local[output.name] = one
             self._differs.add(one.name)
@@ -488,8 +487,6 @@ class Partition(Conversions):
         summed = self.exchange(tf.math.unsorted_segment_sum(slices[kept:], places[kept:], rest), ADD_UP, op)
         every = tf.cast(tf.range(rest), places.dtype)
         return [tf.concat([few, summed], 0), tf.concat([where, every], 0)]
-
-    # Results.
 
     def _settle_results(self) -> None:
         graph = self.graph

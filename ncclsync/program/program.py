@@ -39,12 +39,7 @@ class Exchange:
     line: str = ""
 
     def size_bytes(self, towers: int, rows: int | None = None) -> int | None:
-        """Return the size of the whole tensor; None where it is known only when it runs.
-
-        Args:
-            towers: how many.
-            rows: of the batch; None if they are not known.
-        """
+        """Return the size of the whole tensor on so many towers, of so many rows, if they are known; else None."""
         shape = tf.TensorShape([towers, *self.shape[1:]]) if self.collective.divides else self.shape
         if self.collective.kind == CollectiveKind.ALL_GATHER and shape.rank:
             shape = tf.TensorShape([rows, *shape[1:]])

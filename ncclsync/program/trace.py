@@ -61,18 +61,17 @@ class Trace:
 
     Attributes:
         function: the ConcreteFunction, of the batch, a tower's `Share` of it, and a `Site`.
-        share, site: the tensors of these within the graph.
+        batch, share, site: these, of the graph's tensors.
         marks: by name of the marking op.
-        batch: the batch's structure, with the graph's tensors.
         jit_compile: whether XLA compiles it.
         opened: see `trace`.
     """
 
     function: Any
+    batch: Any
     share: Share
     site: Site
     marks: dict[str, Mark]
-    batch: Any
     jit_compile: bool
     opened: Opened = ()
 
@@ -83,8 +82,6 @@ class _Marking:
     def __init__(self) -> None:
         self.graph: Any = None
         self.share: Any = None
-        self.site: Any = None
-        self.batch: Any = None
         self.marks: list[tuple[Any, Mark]] = []
 
     def can_exchange(self) -> bool:
@@ -140,16 +137,17 @@ def trace(step: Callable[[Any], Any], batch_specs: Any, *, jit_compile: bool = F
         Exception: whatever the step raises while it is traced.
     """
     marking = _Marking()
-
+    given: Any = None  # to the last trace
     failures: list[Exception] = []
     graphs: list[tf.Graph] = []
 
     def traced(batch, share, site):
+        nonlocal given
         if failures:
             return None
         # tf.function traces again when a step created variables; the last trace is the one that counts.
-        marking.graph = tf.compat.v1.get_default_graph()
-        marking.batch, marking.share, marking.site = batch, share, site
+        given = batch, share, site
+        marking.graph, marking.share = tf.compat.v1.get_default_graph(), share
         graphs.append(marking.graph)
         with running_in(marking), tf.variable_creator_scope(_made_by_itself):
             try:
@@ -172,7 +170,7 @@ def trace(step: Callable[[Any], Any], batch_specs: Any, *, jit_compile: bool = F
         if failures:
             raise failures.pop()
     marks = {mark.name: mark for graph, mark in marking.marks if graph is function.graph}
-    traced_step = Trace(function, marking.share, marking.site, marks, marking.batch, jit_compile, opened)
     # TensorFlow keeps the functions of custom gradients for good, and they keep their context.
     vars(marking).clear()
-    return traced_step
+    batch, share, site = given
+    return Trace(function, batch, share, site, marks, jit_compile, opened)

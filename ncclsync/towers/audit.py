@@ -87,14 +87,13 @@ class Audit:
         A repeated computation takes the results of these segments as they are.
         """
         found: set[int] = set()
-        lines: dict[str, None] = {}
         written: set[str] = set()
         for number, segment in enumerate(self._segments, start=1):
             if segment.unrepeatable or written.intersection(segment.sources):
                 found.add(number)
                 written.update(segment.written)
-                lines.update({segment.unrepeatable: None} if segment.unrepeatable else {})
         if found:
+            lines = dict.fromkeys(segment.unrepeatable for segment in self._segments if segment.unrepeatable)
             sent = [len(list(_sent(segment))) for segment in self._segments]
             left = sum(count for number, count in enumerate(sent, start=1) if number not in found)
             self._towers.session.warn_once(
@@ -216,7 +215,4 @@ class Audit:
 def _sent(segment: Segment) -> Iterator[Sequence[Exchange]]:
     """Yield the exchanges of each tensor that a segment sends."""
     for bucket in segment.outgoing:
-        if bucket.packed:
-            yield bucket.exchanges
-        else:
-            yield from ([exchange] for exchange in bucket.exchanges)
+        yield from [bucket.exchanges] if bucket.packed else ([exchange] for exchange in bucket.exchanges)

@@ -1,7 +1,7 @@
 """Take the first batches of the user's data: arrays, a `tf.data.Dataset`, a PyDataset, a generator."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -45,17 +45,18 @@ def rows_of(batch: Batch) -> int:
     return int(next(leaf for leaf in keras.tree.flatten(batch) if leaf is not None).shape[0])
 
 
-def reversed_rows(batch: Batch) -> Batch:
-    """Return the same samples in the opposite order; x, y and weights may be ragged and sparse too."""
-    return keras.tree.map_structure(lambda leaf: None if leaf is None else _reversed(leaf), batch)
+def rows_at(batch: Any, places: Sequence[int]) -> Any:
+    """Return these rows of a batch, whose tensors may be ragged and sparse, too."""
 
+    def taken(leaf: Any) -> Any:
+        if leaf is None or not len(leaf.shape):
+            return leaf
+        if isinstance(leaf, tf.SparseTensor):
+            rest, sizes = [0] * (len(leaf.shape) - 1), leaf.shape[1:]
+            return tf.sparse.concat(0, [tf.sparse.slice(leaf, [i, *rest], [1, *sizes]) for i in places])
+        return tf.gather(leaf, places)
 
-def _reversed(leaf: Any) -> Any:
-    order = range(int(leaf.shape[0]))[::-1]
-    if isinstance(leaf, tf.SparseTensor):
-        rest, sizes = [0] * (len(leaf.shape) - 1), leaf.shape[1:]
-        return tf.sparse.concat(0, [tf.sparse.slice(leaf, [i, *rest], [1, *sizes]) for i in order])
-    return tf.gather(leaf, list(order))
+    return tf.nest.map_structure(taken, batch)
 
 
 def _iterated(data: Any) -> Iterable:

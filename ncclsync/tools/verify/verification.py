@@ -18,11 +18,10 @@ import tensorflow as tf
 from ncclsync.compat import keras as keras_compat
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.parallel import nccl_parallel
-from ncclsync.program.check import Unchecked, first_difference
-from ncclsync.program.program import Results
 from ncclsync.semantics.exactness import Inexact, find_inexact
 from ncclsync.semantics.roles import Role, role_of
-from ncclsync.tools.verify.batches import Batch, reversed_rows, rows_of, take_batches
+from ncclsync.tools.verify.batches import Batch, rows_at, rows_of, take_batches
+from ncclsync.tools.verify.check import Unchecked, first_difference
 from ncclsync.tools.verify.report import Difference, Report, measure
 from ncclsync.towers.step_function import to_tensor
 from ncclsync.training.arguments import check_whole
@@ -132,7 +131,9 @@ class _Run:
         if known or alone:
             return
         # The same sums in another order: the effect of rounding alone.
-        reordered = self._compare(*self._two(), beside=[reversed_rows(batch) for batch in self._batches])
+        reordered = self._compare(
+            *self._two(), beside=[rows_at(batch, [*range(rows_of(batch))][::-1]) for batch in self._batches]
+        )
         rounded = list(rounding(reordered, found, limit=100 * TOLERANCES[self._dtype]))
         yield from rounded
         if not rounded:
@@ -293,7 +294,7 @@ def false_step(towers: Towers, batch: Batch) -> Iterator[Inexact]:
     given = keras.tree.map_structure(to_tensor, batch)
     for trace in towers.watch.traces or ():
         with contextlib.suppress(Unchecked):
-            line = first_difference(trace, towers.devices[0], Results.COMBINED, given, towers.layout.shards)
+            line = first_difference(trace, towers.devices[0], given, towers.layout.shards)
             if line:
                 reason = "is not partitioned into what one device computes: a fault of ncclsync's"
                 remedy = "report this line, with what Towers.explain() prints"

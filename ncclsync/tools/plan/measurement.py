@@ -15,6 +15,7 @@ import tensorflow as tf
 from ncclsync.ops import CollectiveKind
 from ncclsync.program.program import Program, Segment
 from ncclsync.program.roofline import OPERATIONS_PER_BYTE, Roofline
+from ncclsync.semantics.axes import Axes
 from ncclsync.semantics.functions import Functions
 from ncclsync.tools.bench.turns import Spread, device_timer, filling, take_turns
 from ncclsync.tools.plan.prediction import Message, Stage
@@ -165,7 +166,8 @@ def shares_before(outputs: Sequence[Any], graph: tf.Graph) -> tuple[list[float],
         Shares from 0 to 1, in ascending order; the work, in bytes moved or operations of the same time.
     """
     library = graph.as_graph_def().library
-    roofline = Roofline(Functions({one.signature.name: one for one in library.function}, graph))
+    functions = Functions({one.signature.name: one for one in library.function}, graph)
+    roofline = Roofline(functions, Axes(functions, {}))
     work = {}
     for op in graph.get_operations():
         multiplications, moved, _ = roofline.work(op).sum(axis=1).tolist()

@@ -6,7 +6,6 @@ through the model's own train function. `exactness` needs no step.
 
 import contextlib
 import gc
-import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -119,28 +118,22 @@ class _Run:
         if not ok:
             reasons += false_step(towers, self._batches[0])
             reasons += find_inexact(model, towers.options.exact_batch_norm, towers.options.exact_random)
-            reasons += self._reasons(model, found, known=bool(reasons))
+            reasons += self._reasons(found, known=bool(reasons))
         sizes = tuple(map(rows_of, self._batches))
         return Report(ok, self._tolerance, tuple(towers.devices), sizes, tuple(found), tuple(reasons))
 
-    def _reasons(self, model: keras.Model, found: list[Difference], known: bool) -> Iterator[Inexact]:
-        """Find reasons by running one device again; without any, name suspects."""
-        alone = list(disagreement(self._compare(*self._two())))
+    def _reasons(self, found: list[Difference], known: bool) -> Iterator[Inexact]:
+        """Find reasons by running one device again."""
+        alone = list(disagreement(self._again()))
         yield from alone
         yield from missing_digits(self._dtype)
-        if known or alone:
-            return
-        # The same sums in another order: the effect of rounding alone.
-        reordered = self._compare(
-            *self._two(), beside=[rows_at(batch, [*range(rows_of(batch))][::-1]) for batch in self._batches]
-        )
-        rounded = list(rounding(reordered, found, limit=100 * TOLERANCES[self._dtype]))
-        yield from rounded
-        if not rounded:
-            yield from own_code(model, found)
+        if not known and not alone:
+            # The same sums in another order: the effect of rounding alone.
+            backwards = [rows_at(batch, [*range(rows_of(batch))][::-1]) for batch in self._batches]
+            yield from rounding(self._again(backwards), found, limit=100 * TOLERANCES[self._dtype])
 
-    def _two(self) -> tuple[keras.Model, keras.Model]:
-        return _build(self._factory, self._seed), _build(self._factory, self._seed)
+    def _again(self, beside: Sequence[Batch] | None = None) -> list[Difference]:
+        return self._compare(_build(self._factory, self._seed), _build(self._factory, self._seed), beside)
 
     def _compare(self, one: keras.Model, other: keras.Model, beside: Sequence[Batch] | None = None) -> list[Difference]:
         """Train both models, from the state of `one`; return every difference, named as `other` names it.
@@ -230,21 +223,25 @@ def _defines(model: keras.Model, method: str) -> bool:
     return getattr(type(model), method) is not getattr(keras.Model, method)
 
 
-def _paired(one: keras.Model, other: keras.Model) -> Iterator[tuple[str, tf.Variable, tf.Variable]]:
-    """Yield (kind, of `one`, of `other`) for the variables that must be equal, causes before effects.
+def _paired(one: keras.Model, other: keras.Model) -> list[tuple[str, tf.Variable, tf.Variable]]:
+    """Return (kind, of `one`, of `other`) for the variables that must be equal, causes before effects.
 
     Random state and metrics' sums are left out, by their role in `one`: on towers a variable may have another role.
     """
     weights, slots = (
         {id(tf_compat.backend_variable(v)) for v in some} for some in (one.weights, one.optimizer.variables)
     )
-    ranked: list[list[tuple[str, tf.Variable, tf.Variable]]] = [[], [], [], []]
+    found = []
     for right, variable in zip(keras_compat.variables_of(one), keras_compat.variables_of(other), strict=True):
+        if id(right) in weights:
+            rank, kind = 1, "weight"
+        elif id(right) in slots:
+            rank, kind = (2 if right.shape.rank else 0), "optimizer"
+        else:
+            rank, kind = 3, "state"
         if role_of(right) is Role.SAME:
-            kind = "weight" if id(right) in weights else "optimizer" if id(right) in slots else "state"
-            scalar = kind == "optimizer" and right.shape.rank == 0
-            ranked[0 if scalar else 1 + ("weight", "optimizer", "state").index(kind)].append((kind, right, variable))
-    yield from itertools.chain.from_iterable(ranked)
+            found.append((rank, (kind, right, variable)))
+    return [pair for _, pair in sorted(found, key=lambda one: one[0])]
 
 
 def _create_state(model: keras.Model, batch: Batch) -> None:
@@ -332,34 +329,3 @@ def rounding(reordered: Sequence[Difference], found: Sequence[Difference], limit
         reason += f"this model amplifies rounding, to {largest:.2g} within these steps"
         remedy = f"dtype float64, or tolerance={10 * largest:.0e} if that is small enough for you"
         yield Inexact("rounding", reason, remedy)
-
-
-def own_code(model: keras.Model, found: Sequence[Difference]) -> Iterator[Inexact]:
-    """Name the user's code in a model: metrics, if weights are equal; otherwise all code that gradients pass."""
-    metrics = [one for one in keras_compat.metrics_of(model) if _is_own(one)]
-    losses = [one for one in keras.tree.flatten(getattr(model, "loss", None)) if _is_own(one)]
-    only_logs = all(one.ok or one.kind in ("log", "evaluate", "state") for one in found)
-    if only_logs:  # or state, perhaps of a metric
-        suspects = [f"metric {one.name!r}" for one in metrics] + [f"loss {_name(one)}" for one in losses]
-    else:
-        layers = {type(layer).__name__ for layer in keras_compat.layers_of(model) if _is_own(layer)}
-        suspects = [f"loss {_name(one)}" for one in losses] + [f"layer {name}" for name in sorted(layers)]
-        if _is_own(model):
-            suspects.append(f"train_step or call of {type(model).__name__}")
-    if suspects:
-        reason = "code of your own, which may compare the samples of a batch, sum over them, or keep state that "
-        reason += "cannot be added up: on a tower it sees only its shard"
-        remedy = "one value per sample, or a mean over samples; sums as a metric's state; else ncclsync.ops.all_reduce"
-        yield Inexact(", ".join(suspects), reason, remedy)
-
-
-def _is_own(one: Any) -> bool:
-    """Return whether an object's class, or a function, is not Keras'."""
-    wrapped = getattr(one, "fn", None) or getattr(one, "_fn", None) if isinstance(one, keras.Metric) else None
-    parts = [part for part in (one, wrapped) if not isinstance(part, (str, type(None)))]
-    homes = (part.__module__ if hasattr(part, "__name__") else type(part).__module__ for part in parts)
-    return any(home.split(".")[0] != "keras" for home in homes)
-
-
-def _name(loss: Any) -> str:
-    return repr(getattr(loss, "name", None) or getattr(loss, "__name__", type(loss).__name__))

@@ -76,12 +76,7 @@ class Costs:
     """
 
     def __init__(self, functions: Functions, axes: Axes) -> None:
-        """Count nothing yet.
-
-        Args:
-            functions: of the step.
-            axes: of its graph.
-        """
+        """Count nothing yet; the step's functions, and the axes of its graph."""
         self.roofline = Roofline(functions, axes)
         self._rows: set[str] = set()  # tensors that rest on rows that all towers have
         self._slices: set[str] = set()  # on the slices of sparse gradients alone

@@ -6,7 +6,7 @@ all messages are known.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -15,7 +15,7 @@ import tensorflow as tf
 from ncclsync.ops import CollectiveKind
 from ncclsync.program.program import Program, Segment
 from ncclsync.program.roofline import OPERATIONS_PER_BYTE, Roofline
-from ncclsync.semantics.axes import Axes
+from ncclsync.semantics.axes import BATCHES, Axes
 from ncclsync.semantics.functions import Functions
 from ncclsync.tools.bench.turns import Spread, device_timer, filling, take_turns
 from ncclsync.tools.plan.prediction import Message, Stage
@@ -43,8 +43,9 @@ def step_seconds(
     model.make_train_function()
     timers = {}
     for batch in batches:
-        rows = _first_rows(data, batch)
-        iterator = iter(tf.data.Dataset.from_tensors(rows).map(_with_open_rows).repeat())
+        # As `fit` has them, with an open number of rows, so that all sizes run the same graph.
+        batches_in_memory = tf.data.Dataset.from_tensor_slices(_first_rows(data, batch)).batch(batch).cache()
+        iterator = iter(batches_in_memory.repeat())
         show(f"first steps with {batch} samples")
         for _ in range(2):
             _seconds(model, iterator, 1)
@@ -59,13 +60,6 @@ def _first_rows(data: Any, batch: int) -> Any:
     """Return rows as `fit` passes them to a step: tf.data would take a list for one tensor."""
     rows = keras.tree.map_structure(lambda array: tf.constant(array[:batch]), data)
     return keras.tree.lists_to_tuples(rows)
-
-
-def _with_open_rows(*batch: Any) -> tuple[Any, ...]:
-    """Return a batch as `fit` has it, so that all sizes run the same graph."""
-    return tf.nest.map_structure(
-        lambda leaf: tf.compat.v1.placeholder_with_default(leaf, [None, *leaf.shape[1:]]), batch
-    )
 
 
 def _seconds(model: keras.Model, iterator: Iterator, calls: int) -> float:
@@ -122,13 +116,15 @@ def _joined(program: Program, runs: list[tuple[float, tuple[Message, ...]]]) -> 
 
 def _recorded(segment: Segment, batch: int, runs: list[tuple[float, tuple[Message, ...]]]) -> Segment:
     """Return a segment that, when it runs, adds its work and its messages to `runs`."""
+    graph, sends = segment.function.graph, slice(len(segment.fetches), -1)
 
     def run(*arguments: Any) -> list[Any]:
         results = segment.function(*arguments)
-        sent = results[len(segment.fetches) : -1]
-        shares, work = _shares(segment.function, arguments, len(segment.fetches))
+        given = zip(graph.inputs, [*arguments, *segment.function.captured_inputs], strict=True)
+        shapes = {tensor.name: tuple(value.shape) for tensor, value in given if value.dtype != tf.resource}
+        shares, work = shares_before(graph.outputs[sends], graph, shapes)
         messages = []
-        for bucket, tensor, ready in zip(segment.outgoing, sent, shares, strict=True):
+        for bucket, tensor, ready in zip(segment.outgoing, results[sends], shares, strict=True):
             size_bytes = float(tf.size(tensor)) * tensor.dtype.size
             grows = bucket.wire.kind == CollectiveKind.ALL_GATHER
             of_sample = size_bytes / batch if grows else 0.0
@@ -139,35 +135,21 @@ def _recorded(segment: Segment, batch: int, runs: list[tuple[float, tuple[Messag
     return dataclasses.replace(segment, function=run)
 
 
-def _shares(function: Any, arguments: Sequence[Any], skip: int) -> tuple[list[float], float]:
-    """Return the shares of work before a segment's buckets, and its work, given arguments of these shapes."""
-    definition = function.graph.as_graph_def()
-    given = [*arguments, *function.captured_inputs]
-    names = [tensor.name for tensor in function.graph.outputs[skip:-1]]
-
-    def again() -> list[Any]:
-        tensors = (tf.identity(tensor) for tensor in given)  # of this graph
-        inputs = dict(zip((tensor.name for tensor in function.graph.inputs), tensors, strict=True))
-        return tf.graph_util.import_graph_def(definition, input_map=inputs, return_elements=names)
-
-    graph = tf.function(again, autograph=False).get_concrete_function().graph
-    outputs = graph.outputs if names else []
-    return shares_before(outputs, graph)
-
-
-def shares_before(outputs: Sequence[Any], graph: tf.Graph) -> tuple[list[float], float]:
+def shares_before(
+    outputs: Sequence[Any], graph: tf.Graph, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[list[float], float]:
     """Return the share of a graph's work before each output and all outputs before it, and the whole work.
 
     Args:
         outputs: tensors of the graph, in the order of their use.
-        graph: with static shapes; an unknown dimension counts as 1.
+        graph: a length that cannot be inferred counts as 1.
+        shapes: of the graph's inputs, by name.
 
     Returns:
         Shares from 0 to 1, in ascending order; the work, in bytes moved or operations of the same time.
     """
-    library = graph.as_graph_def().library
-    functions = Functions({one.signature.name: one for one in library.function}, graph)
-    roofline = Roofline(functions, Axes(functions, {}))
+    functions = Functions({one.signature.name: one for one in graph.as_graph_def().library.function}, graph)
+    roofline = Roofline(functions, Axes(functions, {name: (shape,) * len(BATCHES) for name, shape in shapes.items()}))
     work = {}
     for op in graph.get_operations():
         multiplications, moved, _ = roofline.work(op).sum(axis=1).tolist()

@@ -208,10 +208,7 @@ class _Supervisor:
         relay.started()
         self._wait(process)
         log = relay.ended()
-        after = progress.read(self._positions)
-        ending: dict[str, Any] = {"error": None, "device": False}
-        if self._ending.exists():
-            ending = json.loads(self._ending.read_text())
+        after, ending = progress.read(self._positions), self._told()
         return Start(
             start=len(self.starts) + 1,
             began=began,
@@ -224,6 +221,10 @@ class _Supervisor:
             moved_on=after != before,
             log=tuple(log),
         )
+
+    def _told(self) -> dict[str, Any]:
+        """Return what the script has told of the exception that ends it."""
+        return json.loads(self._ending.read_text()) if self._ending.exists() else {"error": None, "device": False}
 
     def _wait(self, process: subprocess.Popen) -> None:
         """Wait for the script, and pass signals on to it; the second signal kills it."""
@@ -238,7 +239,7 @@ class _Supervisor:
                     process.kill()
                 elif is_first and not by_keys:
                     process.send_signal(received)
-            if not until and self._ending.exists() and json.loads(self._ending.read_text())["device"]:
+            if not until and self._told()["device"]:
                 until = time.monotonic() + _GRACE_S
             if until and time.monotonic() > until and not is_killed:
                 is_killed = True

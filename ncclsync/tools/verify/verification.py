@@ -19,10 +19,10 @@ from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.parallel import nccl_parallel
 from ncclsync.semantics.exactness import Inexact, find_inexact
 from ncclsync.semantics.roles import Role, role_of
-from ncclsync.tools.verify.batches import Batch, rows_at, rows_of, take_batches
+from ncclsync.semantics.shards import rows_of
+from ncclsync.tools.verify.batches import Batch, rows_at, take_batches
 from ncclsync.tools.verify.check import Unchecked, first_difference
 from ncclsync.tools.verify.report import Difference, Report, measure
-from ncclsync.towers.step_function import to_tensor
 from ncclsync.training.arguments import check_whole
 from ncclsync.training.loop import Towers, towers_of
 from ncclsync.training.random_data import check_targets, fixed_batch_size
@@ -113,24 +113,38 @@ class _Run:
         if model is self._reference:
             raise ValueError(f"Expected the factory to make a new model each time. Received: {model!r} twice")
         found = self._compare(self._reference, model)
-        reasons = [*seen_nan(found)]
         ok = all(one.ok for one in found)
+        reasons = [*_nan_of(found)]
         if not ok:
-            reasons += false_step(towers, self._batches[0])
+            reasons += _false_step(towers, self._batches[0])
             reasons += find_inexact(model, towers.options.exact_batch_norm, towers.options.exact_random)
-            reasons += self._reasons(found, known=bool(reasons))
-        sizes = tuple(map(rows_of, self._batches))
+            reasons += self._of_one_device(found, known=bool(reasons))
+        sizes = tuple(rows_of(batch) or 0 for batch in self._batches)
         return Report(ok, self._tolerance, tuple(towers.devices), sizes, tuple(found), tuple(reasons))
 
-    def _reasons(self, found: list[Difference], known: bool) -> Iterator[Inexact]:
-        """Find reasons by running one device again."""
-        alone = list(disagreement(self._again()))
-        yield from alone
-        yield from missing_digits(self._dtype)
-        if not known and not alone:
-            # The same sums in another order: the effect of rounding alone.
-            backwards = [rows_at(batch, [*range(rows_of(batch))][::-1]) for batch in self._batches]
-            yield from rounding(self._again(backwards), found, limit=100 * TOLERANCES[self._dtype])
+    def _of_one_device(self, found: list[Difference], known: bool) -> Iterator[Inexact]:
+        """Find reasons by running one device again; by rounding alone unless others are known."""
+        first = next((one for one in self._again() if not one.ok), None)
+        if first is not None:
+            reason = f"differs from itself when run twice, first in {first.kind} {first.name} at step {first.step}: "
+            reason += "it draws random numbers that no seed of its own determines, or depends on something outside"
+            remedy = "a keras.random.SeedGenerator in each layer that draws, as seed= of what keras.random draws"
+            yield Inexact("the model on one device", reason, remedy)
+        if bits := {"float16": 11, "bfloat16": 8}.get(self._dtype):
+            reason = f"has {bits} significant bits: sums in another order differ early, and more with every step"
+            yield Inexact(f"dtype {self._dtype}", reason, "verify in float32; the same code is exact in every dtype")
+        if known or first is not None:
+            return
+        # The same sums in another order. A larger difference does not come from rounding: the computation depends on
+        # the order of the samples.
+        reordered = self._again([rows_at(batch, [*range(rows_of(batch) or 0)][::-1]) for batch in self._batches])
+        largest = max(one.relative for one in reordered)
+        explains = max(one.relative for one in found) / 10 <= largest <= 100 * TOLERANCES[self._dtype]
+        if explains and not all(one.ok for one in reordered):
+            reason = "one device differs from itself by as much when the samples of each batch come in another order: "
+            reason += f"this model amplifies rounding, to {largest:.2g} within these steps"
+            remedy = f"dtype float64, or tolerance={10 * largest:.0e} if that is small enough for you"
+            yield Inexact("rounding", reason, remedy)
 
     def _again(self, beside: Sequence[Batch] | None = None) -> list[Difference]:
         return self._compare(_build(self._factory, self._seed), _build(self._factory, self._seed), beside)
@@ -249,7 +263,7 @@ def _create_state(model: keras.Model, batch: Batch) -> None:
     if not model.built:
         if not _defines(model, "call"):
             return  # nothing but a train_step: it will create all from the same seed
-        model(keras.tree.map_structure(to_tensor, batch[0]), training=False)
+        model(batch[0], training=False)
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
 
@@ -276,56 +290,21 @@ def _logs(logs: Any) -> dict[str, Any]:
     return {".".join(map(str, path)): np.asarray(leaf) for path, leaf in keras.tree.flatten_with_path(logs)}
 
 
-def seen_nan(found: Sequence[Difference]) -> Iterator[Inexact]:
+def _nan_of(found: Sequence[Difference]) -> Iterator[Inexact]:
     """Name the first NaN, on towers or on one device."""
-    for one in found:
-        if one.nan:
-            reason = f"holds a NaN from step {one.step} on; NaNs are equal to each other, whatever led to them"
-            remedy = "a smaller learning rate, or other data: compare where the numbers are finite"
-            yield Inexact(f"{one.kind} {one.name}", reason, remedy)
-            return
+    for one in [one for one in found if one.nan][:1]:
+        reason = f"holds a NaN from step {one.step} on; NaNs are equal to each other, whatever led to them"
+        remedy = "a smaller learning rate, or other data: compare where the numbers are finite"
+        yield Inexact(f"{one.kind} {one.name}", reason, remedy)
 
 
-def false_step(towers: Towers, batch: Batch) -> Iterator[Inexact]:
+def _false_step(towers: Towers, batch: Batch) -> Iterator[Inexact]:
     """Report the first tensor of a training step that towers compute otherwise than one device."""
-    given = keras.tree.map_structure(to_tensor, batch)
     for trace in towers.watch.traces or ():
         with contextlib.suppress(Unchecked):
-            line = first_difference(trace, towers.devices[0], given, towers.layout.shards)
+            line = first_difference(trace, towers.devices[0], batch, towers.layout.shards)
             if line:
                 reason = "is not partitioned into what one device computes: a fault of ncclsync's"
                 remedy = "report this line, with what Towers.explain() prints"
                 yield Inexact(f"the step, from {line} on", reason, remedy)
                 return
-
-
-def disagreement(again: Sequence[Difference]) -> Iterator[Inexact]:
-    """Report that one device differs from itself, given the differences of two equal runs."""
-    first = next((one for one in again if not one.ok), None)
-    if first is not None:
-        reason = f"differs from itself when run twice, first in {first.kind} {first.name} at step {first.step}: "
-        reason += "it draws random numbers that no seed of its own determines, or depends on something outside"
-        remedy = "a keras.random.SeedGenerator in each layer that draws, as seed= of what keras.random draws"
-        yield Inexact("the model on one device", reason, remedy)
-
-
-def missing_digits(dtype: str) -> Iterator[Inexact]:
-    """Report half precision."""
-    bits = {"float16": 11, "bfloat16": 8}.get(dtype)
-    if bits:
-        reason = f"has {bits} significant bits: sums in another order differ early, and more with every step"
-        yield Inexact(f"dtype {dtype}", reason, "verify in float32; the same code is exact in every dtype")
-
-
-def rounding(reordered: Sequence[Difference], found: Sequence[Difference], limit: float) -> Iterator[Inexact]:
-    """Report that rounding alone has such an effect, given one device's differences with reordered rows.
-
-    A difference above `limit` does not come from rounding: the computation depends on the order of the samples.
-    """
-    largest = max(one.relative for one in reordered)
-    differs = any(not one.ok for one in reordered)
-    if differs and max(one.relative for one in found) / 10 <= largest <= limit:
-        reason = "one device differs from itself by as much when the samples of each batch come in another order: "
-        reason += f"this model amplifies rounding, to {largest:.2g} within these steps"
-        remedy = f"dtype float64, or tolerance={10 * largest:.0e} if that is small enough for you"
-        yield Inexact("rounding", reason, remedy)

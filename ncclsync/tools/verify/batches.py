@@ -46,7 +46,7 @@ def rows_at(batch: Any, places: Sequence[int]) -> Any:
     """Return these rows of a batch, whose tensors may be ragged and sparse, too."""
 
     def taken(leaf: Any) -> Any:
-        if leaf is None or leaf.shape.rank == 0:
+        if leaf is None or len(leaf.shape) == 0:
             return leaf
         if isinstance(leaf, tf.SparseTensor):
             rest, sizes = [0] * (len(leaf.shape) - 1), leaf.shape[1:]

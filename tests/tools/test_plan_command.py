@@ -154,10 +154,10 @@ def test_shares_follow_the_arithmetic():
 
     graph = chain.get_concrete_function().graph
     outputs = [tensor.op.inputs[0] for tensor in graph.outputs]
-    shares, work = shares_before(outputs, graph, {})
+    shares, work = shares_before(outputs, graph)
     assert work == 3 * 2 * 256**3 / 16
     assert shares == pytest.approx([1 / 3, 1])
-    assert shares_before([], tf.Graph(), {}) == ([], 0)
+    assert shares_before([], tf.Graph()) == ([], 0)
 
 
 @pytest.mark.parametrize(("strides", "made"), [(1, 16 * 16), (2, 8 * 8)])
@@ -175,7 +175,7 @@ def test_work_of_convolutions(strides, made):
     products = [op for op in graph.get_operations() if "Conv" in op.type]
     assert len(products) == 3
     for op in products:
-        _, before = shares_before([op.outputs[0]], graph, {})
+        _, before = shares_before([op.outputs[0]], graph)
         assert before >= 3 * 2 * 8 * made * 9 * 64 * 128 / 16
 
 

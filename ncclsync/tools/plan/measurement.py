@@ -6,7 +6,7 @@ all messages are known.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -15,7 +15,7 @@ import tensorflow as tf
 from ncclsync.ops import CollectiveKind
 from ncclsync.program.program import Program, Segment
 from ncclsync.program.roofline import OPERATIONS_PER_BYTE, Roofline
-from ncclsync.semantics.axes import BATCHES, Axes
+from ncclsync.semantics.axes import Axes
 from ncclsync.semantics.functions import Functions
 from ncclsync.tools.bench.turns import Spread, device_timer, filling, take_turns
 from ncclsync.tools.plan.prediction import Message, Stage
@@ -116,15 +116,13 @@ def _joined(program: Program, runs: list[tuple[float, tuple[Message, ...]]]) -> 
 
 def _recorded(segment: Segment, batch: int, runs: list[tuple[float, tuple[Message, ...]]]) -> Segment:
     """Return a segment that, when it runs, adds its work and its messages to `runs`."""
-    graph, sends = segment.function.graph, slice(len(segment.fetches), -1)
 
     def run(*arguments: Any) -> list[Any]:
         results = segment.function(*arguments)
-        given = zip(graph.inputs, [*arguments, *segment.function.captured_inputs], strict=True)
-        shapes = {tensor.name: tuple(value.shape) for tensor, value in given if value.dtype != tf.resource}
-        shares, work = shares_before(graph.outputs[sends], graph, shapes)
+        sent = results[len(segment.fetches) : -1]
+        shares, work = _shares(segment.function, arguments, len(segment.fetches))
         messages = []
-        for bucket, tensor, ready in zip(segment.outgoing, results[sends], shares, strict=True):
+        for bucket, tensor, ready in zip(segment.outgoing, sent, shares, strict=True):
             size_bytes = float(tf.size(tensor)) * tensor.dtype.size
             grows = bucket.wire.kind == CollectiveKind.ALL_GATHER
             of_sample = size_bytes / batch if grows else 0.0
@@ -135,21 +133,35 @@ def _recorded(segment: Segment, batch: int, runs: list[tuple[float, tuple[Messag
     return dataclasses.replace(segment, function=run)
 
 
-def shares_before(
-    outputs: Sequence[Any], graph: tf.Graph, shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[list[float], float]:
+def _shares(function: Any, arguments: Sequence[Any], skip: int) -> tuple[list[float], float]:
+    """Return the shares of work before a segment's buckets, and its work, given arguments of these shapes."""
+    definition = function.graph.as_graph_def()
+    given = [*arguments, *function.captured_inputs]
+    names = [tensor.name for tensor in function.graph.outputs[skip:-1]]
+
+    def again() -> list[Any]:
+        tensors = (tf.identity(tensor) for tensor in given)  # of this graph
+        inputs = dict(zip((tensor.name for tensor in function.graph.inputs), tensors, strict=True))
+        return tf.graph_util.import_graph_def(definition, input_map=inputs, return_elements=names)
+
+    graph = tf.function(again, autograph=False).get_concrete_function().graph
+    outputs = graph.outputs if names else []
+    return shares_before(outputs, graph)
+
+
+def shares_before(outputs: Sequence[Any], graph: tf.Graph) -> tuple[list[float], float]:
     """Return the share of a graph's work before each output and all outputs before it, and the whole work.
 
     Args:
         outputs: tensors of the graph, in the order of their use.
-        graph: a length that cannot be inferred counts as 1.
-        shapes: of the graph's inputs, by name.
+        graph: with static shapes; an unknown dimension counts as 1.
 
     Returns:
         Shares from 0 to 1, in ascending order; the work, in bytes moved or operations of the same time.
     """
-    functions = Functions({one.signature.name: one for one in graph.as_graph_def().library.function}, graph)
-    roofline = Roofline(functions, Axes(functions, {name: (shape,) * len(BATCHES) for name, shape in shapes.items()}))
+    library = graph.as_graph_def().library
+    functions = Functions({one.signature.name: one for one in library.function}, graph)
+    roofline = Roofline(functions, Axes(functions, {}))
     work = {}
     for op in graph.get_operations():
         multiplications, moved, _ = roofline.work(op).sum(axis=1).tolist()

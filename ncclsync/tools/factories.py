@@ -4,10 +4,8 @@ import argparse
 import importlib
 import importlib.util
 import os
-import pathlib
 import sys
 import types
-import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -55,20 +53,38 @@ def _load_file(path: str) -> types.ModuleType:
     if not os.path.isfile(path):
         raise UsageError(f"Expected a file {path}. Received: none there")
     path = os.path.realpath(path)
-    # Of no other module's name, by which pickles and data classes look for it.
-    name = f"ncclsync_loaded_{pathlib.Path(path).stem}_{zlib.crc32(path.encode()):08x}".replace(".", "_")
-    if name in sys.modules:
-        return sys.modules[name]
-    sys.path.insert(0, os.path.dirname(path))
+    folder, name = os.path.split(path)
+    name = name.removesuffix(".py")
+    other_name = f"ncclsync_loaded_{name}".replace(".", "_")
+    for known in (name, other_name):
+        if known in sys.modules and _is_of_file(sys.modules[known], path):
+            return sys.modules[known]
+    # Pickles and data classes look for their module by name, and neighbours may import it: so it keeps its name unless
+    # another module has that.
+    if name in sys.modules or not name.isidentifier() or _is_taken(name, path):
+        name = other_name
+    sys.path.insert(0, folder)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # of a file that ends in .py
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise
     return module
+
+
+def _is_taken(name: str, path: str) -> bool:
+    """Return whether another file, or a module without a file, is imported by this name."""
+    spec = importlib.util.find_spec(name)
+    return spec is not None and (spec.origin is None or os.path.realpath(spec.origin) != path)
+
+
+def _is_of_file(module: types.ModuleType, path: str) -> bool:
+    file = getattr(module, "__file__", None)
+    return file is not None and os.path.realpath(file) == path
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, batch_size: str) -> None:
@@ -81,10 +97,11 @@ def add_model_arguments(parser: argparse.ArgumentParser, batch_size: str) -> Non
 def model_and_data(
     given: argparse.Namespace, factory: Callable, default: int, batches: int
 ) -> tuple[Any, tuple[Any, ...], int]:
-    """Build the model of a factory from `load`, undecorated, and random data for it; imports TensorFlow.
+    """Build the model of a factory, undecorated, and random data for it; imports TensorFlow.
 
     Args:
-        given, factory: by `add_model_arguments`, and from `load`.
+        given: by `add_model_arguments`.
+        factory: from `load`.
         default: the batch size of a model that declares none.
         batches: how many to make.
 

@@ -123,7 +123,7 @@ class _Run:
         return Report(ok, self._tolerance, tuple(towers.devices), sizes, tuple(found), tuple(reasons))
 
     def _of_one_device(self, found: list[Difference], known: bool) -> Iterator[Inexact]:
-        """Find reasons by running one device again; by rounding alone unless others are known."""
+        """Find reasons by running one device again; with reordered rows only where no other reason is known."""
         first = next((one for one in self._again() if not one.ok), None)
         if first is not None:
             reason = f"differs from itself when run twice, first in {first.kind} {first.name} at step {first.step}: "

@@ -41,9 +41,7 @@ def ring_all_reduce(size_bytes: float, gpus: int, cluster: Cluster) -> Estimate:
     Source: Thakur, Rabenseifner and Gropp, 2005, section 4.5 (reduce-scatter and all-gather by rings);
     that hops count by kind of link is from NCCL, `ncclTopoTuneModel` in src/graph/tuning.cc.
     """
-    latency_s = _ring_latency(2, gpus, cluster)
-    sent = 2 * (gpus - 1) / gpus * size_bytes
-    return Estimate(latency_s + sent / cluster.narrowest(gpus), latency_s, "ring", _crossing(sent, gpus, cluster))
+    return _ring(2, 2 * (gpus - 1) / gpus * size_bytes, gpus, cluster)
 
 
 def tree_all_reduce(size_bytes: float, gpus: int, cluster: Cluster) -> Estimate:
@@ -91,25 +89,24 @@ def collective(kind: str, size_bytes: float, gpus: int, cluster: Cluster) -> Est
         both = [estimate(size_bytes, gpus, cluster) for estimate in (ring_all_reduce, tree_all_reduce)]
         return min(both, key=lambda estimate: estimate.seconds)
     if kind in ("all_gather", "stack"):
-        latency_s = _ring_latency(1, gpus, cluster)
-        sent = (gpus - 1) * size_bytes
-        return Estimate(latency_s + sent / cluster.narrowest(gpus), latency_s, "ring", _crossing(sent, gpus, cluster))
-    latency_s, crossing = _tree_latency(gpus, cluster), _crossing(size_bytes, gpus, cluster)
-    return Estimate(latency_s + size_bytes / cluster.narrowest(gpus), latency_s, "tree", crossing)
+        return _ring(1, (gpus - 1) * size_bytes, gpus, cluster)
+    return _sent("tree", size_bytes, _tree_latency(gpus, cluster), gpus, cluster)
 
 
-def _crossing(size_bytes: float, gpus: int, cluster: Cluster) -> float:
-    """Return what leaves a host where each GPU sends so many bytes on: those of the last GPU of a host."""
-    return size_bytes if cluster.hosts(gpus) > 1 else 0.0
+def _sent(algorithm: str, size_bytes: float, latency_s: float, gpus: int, cluster: Cluster) -> Estimate:
+    """Estimate what takes so long, and has each GPU send so many bytes on; those of its last GPU leave a host."""
+    crossing = size_bytes if cluster.hosts(gpus) > 1 else 0.0
+    return Estimate(latency_s + size_bytes / cluster.narrowest(gpus), latency_s, algorithm, crossing)
 
 
-def _ring_latency(rounds: int, gpus: int, cluster: Cluster) -> float:
-    """Return the latency of `rounds` times n-1 hops, from where in the ring most lead between hosts."""
+def _ring(rounds: int, size_bytes: float, gpus: int, cluster: Cluster) -> Estimate:
+    """Estimate `rounds` times n-1 hops, from where in the ring most lead between hosts, of so many bytes in all."""
     hops, hosts = rounds * (gpus - 1), cluster.hosts(gpus)
-    if cluster.within is None:
-        return hops * cluster.between.latency_s
     between = min(rounds * hosts, hops) if hosts > 1 else 0
-    return (hops - between) * cluster.within.latency_s + between * cluster.between.latency_s
+    latency_s = between * cluster.between.latency_s
+    if cluster.within is not None:
+        latency_s += (hops - between) * cluster.within.latency_s
+    return _sent("ring", size_bytes, latency_s, gpus, cluster)
 
 
 def _tree_latency(gpus: int, cluster: Cluster) -> float:

@@ -76,12 +76,7 @@ class Costs:
     """
 
     def __init__(self, functions: Functions, axes: Axes) -> None:
-        """Count nothing yet.
-
-        Args:
-            functions: of the step.
-            axes: of its graph.
-        """
+        """Count nothing yet; the step's functions, and the axes of its graph."""
         self.roofline = Roofline(functions, axes)
         self._rows: set[str] = set()  # tensors that rest on rows that all towers have
         self._slices: set[str] = set()  # on the slices of sparse gradients alone
@@ -118,11 +113,12 @@ class Costs:
             self.by_rows.append(op)
             return
         others = [tensor for tensor in op.inputs if tensor.name not in self._slices]
-        if len(others) < len(op.inputs) and not any(map(_is_open, others)):
+        if len(others) < len(op.inputs) and all(one.shape.is_fully_defined() for one in others):
             self.leave_out(op)
             return
         taken = any(one.kind in _OF_ROWS for one in given) or any(tensor.name in self._rows for tensor in op.inputs)
-        made = any(one.kind is Kind.COUNTS for one in given) and any(map(_is_open, op.outputs))
+        open_shapes = not all(one.shape.is_fully_defined() for one in op.outputs)
+        made = open_shapes and any(one.kind is Kind.COUNTS for one in given)
         if taken or made:
             self.have_rows(op)
             self.alike.append(op)
@@ -144,7 +140,3 @@ class Costs:
     def works(self, ops: Iterable[tf.Operation]) -> np.ndarray:
         """Return [ops, COUNTS, POWERS], by `Roofline.work`."""
         return np.reshape([self.roofline.work(op) for op in ops], [-1, COUNTS, POWERS])
-
-
-def _is_open(tensor: tf.Tensor) -> bool:
-    return tensor.shape.rank is None or None in tensor.shape.as_list()

@@ -81,15 +81,21 @@ def cut(
 
 
 def place(
-    trace: Trace, home_device: str, results: Results, same_seeds: bool, *, many_shards: bool = False
+    trace: Trace,
+    home_device: str,
+    results: Results,
+    same_seeds: bool,
+    *,
+    many_shards: bool = False,
+    exact: bool = False,
 ) -> tuple[StepGraph, Partition]:
-    """Partition a trace; see `cut`."""
+    """Partition a trace; see `cut` and `Partition`."""
     while True:
         graph = StepGraph(trace, home_device, same_seeds)
         if many_shards:  # what the partition computes of them alone is a shard's, too
             graph.differing.update(name for name, placed in graph.argument_placements.items() if not placed.whole)
         try:
-            return graph, Partition(graph, results).run()
+            return graph, Partition(graph, results, exact).run()
         except Unshared as found:
             for handle in found.handles:
                 declare_role(graph.variable_of[handle], Role.SAME)

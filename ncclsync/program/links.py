@@ -102,23 +102,19 @@ def cluster_of(link: str, between: Link | None = None, gpus_per_host: int | None
         ValueError: `link` is neither; the others are not given together for a link in numbers, or are given
             for "ib", which has one GPU per host.
     """
-    if link not in CLUSTERS:
-        one = parse_link(link)
-        if (between is None) != (gpus_per_host is None):
-            raise ValueError(
-                "Expected --between and --gpus-per-host together, for a --link in numbers. Received: one of them"
-            )
-        if between is None or gpus_per_host is None or gpus_per_host == 1:
-            return Cluster(between or one)
-        return Cluster(between, one, gpus_per_host)
-    named = CLUSTERS[link]
-    if named.within is None:
-        if between is not None or gpus_per_host is not None:
+    if link in CLUSTERS:
+        named = CLUSTERS[link]
+        if named.within is None and (between is not None or gpus_per_host is not None):
             raise ValueError(
                 "Expected --between and --gpus-per-host with hosts of several GPUs. "
                 f"Received: --link {link}, one GPU per host"
             )
-        return named
-    if gpus_per_host == 1:
-        return Cluster(between or named.between)
-    return Cluster(between or named.between, named.within, gpus_per_host or named.gpus_per_host)
+        within, between, count = named.within, between or named.between, gpus_per_host or named.gpus_per_host
+    else:
+        within = parse_link(link)
+        if (between is None) != (gpus_per_host is None):
+            raise ValueError(
+                "Expected --between and --gpus-per-host together, for a --link in numbers. Received: one of them"
+            )
+        between, count = between or within, gpus_per_host or 1
+    return Cluster(between, within if count > 1 else None, count)

@@ -83,13 +83,8 @@ def seconds(work: np.ndarray, rows: float, parts: int = 1) -> np.ndarray:
 class Roofline:
     """Count the work of ops of one graph."""
 
-    def __init__(self, functions: Functions, axes: Axes | None = None) -> None:
-        """Count nothing yet.
-
-        Args:
-            functions: that the graph's ops call.
-            axes: of the graph; None: its shapes say all.
-        """
+    def __init__(self, functions: Functions, axes: Axes) -> None:
+        """Count nothing yet; `functions` are those that the graph's ops call."""
         self._functions = functions
         self._axes = axes
 
@@ -127,17 +122,13 @@ class Roofline:
 
     def lengths(self, tensor: tf.Tensor) -> list[Size]:
         """Return how long each axis of a tensor is; none where their number is not known."""
-        lengths = self._axes.lengths(tensor) if self._axes is not None else tensor.shape.rank and tensor.shape.as_list()
         return [
             Size(max(length.each, 1), 1) if isinstance(length, Rows) else Size(1 if length is None else length)
-            for length in lengths or ()
+            for length in self._axes.lengths(tensor) or ()
         ]
 
     def _of_function(self, op: tf.Operation, name: str) -> np.ndarray:
-        if self._axes is None:
-            graph, axes = self._functions.graph(name, op.inputs[op.type in BRANCHES :]), None
-        else:
-            graph, axes = self._axes.body(op, name)
+        graph, axes = self._axes.body(op, name)
         inner = Roofline(self._functions, axes)
         return sum(map(inner.work, graph.get_operations()), np.zeros([COUNTS, POWERS]))
 
@@ -150,10 +141,7 @@ class Roofline:
                 return self._trips(tensor.op)
         if len(loop.inputs) < 2:
             return Size(1)
-        limit = np.asarray(tf.get_static_value(loop.inputs[1]))
-        if limit.ndim == 0 and limit.dtype.kind == "i":
-            return Size(max(int(limit), 1))
-        values = None if self._axes is None else self._axes.values(loop.inputs[1])
+        values = self._axes.values(loop.inputs[1])
         length = length_of(values) if values is not None and np.ndim(values[0]) == 0 else None  # type: ignore[arg-type]
         return Size(max(length.each, 1), 1) if isinstance(length, Rows) else Size(max(length or 1, 1))
 

@@ -17,7 +17,7 @@ import ncclsync
 from ncclsync import nccl_parallel, verify
 from ncclsync.tools import cli, factories
 from ncclsync.tools.verify import verification
-from ncclsync.tools.verify.batches import reversed_rows, take_batches
+from ncclsync.tools.verify.batches import rows_at, take_batches
 from ncclsync.tools.verify.report import measure
 from ncclsync.training.random_data import random_data
 
@@ -367,11 +367,11 @@ def test_sizes_of_batches(rows, steps, one_size, sizes):
     assert batches[0][0]["a"][0] == 0
 
 
-def test_reversed_rows():
-    """Dense, ragged and sparse, None left out."""
+def test_rows_at_places():
+    """Of dense, ragged and sparse tensors, None left out."""
     dense, ragged = np.array([[1], [2]]), tf.ragged.constant([[1], [2, 3]])
     sparse = tf.sparse.from_dense([[0, 1], [2, 0]])
-    x, y, weights = reversed_rows(({"d": dense, "s": sparse}, ragged, None))
+    x, y, weights = rows_at(({"d": dense, "s": sparse}, ragged, None), [1, 0])
     assert x["d"].numpy().tolist() == [[2], [1]]
     assert tf.sparse.to_dense(x["s"]).numpy().tolist() == [[2, 0], [0, 1]]
     assert y.to_list() == [[2, 3], [1]]

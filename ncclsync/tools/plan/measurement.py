@@ -15,6 +15,7 @@ import tensorflow as tf
 from ncclsync.ops import CollectiveKind
 from ncclsync.program.program import Outcome, Program, Segment
 from ncclsync.program.roofline import OPERATIONS_PER_BYTE, Roofline
+from ncclsync.semantics.axes import Axes
 from ncclsync.semantics.functions import Functions
 from ncclsync.tools.bench.turns import Spread, device_timer, filling, take_turns
 from ncclsync.tools.plan.prediction import Message, Stage
@@ -42,8 +43,9 @@ def step_seconds(
     model.make_train_function()
     timers = {}
     for batch in batches:
-        rows = _first_rows(data, batch)
-        iterator = iter(tf.data.Dataset.from_tensors(rows).map(_with_open_rows).repeat())
+        # As `fit` has them, with an open number of rows, so that all sizes run the same graph.
+        batches_in_memory = tf.data.Dataset.from_tensor_slices(_first_rows(data, batch)).batch(batch).cache()
+        iterator = iter(batches_in_memory.repeat())
         show(f"first steps with {batch} samples")
         for _ in range(2):
             _seconds(model, iterator, 1)
@@ -58,13 +60,6 @@ def _first_rows(data: Any, batch: int) -> Any:
     """Return rows as `fit` passes them to a step: tf.data would take a list for one tensor."""
     rows = keras.tree.map_structure(lambda array: tf.constant(array[:batch]), data)
     return keras.tree.lists_to_tuples(rows)
-
-
-def _with_open_rows(*batch: Any) -> tuple[Any, ...]:
-    """Return a batch as `fit` has it, so that all sizes run the same graph."""
-    return tf.nest.map_structure(
-        lambda leaf: tf.compat.v1.placeholder_with_default(leaf, [None, *leaf.shape[1:]]), batch
-    )
 
 
 def _seconds(model: keras.Model, iterator: Iterator, calls: int) -> float:
@@ -164,7 +159,8 @@ def shares_before(outputs: Sequence[Any], graph: tf.Graph) -> tuple[list[float],
         Shares from 0 to 1, in ascending order; the work, in bytes moved or operations of the same time.
     """
     library = graph.as_graph_def().library
-    roofline = Roofline(Functions({one.signature.name: one for one in library.function}, graph))
+    functions = Functions({one.signature.name: one for one in library.function}, graph)
+    roofline = Roofline(functions, Axes(functions, {}))
     work = {}
     for op in graph.get_operations():
         multiplications, moved, _ = roofline.work(op).sum(axis=1).tolist()

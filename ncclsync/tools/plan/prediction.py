@@ -19,6 +19,8 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 
+import numpy as np
+
 from ncclsync.program.collective_time import Estimate, collective
 from ncclsync.program.links import Cluster
 
@@ -74,19 +76,18 @@ def fit_compute(seconds: Mapping[int, float]) -> Compute:
     if len(seconds) == 1:
         ((batch, one),) = seconds.items()
         return Compute(0.0, one / batch)
-    # Relative to each time, so that a small batch counts as much as a large batch. The least squares are at the free
-    # optimum if that is not negative, otherwise on one of the axes.
-    points = [(1 / s, b / s) for b, s in seconds.items()]
-    aa, ab, bb = (sum(p[i] * p[j] for p in points) for i, j in ((0, 0), (0, 1), (1, 1)))
-    a, b = (sum(p[i] for p in points) for i in (0, 1))
-    determinant = aa * bb - ab * ab
-    free = Compute((a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant)
-    lines = [free, Compute(0.0, b / bb), Compute(a / aa, 0.0)]
+    # Relative to each time, so that a small batch counts as much as a large batch.
+    parts = np.array([(1 / s, batch / s) for batch, s in seconds.items()])
+    fixed_s, per_sample_s = np.linalg.lstsq(parts, np.ones(len(parts)), rcond=None)[0].tolist()
+    # The least squares are at the free optimum if that is not negative, otherwise on one of the axes.
+    if per_sample_s < 0:
+        return Compute(_only(parts[:, 0]), 0.0)
+    return Compute(0.0, _only(parts[:, 1])) if fixed_s < 0 else Compute(fixed_s, per_sample_s)
 
-    def error(line: Compute) -> float:
-        return sum((line.of(batch) / s - 1) ** 2 for batch, s in seconds.items())
 
-    return min((one for one in lines if min(one.fixed_s, one.per_sample_s) >= 0), key=error)
+def _only(part: np.ndarray) -> float:
+    """Return the factor of one part that brings it nearest to 1."""
+    return float(part.sum() / (part @ part))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ from ncclsync.tools.bench.turns import Spread
 from ncclsync.tools.plan.prediction import (
     GOOD_EFFICIENCY,
     POOR_EFFICIENCY,
+    Message,
     Prediction,
     Stage,
     Workload,
@@ -76,54 +77,49 @@ def result_of(model: str, link: str, gpus: Sequence[int], cluster: Cluster, foun
     return Result("plan", "s", tuple(rows), tuple(notes))
 
 
-def _notes(cluster: Cluster, found: Found, workload: Workload, predictions: list[Prediction]) -> list[str]:
-    compute = workload.compute
-    notes = [
-        f"{one.gpus} GPUs: one GPU is the better choice: {one.one_gpu_because}."
-        for one in predictions
-        if one.one_gpu_because
-    ]
-    notes += [
-        f"{one.gpus} GPUs: only with overlap; without it they would be "
-        f"{significant(one.gpus * one.sequential_efficiency)} times as fast as one, an efficiency below "
-        f"{POOR_EFFICIENCY:.0%}."
-        for one in predictions
-        if not one.one_gpu_because and one.sequential_efficiency < POOR_EFFICIENCY
-    ]
+def _notes(cluster: Cluster, found: Found, workload: Workload, predictions: list[Prediction]) -> Iterator[str]:
+    compute, several = workload.compute, [one for one in predictions if cluster.hosts(one.gpus) > 1]
+    for one in predictions:
+        if one.one_gpu_because:
+            yield f"{one.gpus} GPUs: one GPU is the better choice: {one.one_gpu_because}."
+    for one in predictions:
+        if not one.one_gpu_because and one.sequential_efficiency < POOR_EFFICIENCY:
+            yield (
+                f"{one.gpus} GPUs: only with overlap; without it they would be "
+                f"{significant(one.gpus * one.sequential_efficiency)} times as fast as one, an efficiency below "
+                f"{POOR_EFFICIENCY:.0%}."
+            )
     parts = f"{median_text(compute.fixed_s)} and {median_text(compute.per_sample_s)} per sample"
     if len(found.seconds) == 1:
         parts = f"{median_text(compute.per_sample_s)} per sample (known of one batch size: taken as proportional)"
-    notes.append(f"Compute: {found.origin}. A step on one GPU takes {parts}.")
-    notes.append(f"Links: {cluster_text(cluster)}.")
-    notes += _crossings(cluster, found, predictions)
-    notes.append(
+    yield f"Compute: {found.origin}. A step on one GPU takes {parts}."
+    yield f"Links: {cluster_text(cluster)}."
+    if crossing := [one for one in several if one.crossing_bytes]:
+        yield from _crossings(cluster, found.batch_size, workload.messages, crossing)
+    yield (
         "Overlap: a bucket leaves as soon as back-propagation has made it. Without: when its part of the "
         f"step has ended. Launching takes the host {cluster.launch_s * 1e6:g} µs for each bucket and GPU of it, ahead "
         "of the GPUs. Not counted: feeding, waiting for slower GPUs."
     )
     if any(message.bytes_per_sample for message in workload.messages):
-        notes.append("Some buckets gather rows, as of embeddings: they grow with the batch, and with N.")
+        yield "Some buckets gather rows, as of embeddings: they grow with the batch, and with N."
     if found.conditional:
-        notes.append("Some buckets travel in certain steps only (as with accumulation); here in every one.")
-    for gpus, hosts in ((one.gpus, cluster.hosts(one.gpus)) for one in predictions):
-        rows = gpus * found.batch_size
-        if hosts > 1:
-            notes.append(
-                f"{gpus} GPUs: a process on each host reads all {rows} rows of a batch; of a Shuffled or a Local the "
-                f"{-(-rows // hosts)} of its own GPUs."
-            )
-    if any(cluster.hosts(one.gpus) > 1 for one in predictions):
-        notes.append("Between hosts ncclsync waits for its GPUs at each exchange: this is what the links would allow.")
-    return notes
+        yield "Some buckets travel in certain steps only (as with accumulation); here in every one."
+    for one in several:
+        rows = one.gpus * found.batch_size
+        yield (
+            f"{one.gpus} GPUs: a process on each host reads all {rows} rows of a batch; of a Shuffled or a Local the "
+            f"{-(-rows // cluster.hosts(one.gpus))} of its own GPUs."
+        )
+    if several:
+        yield "Between hosts ncclsync waits for its GPUs at each exchange: this is what the links would allow."
 
 
-def _crossings(cluster: Cluster, found: Found, predictions: list[Prediction]) -> Iterator[str]:
+def _crossings(
+    cluster: Cluster, batch_size: int, messages: Sequence[Message], crossing: Sequence[Prediction]
+) -> Iterator[str]:
     """Yield how much crosses hosts, and how NCCL arranges it."""
-    crossing = [one for one in predictions if one.crossing_bytes]
-    if not crossing:
-        return
-    messages = [message for stage in found.stages for message in stage.messages]
-    exchanged = size_text(sum(message.bytes_of(found.batch_size) for message in messages))
+    exchanged = size_text(sum(message.bytes_of(batch_size) for message in messages))
     kinds = collections.Counter(message.kind.replace("_", "-") for message in messages)
     what = " and ".join(f"{count} {kind}{'s' * (count != 1)}" for kind, count in kinds.items())
     yield f"Between hosts, in a step: {what} of {exchanged} in all."

@@ -2,14 +2,11 @@
 
 import argparse
 import pathlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ncclsync.errors import NcclSyncError
 from ncclsync.tools.arguments import add_options, file, number
 from ncclsync.tools.factories import UsageError
-
-if TYPE_CHECKING:
-    from ncclsync.tools.run.supervisor import Command
 
 _DESCRIPTION = """\
 Run a script, and start it again if it dies: by a GPU's error, by the time limit of a
@@ -49,15 +46,14 @@ def add_run(commands: Any) -> None:
 
 
 def _run(given: argparse.Namespace) -> int:
-    from ncclsync.tools.run.supervisor import Command, Signals, supervise
+    from ncclsync.tools.run.supervisor import Signals, supervise
 
-    command = Command(given.script, given.module, tuple(given.arguments), given.restarts, given.report)
     with Signals() as signals:
-        _refuse_what_cannot_be(command)
-        return supervise(command, signals)
+        _refuse_what_cannot_be(given)
+        return supervise(given, signals)
 
 
-def _refuse_what_cannot_be(command: "Command") -> None:
+def _refuse_what_cannot_be(given: argparse.Namespace) -> None:
     """Raise UsageError if it cannot be run, and make its report's file."""
     from ncclsync.communicator.processes import find_process  # with NumPy, which starts threads
 
@@ -71,10 +67,10 @@ def _refuse_what_cannot_be(command: "Command") -> None:
             f"({process.reason}). Where one of several dies all must be started again, which is the launcher's to do, "
             "such as by torchrun --max-restarts or sbatch --requeue; BackupAndRestore goes on at the backup there too"
         )
-    if not command.module and not pathlib.Path(command.name).exists():
-        raise UsageError(f"Expected a script's file, or -m and a module. Received: {command.name}, which is not there")
-    if command.report is not None:
+    if not given.module and not pathlib.Path(given.script).exists():
+        raise UsageError(f"Expected a script's file, or -m and a module. Received: {given.script}, which is not there")
+    if given.report is not None:
         try:
-            command.report.write_text("")
+            given.report.write_text("")
         except OSError as error:
             raise UsageError(f"Expected a file that can be written as the report. Received: {error}") from None

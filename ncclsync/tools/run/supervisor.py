@@ -4,6 +4,7 @@ This module imports no TensorFlow and knows nothing of the script but its exit c
 it reports its progress (`training/progress.py`) and the exception that ended it (`script.py`).
 """
 
+import argparse
 import concurrent.futures
 import contextlib
 import ctypes
@@ -40,17 +41,6 @@ _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 # Signals that request an end. A process that another signal ends has died.
 _REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE)
 _SHOWN = 5  # lines of a log in the text
-
-
-@dataclasses.dataclass(frozen=True)
-class Command:
-    """Describe the command to run."""
-
-    name: str  # the script's file, or a module's name
-    module: bool  # whether it is a module, as by `python -m`
-    arguments: tuple[str, ...]  # of the script
-    restarts: int  # the most starts in a row without progress
-    report: pathlib.Path | None  # the file that gets a line of JSON after each start; or None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,26 +113,26 @@ def as_text(name: str, starts: Sequence[Start]) -> str:
     return "\n".join(lines)
 
 
-def supervise(command: Command, signals: "Signals") -> int:
-    """Run a command until it ends, or dies and is not started again; print a report unless all went well.
+def supervise(given: argparse.Namespace, signals: "Signals") -> int:
+    """Run what the command line names until it ends, or dies and is not started again; report unless all went well.
 
     `signals` are entered before libraries that start threads are imported. Returns the script's exit code; of a signal,
     128 and its number.
     """
     with tempfile.TemporaryDirectory(prefix="ncclsync-run-") as folder, _adopting():
-        supervisor = _Supervisor(command, pathlib.Path(folder), signals)
+        supervisor = _Supervisor(given, pathlib.Path(folder), signals)
         code = supervisor.run()
     if code or len(supervisor.starts) > 1:
-        _say(as_text(f"{NAME}: {command.name}", supervisor.starts), prefix="")
+        _say(as_text(given.script, supervisor.starts))
     return code
 
 
 class _Supervisor:
     """Hold the state of a call of `supervise`."""
 
-    def __init__(self, command: Command, folder: pathlib.Path, signals: "Signals") -> None:
+    def __init__(self, given: argparse.Namespace, folder: pathlib.Path, signals: "Signals") -> None:
         self.starts: list[Start] = []
-        self._command, self._signals = command, signals
+        self._given, self._signals = given, signals
         self._positions, self._ending = folder / "progress", folder / "ending"
         self._environ = {**os.environ, progress.VARIABLE: str(self._positions)}
         self._asked: signal.Signals | None = None
@@ -168,9 +158,9 @@ class _Supervisor:
     def _add(self, start: Start) -> None:
         """Enter a start into the report."""
         self.starts.append(start)
-        if self._command.report is not None:
+        if self._given.report is not None:
             try:
-                with self._command.report.open("a", encoding="utf-8") as file:
+                with self._given.report.open("a", encoding="utf-8") as file:
                     file.write(as_line(start))
             except OSError as error:  # such as a full disk; go on
                 _say(f"the report is not written: {error}")
@@ -186,7 +176,7 @@ class _Supervisor:
             own = "this signal is a request to end" if start.signal else "this is the script's own error or exit code"
             return unchanged, f"not started again: {own}", False
         self._vain = 0 if start.moved_on or not self.starts else self._vain + 1
-        if self._vain >= self._command.restarts:
+        if self._vain >= self._given.restarts:
             return unchanged, f"given up: {self._vain} restarts in a row without progress", False
         _end_left_behind(self._children)
         health = self._unless_asked(
@@ -197,7 +187,7 @@ class _Supervisor:
         if start.gpus and not health.healthy:
             return health, "given up: no GPU is healthy", False
         where = f" on {len(health.healthy)} of {len(start.gpus)} GPUs" if health.left_out else ""
-        vain = f"; restarts without progress so far: {self._vain} of {self._command.restarts}" if self._vain else ""
+        vain = f"; restarts without progress so far: {self._vain} of {self._given.restarts}" if self._vain else ""
         return health, f"started again{where}{vain}", True
 
     def _start(self, gpus: tuple[str, ...]) -> Start:
@@ -207,8 +197,8 @@ class _Supervisor:
         self._children = _children()
         began, clock = datetime.datetime.now(datetime.timezone.utc), time.monotonic()
         relay = Relay()
-        kind = "module" if self._command.module else "script"
-        arguments = [str(self._ending), str(os.getpid()), kind, self._command.name, *self._command.arguments]
+        kind = "module" if self._given.module else "script"
+        arguments = [str(self._ending), str(os.getpid()), kind, self._given.script, *self._given.arguments]
         process = subprocess.Popen(
             [sys.executable, *_interpreter_options(), "-m", "ncclsync.tools.run.script", *arguments],
             env=self._environ,
@@ -218,10 +208,7 @@ class _Supervisor:
         relay.started()
         self._wait(process)
         log = relay.ended()
-        after = progress.read(self._positions)
-        ending: dict[str, Any] = {"error": None, "device": False}
-        if self._ending.exists():
-            ending = json.loads(self._ending.read_text())
+        after, ending = progress.read(self._positions), self._told()
         return Start(
             start=len(self.starts) + 1,
             began=began,
@@ -234,6 +221,10 @@ class _Supervisor:
             moved_on=after != before,
             log=tuple(log),
         )
+
+    def _told(self) -> dict[str, Any]:
+        """Return what the script has told of the exception that ends it."""
+        return json.loads(self._ending.read_text()) if self._ending.exists() else {"error": None, "device": False}
 
     def _wait(self, process: subprocess.Popen) -> None:
         """Wait for the script, and pass signals on to it; the second signal kills it."""
@@ -248,7 +239,7 @@ class _Supervisor:
                     process.kill()
                 elif is_first and not by_keys:
                     process.send_signal(received)
-            if not until and self._ending.exists() and json.loads(self._ending.read_text())["device"]:
+            if not until and self._told()["device"]:
                 until = time.monotonic() + _GRACE_S
             if until and time.monotonic() > until and not is_killed:
                 is_killed = True
@@ -367,6 +358,6 @@ def _reap(pids: set[int]) -> None:
             os.waitpid(pid, os.WNOHANG)
 
 
-def _say(words: str, prefix: str = f"{NAME}: ") -> None:
+def _say(words: str) -> None:
     with contextlib.suppress(OSError):  # the reader is gone
-        print(f"{prefix}{words}", file=sys.stderr, flush=True)
+        print(f"{NAME}: {words}", file=sys.stderr, flush=True)

@@ -1,17 +1,19 @@
 """Take the first batches of the user's data: arrays, a `tf.data.Dataset`, a PyDataset, a generator."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from ncclsync.towers.step_function import to_tensor
+
 Batch = tuple[Any, Any, Any]  # x, y and sample weights as Keras takes them; y and weights may be None
 
 
 def take_batches(data: Any, steps: int, *, batch_size: int, towers: int, one_size: bool) -> list[Batch]:
-    """Return `steps` batches. Data that ends sooner begins again.
+    """Return `steps` batches of tensors. Data that ends sooner begins again.
 
     Args:
         data: `x`, `(x, y)` or `(x, y, sample_weight)` of arrays (x a dictionary if there are several), which are cut
@@ -28,34 +30,30 @@ def take_batches(data: Any, steps: int, *, batch_size: int, towers: int, one_siz
         raise ValueError(f"Expected x, (x, y) or (x, y, sample_weight). Received: a tuple of {len(data)} elements")
     if isinstance(data, (tuple, dict)) or hasattr(data, "shape"):
         arrays = keras.tree.map_structure(_as_array, data)
-        return [
-            keras.utils.unpack_x_y_sample_weight(
-                keras.tree.map_structure(lambda a, at=at: None if a is None else a[at], arrays)
-            )
+        batches = [
+            keras.tree.map_structure(lambda a, at=at: None if a is None else a[at], arrays)
             for at in _slices(_length(arrays), steps, batch_size, towers, one_size)
         ]
-    batches = list(itertools.islice(_iterated(data), steps))
+    else:
+        batches = list(itertools.islice(_iterated(data), steps))
     if not batches:
         raise ValueError(f"Expected data with at least one batch. Received: none from {data!r}")
-    return [keras.utils.unpack_x_y_sample_weight(batch) for batch in itertools.islice(itertools.cycle(batches), steps)]
+    made = [keras.tree.map_structure(to_tensor, keras.utils.unpack_x_y_sample_weight(batch)) for batch in batches]
+    return list(itertools.islice(itertools.cycle(made), steps))
 
 
-def rows_of(batch: Batch) -> int:
-    """Return how many samples a batch has."""
-    return int(next(leaf for leaf in keras.tree.flatten(batch) if leaf is not None).shape[0])
+def rows_at(batch: Any, places: Sequence[int]) -> Any:
+    """Return these rows of a batch, whose tensors may be ragged and sparse, too."""
 
+    def taken(leaf: Any) -> Any:
+        if leaf is None or len(leaf.shape) == 0:
+            return leaf
+        if isinstance(leaf, tf.SparseTensor):
+            rest, sizes = [0] * (len(leaf.shape) - 1), leaf.shape[1:]
+            return tf.sparse.concat(0, [tf.sparse.slice(leaf, [i, *rest], [1, *sizes]) for i in places])
+        return tf.gather(leaf, places)
 
-def reversed_rows(batch: Batch) -> Batch:
-    """Return the same samples in the opposite order; x, y and weights may be ragged and sparse too."""
-    return keras.tree.map_structure(lambda leaf: None if leaf is None else _reversed(leaf), batch)
-
-
-def _reversed(leaf: Any) -> Any:
-    order = range(int(leaf.shape[0]))[::-1]
-    if isinstance(leaf, tf.SparseTensor):
-        rest, sizes = [0] * (len(leaf.shape) - 1), leaf.shape[1:]
-        return tf.sparse.concat(0, [tf.sparse.slice(leaf, [i, *rest], [1, *sizes]) for i in order])
-    return tf.gather(leaf, list(order))
+    return tf.nest.map_structure(taken, batch)
 
 
 def _iterated(data: Any) -> Iterable:

@@ -6,7 +6,6 @@ through the model's own train function. `exactness` needs no step.
 
 import contextlib
 import gc
-import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,13 +17,12 @@ import tensorflow as tf
 from ncclsync.compat import keras as keras_compat
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.parallel import nccl_parallel
-from ncclsync.program.check import Unchecked, first_difference
-from ncclsync.program.program import Results
 from ncclsync.semantics.exactness import Inexact, find_inexact
 from ncclsync.semantics.roles import Role, role_of
-from ncclsync.tools.verify.batches import Batch, reversed_rows, rows_of, take_batches
+from ncclsync.semantics.shards import rows_of
+from ncclsync.tools.verify.batches import Batch, rows_at, take_batches
+from ncclsync.tools.verify.check import Unchecked, first_difference
 from ncclsync.tools.verify.report import Difference, Report, measure
-from ncclsync.towers.step_function import to_tensor
 from ncclsync.training.arguments import check_whole
 from ncclsync.training.loop import Towers, towers_of
 from ncclsync.training.random_data import check_targets, fixed_batch_size
@@ -115,31 +113,41 @@ class _Run:
         if model is self._reference:
             raise ValueError(f"Expected the factory to make a new model each time. Received: {model!r} twice")
         found = self._compare(self._reference, model)
-        reasons = [*seen_nan(found)]
         ok = all(one.ok for one in found)
+        reasons = [*_nan_of(found)]
         if not ok:
-            reasons += false_step(towers, self._batches[0])
+            reasons += _false_step(towers, self._batches[0])
             reasons += find_inexact(model, towers.options.exact_batch_norm, towers.options.exact_random)
-            reasons += self._reasons(model, found, known=bool(reasons))
-        sizes = tuple(map(rows_of, self._batches))
+            reasons += self._of_one_device(found, known=bool(reasons))
+        sizes = tuple(rows_of(batch) or 0 for batch in self._batches)
         return Report(ok, self._tolerance, tuple(towers.devices), sizes, tuple(found), tuple(reasons))
 
-    def _reasons(self, model: keras.Model, found: list[Difference], known: bool) -> Iterator[Inexact]:
-        """Find reasons by running one device again; without any, name suspects."""
-        alone = list(disagreement(self._compare(*self._two())))
-        yield from alone
-        yield from missing_digits(self._dtype)
-        if known or alone:
+    def _of_one_device(self, found: list[Difference], known: bool) -> Iterator[Inexact]:
+        """Find reasons by running one device again; with reordered rows only where no other reason is known."""
+        first = next((one for one in self._again() if not one.ok), None)
+        if first is not None:
+            reason = f"differs from itself when run twice, first in {first.kind} {first.name} at step {first.step}: "
+            reason += "it draws random numbers that no seed of its own determines, or depends on something outside"
+            remedy = "a keras.random.SeedGenerator in each layer that draws, as seed= of what keras.random draws"
+            yield Inexact("the model on one device", reason, remedy)
+        if bits := {"float16": 11, "bfloat16": 8}.get(self._dtype):
+            reason = f"has {bits} significant bits: sums in another order differ early, and more with every step"
+            yield Inexact(f"dtype {self._dtype}", reason, "verify in float32; the same code is exact in every dtype")
+        if known or first is not None:
             return
-        # The same sums in another order: the effect of rounding alone.
-        reordered = self._compare(*self._two(), beside=[reversed_rows(batch) for batch in self._batches])
-        rounded = list(rounding(reordered, found, limit=100 * TOLERANCES[self._dtype]))
-        yield from rounded
-        if not rounded:
-            yield from own_code(model, found)
+        # The same sums in another order. A larger difference does not come from rounding: the computation depends on
+        # the order of the samples.
+        reordered = self._again([rows_at(batch, [*range(rows_of(batch) or 0)][::-1]) for batch in self._batches])
+        largest = max(one.relative for one in reordered)
+        explains = max(one.relative for one in found) / 10 <= largest <= 100 * TOLERANCES[self._dtype]
+        if explains and not all(one.ok for one in reordered):
+            reason = "one device differs from itself by as much when the samples of each batch come in another order: "
+            reason += f"this model amplifies rounding, to {largest:.2g} within these steps"
+            remedy = f"dtype float64, or tolerance={10 * largest:.0e} if that is small enough for you"
+            yield Inexact("rounding", reason, remedy)
 
-    def _two(self) -> tuple[keras.Model, keras.Model]:
-        return _build(self._factory, self._seed), _build(self._factory, self._seed)
+    def _again(self, beside: Sequence[Batch] | None = None) -> list[Difference]:
+        return self._compare(_build(self._factory, self._seed), _build(self._factory, self._seed), beside)
 
     def _compare(self, one: keras.Model, other: keras.Model, beside: Sequence[Batch] | None = None) -> list[Difference]:
         """Train both models, from the state of `one`; return every difference, named as `other` names it.
@@ -229,21 +237,25 @@ def _defines(model: keras.Model, method: str) -> bool:
     return getattr(type(model), method) is not getattr(keras.Model, method)
 
 
-def _paired(one: keras.Model, other: keras.Model) -> Iterator[tuple[str, tf.Variable, tf.Variable]]:
-    """Yield (kind, of `one`, of `other`) for the variables that must be equal, causes before effects.
+def _paired(one: keras.Model, other: keras.Model) -> list[tuple[str, tf.Variable, tf.Variable]]:
+    """Return (kind, of `one`, of `other`) for the variables that must be equal, causes before effects.
 
     Random state and metrics' sums are left out, by their role in `one`: on towers a variable may have another role.
     """
     weights, slots = (
         {id(tf_compat.backend_variable(v)) for v in some} for some in (one.weights, one.optimizer.variables)
     )
-    ranked: list[list[tuple[str, tf.Variable, tf.Variable]]] = [[], [], [], []]
+    found = []
     for right, variable in zip(keras_compat.variables_of(one), keras_compat.variables_of(other), strict=True):
+        if id(right) in weights:
+            rank, kind = 1, "weight"
+        elif id(right) in slots:
+            rank, kind = (2 if right.shape.rank else 0), "optimizer"
+        else:
+            rank, kind = 3, "state"
         if role_of(right) is Role.SAME:
-            kind = "weight" if id(right) in weights else "optimizer" if id(right) in slots else "state"
-            scalar = kind == "optimizer" and right.shape.rank == 0
-            ranked[0 if scalar else 1 + ("weight", "optimizer", "state").index(kind)].append((kind, right, variable))
-    yield from itertools.chain.from_iterable(ranked)
+            found.append((rank, (kind, right, variable)))
+    return [pair for _, pair in sorted(found, key=lambda one: one[0])]
 
 
 def _create_state(model: keras.Model, batch: Batch) -> None:
@@ -251,7 +263,7 @@ def _create_state(model: keras.Model, batch: Batch) -> None:
     if not model.built:
         if not _defines(model, "call"):
             return  # nothing but a train_step: it will create all from the same seed
-        model(keras.tree.map_structure(to_tensor, batch[0]), training=False)
+        model(batch[0], training=False)
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
 
@@ -278,87 +290,21 @@ def _logs(logs: Any) -> dict[str, Any]:
     return {".".join(map(str, path)): np.asarray(leaf) for path, leaf in keras.tree.flatten_with_path(logs)}
 
 
-def seen_nan(found: Sequence[Difference]) -> Iterator[Inexact]:
+def _nan_of(found: Sequence[Difference]) -> Iterator[Inexact]:
     """Name the first NaN, on towers or on one device."""
-    for one in found:
-        if one.nan:
-            reason = f"holds a NaN from step {one.step} on; NaNs are equal to each other, whatever led to them"
-            remedy = "a smaller learning rate, or other data: compare where the numbers are finite"
-            yield Inexact(f"{one.kind} {one.name}", reason, remedy)
-            return
+    for one in [one for one in found if one.nan][:1]:
+        reason = f"holds a NaN from step {one.step} on; NaNs are equal to each other, whatever led to them"
+        remedy = "a smaller learning rate, or other data: compare where the numbers are finite"
+        yield Inexact(f"{one.kind} {one.name}", reason, remedy)
 
 
-def false_step(towers: Towers, batch: Batch) -> Iterator[Inexact]:
+def _false_step(towers: Towers, batch: Batch) -> Iterator[Inexact]:
     """Report the first tensor of a training step that towers compute otherwise than one device."""
-    given = keras.tree.map_structure(to_tensor, batch)
     for trace in towers.watch.traces or ():
         with contextlib.suppress(Unchecked):
-            line = first_difference(trace, towers.devices[0], Results.COMBINED, given, towers.layout.shards)
+            line = first_difference(trace, towers.devices[0], batch, towers.layout.shards)
             if line:
                 reason = "is not partitioned into what one device computes: a fault of ncclsync's"
                 remedy = "report this line, with what Towers.explain() prints"
                 yield Inexact(f"the step, from {line} on", reason, remedy)
                 return
-
-
-def disagreement(again: Sequence[Difference]) -> Iterator[Inexact]:
-    """Report that one device differs from itself, given the differences of two equal runs."""
-    first = next((one for one in again if not one.ok), None)
-    if first is not None:
-        reason = f"differs from itself when run twice, first in {first.kind} {first.name} at step {first.step}: "
-        reason += "it draws random numbers that no seed of its own determines, or depends on something outside"
-        remedy = "a keras.random.SeedGenerator in each layer that draws, as seed= of what keras.random draws"
-        yield Inexact("the model on one device", reason, remedy)
-
-
-def missing_digits(dtype: str) -> Iterator[Inexact]:
-    """Report half precision."""
-    bits = {"float16": 11, "bfloat16": 8}.get(dtype)
-    if bits:
-        reason = f"has {bits} significant bits: sums in another order differ early, and more with every step"
-        yield Inexact(f"dtype {dtype}", reason, "verify in float32; the same code is exact in every dtype")
-
-
-def rounding(reordered: Sequence[Difference], found: Sequence[Difference], limit: float) -> Iterator[Inexact]:
-    """Report that rounding alone has such an effect, given one device's differences with reordered rows.
-
-    A difference above `limit` does not come from rounding: the computation depends on the order of the samples.
-    """
-    largest = max(one.relative for one in reordered)
-    differs = any(not one.ok for one in reordered)
-    if differs and max(one.relative for one in found) / 10 <= largest <= limit:
-        reason = "one device differs from itself by as much when the samples of each batch come in another order: "
-        reason += f"this model amplifies rounding, to {largest:.2g} within these steps"
-        remedy = f"dtype float64, or tolerance={10 * largest:.0e} if that is small enough for you"
-        yield Inexact("rounding", reason, remedy)
-
-
-def own_code(model: keras.Model, found: Sequence[Difference]) -> Iterator[Inexact]:
-    """Name the user's code in a model: metrics, if weights are equal; otherwise all code that gradients pass."""
-    metrics = [one for one in keras_compat.metrics_of(model) if _is_own(one)]
-    losses = [one for one in keras.tree.flatten(getattr(model, "loss", None)) if _is_own(one)]
-    only_logs = all(one.ok or one.kind in ("log", "evaluate", "state") for one in found)
-    if only_logs:  # or state, perhaps of a metric
-        suspects = [f"metric {one.name!r}" for one in metrics] + [f"loss {_name(one)}" for one in losses]
-    else:
-        layers = {type(layer).__name__ for layer in keras_compat.layers_of(model) if _is_own(layer)}
-        suspects = [f"loss {_name(one)}" for one in losses] + [f"layer {name}" for name in sorted(layers)]
-        if _is_own(model):
-            suspects.append(f"train_step or call of {type(model).__name__}")
-    if suspects:
-        reason = "code of your own, which may compare the samples of a batch, sum over them, or keep state that "
-        reason += "cannot be added up: on a tower it sees only its shard"
-        remedy = "one value per sample, or a mean over samples; sums as a metric's state; else ncclsync.ops.all_reduce"
-        yield Inexact(", ".join(suspects), reason, remedy)
-
-
-def _is_own(one: Any) -> bool:
-    """Return whether an object's class, or a function, is not Keras'."""
-    wrapped = getattr(one, "fn", None) or getattr(one, "_fn", None) if isinstance(one, keras.Metric) else None
-    parts = [part for part in (one, wrapped) if not isinstance(part, (str, type(None)))]
-    homes = (part.__module__ if hasattr(part, "__name__") else type(part).__module__ for part in parts)
-    return any(home.split(".")[0] != "keras" for home in homes)
-
-
-def _name(loss: Any) -> str:
-    return repr(getattr(loss, "name", None) or getattr(loss, "__name__", type(loss).__name__))

@@ -14,14 +14,13 @@ from ncclsync import nccl_parallel
 from ncclsync.compat import keras as keras_compat
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.gradients.hooks import step_hooks
-from ncclsync.program.check import Unchecked, first_difference
 from ncclsync.program.partition import Partition
-from ncclsync.program.program import Results
 from ncclsync.program.trace import trace
 from ncclsync.semantics import rules
 from ncclsync.semantics.normalization import moments_of_layers
 from ncclsync.semantics.placements import MEAN, REPLICATE, SUM, Kind
 from ncclsync.semantics.shards import open_specs
+from ncclsync.tools.verify.check import Unchecked, first_difference
 
 MODELS = some(40, 100)
 
@@ -31,7 +30,7 @@ def checked(step, batch, towers=3):
     batch = tf.nest.map_structure(tf.convert_to_tensor, batch)
     with step_hooks(), moments_of_layers(), tf.device("/CPU:0"):
         traced = trace(step, open_specs(batch))
-    return first_difference(traced, "CPU:0", Results.COMBINED, batch, towers)
+    return first_difference(traced, "CPU:0", batch, towers)
 
 
 def checked_model(model, batch):
@@ -423,7 +422,7 @@ def test_a_check_leaves_no_trace(name, fails, monkeypatch):
     for one in model.towers.watch.traces:
         with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
             batch = tf.nest.map_structure(tf.convert_to_tensor, (x[:8], y[:8]))
-            assert first_difference(one, "CPU:0", Results.COMBINED, batch, 3) == ""
+            assert first_difference(one, "CPU:0", batch, 3) == ""
     assert model.towers.watch.traces and everything(model) == before, "the check has changed something"
     assert model.towers.divergence() == 0.0
     model.towers.close()

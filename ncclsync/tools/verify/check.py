@@ -1,0 +1,308 @@
+"""Find the first tensor of a step in which towers and one device differ: the net below the rules, for `verify`.
+
+The partitioned step is run op by op, outside any graph, on copies of the variables, by one tower that has the whole
+batch and by several; an exchange is some arithmetic. So nothing of the towers takes part, and no state can be left
+changed. The partition is checked; `cut`, `segment` and `laying_out`, which run it, are not: training beside one device
+checks these.
+
+What the towers hold of a tensor is compared as soon as it is made. If it agrees, the towers go on with one device's
+value: rounding does not add up, and what an optimizer makes of last bits does not count.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.compat.source_lines import user_line
+from ncclsync.ops import Collective, CollectiveKind, Purpose, Share
+from ncclsync.ops.comparing import distance
+from ncclsync.program.cut import place
+from ncclsync.program.graph import op_name
+from ncclsync.program.partition import Partition
+from ncclsync.program.program import Results
+from ncclsync.program.trace import Site, Trace
+from ncclsync.semantics.placements import Kind, Placement
+from ncclsync.semantics.placing import PRINTS, is_unrepeatable
+from ncclsync.semantics.roles import Role
+from ncclsync.semantics.rules import names
+from ncclsync.semantics.shards import Shards, components_of, rows_of, shard_batch
+from ncclsync.tools.verify.batches import rows_at
+
+# Relative to the largest magnitude of a tensor and of what it is computed from, by the least precise dtype of the step.
+_TOLERANCES = {tf.bfloat16: 0.1, tf.float16: 0.05, tf.float32: 1e-3, tf.float64: 1e-6}
+# Their results are as precise, relative to themselves, as what they multiply.
+_MULTIPLYING = names("Mul MulNoNan RealDiv Div DivNoNan Square")
+_ERRORS = (tf.errors.InvalidArgumentError, ValueError)
+# Two towers show what more would: the program is the same for any number.
+_TOWERS = 2
+
+
+class Unchecked(Exception):
+    """Say why a step cannot be checked."""
+
+
+def first_difference(trace: Trace, home_device: str, batch: Any, towers: int) -> str:
+    """Run a step on some rows of a batch, as one device and as towers; variables hold what they do now.
+
+    Args:
+        trace: the step.
+        home_device: where to compute.
+        batch: nested structure of tensors.
+        towers: how many there are.
+
+    Returns:
+        The first op, and its line, whose result differs on towers; "" if none does.
+
+    Raises:
+        Unchecked: the step has an op that must not run twice, or cannot be run op by op.
+    """
+    variables = trace.function.variables
+    roles = [tf_compat.note_of(variable, "role") for variable in variables]
+    try:
+        # As towers do where nothing else was chosen for speed.
+        graph, placing = place(trace, home_device, Results.COMBINED, same_seeds=True, exact=True)
+    finally:
+        for variable, role in zip(variables, roles, strict=True):
+            tf_compat.set_note(variable, "role", role)
+    for op in map(graph.tf_graph.get_operation_by_name, graph.traced_inputs):
+        if op.name not in graph.placeholders and op.type not in PRINTS and is_unrepeatable(op, graph.calls):
+            raise Unchecked(f"{op.type}, at {user_line(op.traceback)}, must not run twice")
+    roots = [exchange.collective.root for exchange in graph.exchanges.values()]
+    count = towers if any(root >= _TOWERS for root in roots) else min(towers, _TOWERS)
+    few, most = 2 * count + 1, rows_of(batch) or 0
+    state = {name: tf.raw_ops.ReadVariableOp(resource=one.handle, dtype=one.dtype) for name, one in graph.variables}
+    with _precise(), tf.device(f"/{home_device}"):
+        for rows in [few, most] if most >= count else [few]:
+            with tf.device("/CPU:0"):
+                some = rows_at(batch, [row % most for row in range(rows)])
+                whole, parts = shard_batch(some, 1), shard_batch(some, count)
+            try:
+                return _Check(placing, whole, parts, state).run()
+            except _ERRORS as error:
+                failed = error  # the step may declare its batch size
+    raise Unchecked(f"it could not be run op by op on {rows} rows: {failed}") from failed
+
+
+@contextlib.contextmanager
+def _precise() -> Iterator[None]:
+    """Multiply float32 as such on GPUs that else round it first."""
+    before = tf.config.experimental.tensor_float_32_execution_enabled()
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+    try:
+        yield
+    finally:
+        tf.config.experimental.enable_tensor_float_32_execution(before)
+
+
+class _Check:
+    """Run a partitioned step op by op, alone on the whole batch and on towers, and compare what both make.
+
+    Values are lists: what the one alone holds of a tensor, and what each tower does; of a variable, the handles of
+    copies. None: not followed, as each tower's part of what is divided among them.
+    """
+
+    def __init__(self, placing: Partition, whole: Shards, parts: Shards, state: Mapping[str, Any]) -> None:
+        """Begin with what the variables hold, by the names of their handles."""
+        graph = self._graph = placing.graph
+        self._start = state
+        self._shares = [*whole.shares, *parts.shares]
+        sites = map(_site, [0, *range(len(parts.shares))])
+        given = zip([*whole.batches, *parts.batches], self._shares, sites, strict=True)
+        arguments = zip(*([*components_of(batch), *share, *site] for batch, share, site in given), strict=True)
+        self._values: dict[str, list[Any] | None] = dict(zip(graph.arguments, map(list, arguments), strict=True))
+        self._values.update((name, [tensor] * len(self._shares)) for name, tensor in graph.captures)
+        self._copies: dict[str, list[tf.Variable]] = {}
+        for handle, value in state.items():
+            others = tf.zeros_like(value) if graph.role[handle] in (Role.SUM, Role.PARTIAL) else value
+            held = [value, value, *[others] * (len(parts.shares) - 1)]
+            copies = [tf.Variable(one, trainable=False, shape=tf.TensorShape(None)) for one in held]
+            self._copies[handle] = copies
+            self._values[handle] = None if graph.role[handle] is Role.PARTITION else [copy.handle for copy in copies]
+        self._writers: dict[str, tf.Operation] = {}  # the last one of each variable
+        # By an op's name and its inputs' ids: these, which so live on, and the results.
+        self._made: dict[tuple[Any, ...], tuple[list[Any], list[Any]]] = {}
+        floats = [t.dtype for op in graph.ops for t in op.outputs if t.dtype in _TOLERANCES]
+        self._dtype = min(floats or [tf.float32], key=[*_TOLERANCES].index)
+        self._scales: dict[str, float] = {}  # of parts: the largest magnitude of their addends
+        self._counts_towers: set[str] = set()  # tensors with a row for each tower, and numbers of such rows
+        # By the names of the towers' tensors: how they are placed, what makes them in the trace, and of which tensors.
+        self._traced: dict[str, tuple[Placement, tf.Operation, list[str]]] = {}
+        for name, (tensor, placed) in placing.placed.items():
+            op, mark = graph.tf_graph.get_tensor_by_name(name).op, graph.marks.get(op_name(name))
+            # A sparse gradient's slices may come in another order: what they write is compared. Bits are not rounded.
+            is_sparse = mark is not None and mark.purpose in (Purpose.SLICES, Purpose.SLICES_PART)
+            if not is_sparse and op.type != "Bitcast" and tensor.dtype not in (tf.variant, tf.resource):
+                inputs = [placing.placed[one][0].name for one in graph.traced_inputs[op.name]]
+                self._traced.setdefault(tensor.name, (placed, op, inputs))
+
+    def run(self) -> str:
+        """Return the first op, and its line, whose result differs; "" if none does."""
+        for op in self._graph.ops:
+            if op.name not in self._graph.placeholders and (found := self._step(op)):
+                return found
+        sent = [name for name, exchange in self._graph.exchanges.items() if exchange.source in self._values]
+        return self._difference(sent) or self._first_variable()
+
+    def _step(self, op: tf.Operation) -> str:
+        """Run an op, after all that it waits for; return it, and its line, if it or what it receives differs."""
+        names, writes = self._graph.inputs[op.name], self._graph.writes[op.name]
+        self._writers.update(dict.fromkeys(writes, op))
+        try:
+            given = [self._value(name) for name in names]
+        except _ERRORS:  # of an exchange
+            return _named(op)
+        if found := self._difference(name for name in names if name in self._graph.exchanges):
+            return found
+        given = [self._values[name] for name in names]
+        if None in given:
+            self._values.update(dict.fromkeys([*(tensor.name for tensor in op.outputs), *writes]))
+            return ""
+        alone, *each = [[one[i] for one in given if one] for i in range(len(self._shares))]
+        made = [self._results(op, alone)]
+        try:
+            made += [self._results(op, one) for one in each]
+        except _ERRORS:
+            return _named(op)
+        self._values.update((tensor.name, [one[i] for one in made]) for i, tensor in enumerate(op.outputs))
+        return self._difference(tensor.name for tensor in op.outputs)
+
+    def _results(self, op: tf.Operation, given: list[Any]) -> list[Any]:
+        """Return an op's results, of one who holds these inputs."""
+        key = op.name, *map(id, given)
+        if key not in self._made:
+            if op.type == "Const":
+                results = [tf.constant(tf.make_ndarray(op.get_attr("value")), op.outputs[0].dtype)]
+            else:
+                results = tf_compat.run_op(op, given)
+            self._made[key] = given, results
+        return self._made[key][1]
+
+    def _value(self, name: str) -> list[Any] | None:
+        """Return a value; exchange it, or make a constant, if that has not happened yet."""
+        if name not in self._values:
+            exchange = self._graph.exchanges.get(name)
+            if exchange is None:
+                constant = self._graph.tf_graph.get_tensor_by_name(name).op
+                self._values[name] = self._results(constant, []) * len(self._shares)
+            else:
+                made = self._value(exchange.source)
+                if made is not None and self._is_due(name):
+                    made = None if exchange.collective.divides else self._joined(made, exchange.collective)
+                self._values[name] = made
+        return self._values[name]
+
+    def _is_due(self, name: str) -> bool:
+        """Return whether an exchange happens: if its condition is False, each tower's part stays."""
+        exchange = self._graph.exchanges.get(name)
+        when = None if exchange is None or exchange.when is None else self._value(exchange.when)
+        return when is None or bool(when[0])
+
+    def _joined(self, values: list[Any], collective: Collective) -> list[Any]:
+        """Return what a collective gives the one alone, and each tower."""
+        alone, *each = values
+        share, *shares = self._shares
+        return [_join([alone], collective, [share]), *[_join(each, collective, shares)] * len(each)]
+
+    def _difference(self, made: Iterable[str]) -> str:
+        """Return what makes the first tensor that differs, and its line; else towers go on with one device's."""
+        known = (name for name in made if name in self._traced)
+        return next((_named(self._traced[name][1]) for name in known if self._differs(name)), "")
+
+    def _differs(self, name: str) -> bool:
+        values, (placed, op, traced) = self._value(name), self._traced[name]
+        if values is None or not self._is_due(name):
+            return False
+        expected, *each = values
+        if placed.kind is Kind.REPLICATE and not any(_differ(each[0], one, 0.0) for one in each[1:]):
+            counts = expected.dtype.is_integer and not self._counts_towers.isdisjoint(traced)
+            if counts or each[0].shape != expected.shape:
+                self._counts_towers.add(name)
+                return False
+        scale = self._scale_of(op, values, traced)
+        if placed.kind is Kind.PARTIAL:
+            self._scales[name] = scale
+        allowed = _TOLERANCES[self._dtype] * scale
+        if any(_differ(expected, whole, allowed) for whole in self._wholes(each, placed)):
+            return True
+        if placed.kind is Kind.REPLICATE:
+            self._values[name] = [expected] * len(values)
+        return False
+
+    def _wholes(self, each: list[Any], placed: Placement) -> list[Any]:
+        """Return the batch's value, from each tower that has it; [] where it cannot be compared."""
+        if placed.kind is Kind.REPLICATE:
+            return each
+        if placed.kind is Kind.PARTIAL and each[0].dtype != tf.bool:
+            return [_join(each, Collective(CollectiveKind.ALL_REDUCE, placed.op), self._shares[1:])]
+        if placed.kind is Kind.SHARD:
+            with contextlib.suppress(tf.errors.InvalidArgumentError):
+                columns = zip(*[tf.split(value, placed.blocks, placed.axis) for value in each], strict=True)
+                return [tf.concat([one for column in columns for one in column], placed.axis)]
+        return []
+
+    def _scale_of(self, op: tf.Operation, made: Sequence[Any], traced: Sequence[str]) -> float:
+        """Return the magnitude whose rounding a result has: of what was added up, perhaps to nearly 0."""
+        own = max(map(_magnitude, made))
+        sizes = {name: _magnitude((self._values.get(name) or [None])[0]) for name in traced}
+        scales = {name: self._scales.get(name, size) for name, size in sizes.items()}
+        if op.type in _MULTIPLYING and all(sizes[name] or not scales[name] for name in sizes):
+            return own * max([1.0, *(scales[name] / size for name, size in sizes.items() if size)])
+        there = [one for name in self._graph.inputs.get(op.name, ()) for one in self._values.get(name) or ()]
+        return max([own, *map(_magnitude, there), *scales.values()])
+
+    def _first_variable(self) -> str:
+        """Return the first write, and its line, that changes a variable otherwise on towers; "" if none does."""
+        tolerance = _TOLERANCES[self._dtype]
+        rounding = tolerance / 500 if self._dtype in (tf.float32, tf.float64) else 0.1
+        changes = []
+        for handle, op in self._writers.items():
+            if self._values[handle] is None:
+                continue
+            start, held = self._start[handle], [copy.read_value() for copy in self._copies[handle]]
+            if self._graph.role[handle] in (Role.SUM, Role.PARTIAL):
+                held = self._joined(held, Collective(CollectiveKind.ALL_REDUCE, "sum"))
+            if start.shape == held[0].shape and start.dtype.is_floating:  # what was added is far smaller
+                held = [one - start for one in held]
+            changes.append((op, held, _magnitude(start)))
+        largest = max((_magnitude(expected) for _, (expected, *_), _ in changes), default=0.0)
+        for op, (expected, *each), start in changes:
+            allowed = tolerance * max(_magnitude(expected), largest / 100) + rounding * start
+            if any(_differ(expected, one, allowed) for one in each):
+                return _named(op)
+        return ""
+
+
+def _site(number: int) -> Site:
+    return Site(tf.constant(1), tf.constant(number == 0), tf.constant(number))
+
+
+def _named(op: tf.Operation) -> str:
+    return f"{op.type} {op.name}, at {user_line(op.traceback)}"
+
+
+def _join(values: Sequence[Any], collective: Collective, shares: Sequence[Share]) -> Any:
+    """Return what a collective gives."""
+    if collective.concatenates:
+        return tf.concat(values, 0)
+    if collective.kind == CollectiveKind.BROADCAST:
+        return values[collective.root]
+    if collective.op == "mean":
+        values = [one * tf.cast(share.fraction, one.dtype) for one, share in zip(values, shares, strict=True)]
+    reduce = {"prod": tf.reduce_prod, "max": tf.reduce_max, "min": tf.reduce_min}.get(collective.op, tf.reduce_sum)
+    return reduce(tf.stack(values), 0)
+
+
+def _magnitude(value: Any) -> float:
+    if not isinstance(value, tf.Tensor) or not (value.dtype.is_floating or value.dtype.is_complex):
+        return 0.0
+    numbers = np.abs(tf.cast(value, tf.complex128 if value.dtype.is_complex else tf.float64))
+    return float(np.max(numbers[np.isfinite(numbers)], initial=0.0))
+
+
+def _differ(expected: Any, actual: Any, allowed: float) -> bool:
+    rounded = expected.dtype.is_floating or expected.dtype.is_complex
+    return expected.shape != actual.shape or float(distance(expected, actual)) > (allowed if rounded else 0.0)

@@ -38,14 +38,11 @@ from ncclsync.semantics.rules import Call
 _logger = logging.getLogger("ncclsync")
 
 # Stateful ops whose results are equal on all towers if their inputs are.
-REPEATABLE = rules.names(
-    """
-    Assert Case If LookupTableExportV2 LookupTableFind LookupTableFindV2 LookupTableSizeV2 NoOp
-    PartitionedCall Print PrintV2 ReadVariableOp ResourceGather ResourceGatherNd StatefulPartitionedCall
-    VarHandleOp VarIsInitializedOp VariableShape While Empty EnsureShape TensorListPopBack StringFormat
-    RngReadAndSkip
-    """
-)
+REPEATABLE = rules.names("""
+    Assert Case If LookupTableExportV2 LookupTableFind LookupTableFindV2 LookupTableSizeV2 NoOp PartitionedCall Print
+    PrintV2 ReadVariableOp ResourceGather ResourceGatherNd StatefulPartitionedCall VarHandleOp VarIsInitializedOp
+    VariableShape While Empty EnsureShape TensorListPopBack StringFormat RngReadAndSkip
+""")
 PRINTS = frozenset({"Print", "PrintV2"})
 
 
@@ -65,7 +62,10 @@ class Placer(abc.ABC):
     Attributes:
         functions: of the step.
         axes: of the graph whose ops are placed.
-        lenient, row_by_row, within, row_splits: see `rules.Call`.
+        lenient: whether what is whole may be taken for rows: a loop's body is looked at to see what begins it.
+        row_by_row: whether the ops are in a loop over a tower's rows.
+        within: whether they are in a function, where nothing can be put before them.
+        row_splits: names of the row splits of ragged arguments whose values lie in rows, not in rows of rows.
         draws: the user's lines that draw numbers which are each tower's own.
         fixed: the lengths that the trace has of axes that are divided; of so many rows for each sample.
     """
@@ -183,10 +183,9 @@ class Placer(abc.ABC):
     def _by_rule(self, call: Call) -> Sequence[Placement] | None:
         kind = call.op.type
         if any(placed.kind in (Kind.PIECE, Kind.PLACES, Kind.INDICES) for placed in call.inputs):
-            for table in (rules.RULES if kind in rules.TAKING_PLACES else {}, rules.NUMBERED):
-                made = table[kind](call) if kind in table else None
-                if made is not None:
-                    return made
+            made = rules.NUMBERED[kind](call) if kind in rules.NUMBERED else None
+            if made is not None:
+                return made
             if any(placed.kind is Kind.PIECE for placed in call.inputs):
                 return None
             for i, placed in enumerate(call.inputs):  # numbers of a tower's own rows become those of the batch's
@@ -353,11 +352,7 @@ class Placer(abc.ABC):
         return self._body(op, name, call.inputs)
 
     def _loop(self, call: Call) -> tuple[list[Placement], list[Placement]]:
-        """Place a loop's variables: as what begins them and what the body makes of them agree.
-
-        Returns:
-            How they are placed while it runs, and afterwards.
-        """
+        """Place a loop's variables, while it runs and afterwards: as what begins them and what its body makes agree."""
         op, placed = call.op, list(call.inputs)
         body, condition = op.get_attr("body").name, op.get_attr("cond").name
         each = {one.of.each for one in placed if one.of == EACH}
@@ -427,11 +422,7 @@ def _of_tower(values: Sequence[np.ndarray], placed: Placement, own: int, batch: 
 
 
 def _count_of(one: int, many: int, opened: int, *others: int) -> int | None:
-    """Return how many rows of each sample a number counts: 0 if it counts none, -1 if that is open; None: no count.
-
-    Args:
-        one, many, opened, others: for `_TOWERS`.
-    """
+    """Return how many rows of each sample a number counts, given for `_TOWERS`: 0: none; -1: open; None: no count."""
     if one == many and others[0] == others[1]:
         return 0
     if one <= 0 or many != one * BATCHES[1].rows or (one, many) != others:
@@ -494,10 +485,7 @@ def _either(one: Placement, two: Placement) -> Placement:
 
 
 class FunctionPlacer(Placer):
-    """Place a function's tensors, where nothing can be put in between: refuse what would need it.
-
-    If `lenient`, what is whole may be taken for anything: to see what it would have to be.
-    """
+    """Place a function's tensors, where nothing can be put in between: refuse what would need it."""
 
     within = True
 
@@ -510,8 +498,7 @@ class FunctionPlacer(Placer):
     def _row_by_row(self, call: Call) -> list[Placement]:
         """Place an op of a loop over a tower's rows: what it computes of one row and of what is whole, that row has.
 
-        Raises:
-            Refused: it takes something else, or which row it is, other than to find it in a list.
+        Refused is what takes something else, or which row it is, other than to find it in a list.
         """
         op, inputs, kinds = call.op, call.inputs, {placed.kind for placed in call.inputs}
         numbers = {passed_on(t).op.type for t, one in zip(op.inputs, inputs, strict=True) if one == COUNTER}
@@ -545,11 +532,7 @@ class FunctionPlacer(Placer):
         return [EACH if EACH in inputs else LOCAL] * len(op.outputs)
 
     def place_function(self, graph: Any, inputs: Sequence[Placement]) -> list[Placement]:
-        """Return how a function's results are placed.
-
-        Raises:
-            Refused: an op would need something else than it is given.
-        """
+        """Return how a function's results are placed; raise `Refused` if an op needs other inputs."""
         placed = {t.name: one for t, one in zip(graph.inputs, inputs, strict=True)}
         pairs = zip(graph.inputs, graph.outputs, strict=False)
         self._carried = {given.name for given, made in pairs if passed_on(made) is not given}

@@ -12,14 +12,14 @@ unless it is in `TAKING_COUNTS`. LOCAL inputs count as whole meanwhile.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from ncclsync.communicator import native
-from ncclsync.semantics.axes import BATCHES, Axes, Rows, length_of, passed_on
+from ncclsync.semantics.axes import Axes, Rows, length_of, passed_on
 from ncclsync.semantics.placements import (
     COUNTER,
     EACH,
@@ -43,16 +43,10 @@ class Call:
 
     Attributes:
         op: as it was traced.
-        tensors: what the op will get.
-        inputs: their placements; a rule changes them by `require`.
+        tensors, inputs: what the op will get, and its placements; a rule changes them by `require`.
         placer: the `placing.Placer` that asks.
         given: the tensors and their placements as they came.
         local: indices of LOCAL inputs, which count as whole meanwhile.
-        lenient: whether what is whole may be taken for rows: a loop's body is looked at to see what begins
-            it.
-        row_by_row: whether it is in a loop over a tower's rows.
-        within: whether it is in a function, where nothing can be put before it.
-        row_splits: names of the row splits of ragged arguments whose values lie in rows, not in rows of rows.
         axes: what is known of the lengths of the op's inputs and outputs.
         unit: of the rows of its inputs, which are placed as those of samples while its rule is asked; see `Placement`.
     """
@@ -65,8 +59,6 @@ class Call:
     def __post_init__(self) -> None:
         self.given = list(self.tensors), list(self.inputs)
         self.local: set[int] = set()
-        self.lenient, self.row_by_row, self.within = self.placer.lenient, self.placer.row_by_row, self.placer.within
-        self.row_splits: Collection[str] = self.placer.row_splits
         self.axes: Axes = self.placer.axes
         self.unit = ""
 
@@ -156,39 +148,80 @@ def counted(placed: Placement) -> Placement:
     return dataclasses.replace(placed, blocks=1) if placed.kind is Kind.SHARD and not placed.blocks else placed
 
 
+# The letters of a tensor's axes, from the first; of another tensor's they are `_OTHERS`.
+_AXES, _OTHERS = "abcdefghijklm", "nopqrstuvwxyz"
+
+
+def _by_letters(
+    call: Call, given: Sequence[str | None], made: Sequence[str | None], reduced: Placement | None = None
+) -> list[Placement] | None:
+    """Place an op by what its axes are, as Shardy's sharding rules do; it computes the rows along each by themselves.
+
+    Source: `OpShardingRuleAttr`, https://openxla.org/shardy/sdy_dialect.
+
+    Args:
+        given: for each input a letter for each axis, the same where inputs have the same rows. Rows may not lie along
+            "-", nor along further axes. An input of `""` must be whole. None: it is taken as it is placed.
+        made: the same for each result, in which "-" is an axis of its own. None: a result that is whole.
+        reduced: how a result is placed that has no axis for the rows. None: there is no such result.
+    """
+    chosen, placed = "", REPLICATE
+    for i, letters in enumerate(given):
+        one = call.inputs[i]
+        letter = letters[one.axis : one.axis + 1] if letters and one.kind is Kind.SHARD else ""
+        if letter in ("", "-") or chosen not in ("", letter):
+            continue
+        if chosen:
+            one = together(placed, one) or (placed if call.spares(i) else one)
+        chosen, placed = letter, one
+    for letters, output in zip(made, call.op.outputs, strict=True):
+        adds_up = reduced is not None and output.dtype.name in (*native.DTYPES, "bool")
+        if not chosen or (letters is not None and chosen not in letters and not adds_up):
+            return None
+    for i, letters in enumerate(given):
+        if letters is None:
+            continue
+        one, axis, lengths = call.inputs[i], letters.find(chosen), lengths_of(call.op.inputs[i])
+        if one.kind is not Kind.SHARD or one.axis != axis:
+            call.require(i, REPLICATE)  # of f[:, None] - f[None] one is whole, the other by rows
+            if axis >= 0 and (lengths is None or lengths[axis] != 1):  # else it is broadcast
+                placed = counted(placed)  # whose rows are not alike
+                call.require(i, placed.at(axis))
+        elif not same_rows(one, placed):
+            if not call.spares(i):
+                return None
+            call.require(i, placed.at(axis))
+    others = [REPLICATE if letters is None or reduced is None else reduced for letters in made]
+    return [
+        placed.at(letters.index(chosen)) if letters and chosen in letters else other
+        for letters, other in zip(made, others, strict=True)
+    ]
+
+
 # Element by element: each row of the result comes from the same row of each operand.
 
-UNARY = names(
-    """
-    Abs Acos Acosh Angle AsString Asin Asinh Atan Atanh BesselI0 BesselI0e BesselI1
-    BesselI1e BesselJ0 BesselJ1 BesselK0 BesselK0e BesselK1 BesselK1e BesselY0 BesselY1 Bucketize Cast
-    Ceil CheckNumerics CheckNumericsV2 ComplexAbs Conj Cos Cosh Dawsn DecodeBase64 Digamma Elu EncodeBase64
-    Erf Erfc Erfinv Exp
-    Expint Expm1 FakeQuantWithMinMaxArgs Floor FresnelCos FresnelSin Identity Imag Inv Invert IsFinite
-    IsInf IsNan LeakyRelu Lgamma Log Log1p LogicalNot Ndtri Neg OnesLike PlaceholderWithDefault
-    PopulationCount PreventGradient Real Reciprocal Relu Relu6 Rint Round Rsqrt Selu Sigmoid
-    Sign Sin Sinh Snapshot Softplus Softsign Spence Sqrt Square StaticRegexFullMatch StaticRegexReplace
-    StopGradient StringLength StringLower StringStrip StringToHashBucket StringToHashBucketFast
-    StringToHashBucketStrong StringToNumber StringUpper Tan Tanh ZerosLike
-    """
-)
-BROADCASTING = names(
-    """
-    Add AddV2 ApproximateEqual Atan2 Betainc BitwiseAnd BitwiseOr BitwiseXor ClipByValue Complex Div
-    DivNoNan Equal FakeQuantWithMinMaxArgsGradient FakeQuantWithMinMaxVars
-    FakeQuantWithMinMaxVarsPerChannel FloorDiv FloorMod Greater GreaterEqual Igamma
-    IgammaGradA Igammac LeftShift Less LessEqual LogicalAnd LogicalOr Maximum Minimum Mod Mul MulNoNan
-    NextAfter NotEqual Polygamma Pow RandomGammaGrad RealDiv RightShift SelectV2 SquaredDifference StringJoin Sub
-    TruncateDiv TruncateMod Xdivy Xlog1py Xlogy Zeta
-    """
-)
+UNARY = names("""
+    Abs Acos Acosh Angle AsString Asin Asinh Atan Atanh BesselI0 BesselI0e BesselI1 BesselI1e BesselJ0 BesselJ1
+    BesselK0 BesselK0e BesselK1 BesselK1e BesselY0 BesselY1 Bucketize Cast Ceil CheckNumerics CheckNumericsV2
+    ComplexAbs Conj Cos Cosh Dawsn DecodeBase64 Digamma Elu EncodeBase64 Erf Erfc Erfinv Exp Expint Expm1
+    FakeQuantWithMinMaxArgs Floor FresnelCos FresnelSin Identity Imag Inv Invert IsFinite IsInf IsNan LeakyRelu Lgamma
+    Log Log1p LogicalNot Ndtri Neg OnesLike PlaceholderWithDefault PopulationCount PreventGradient Real Reciprocal
+    Relu Relu6 Rint Round Rsqrt Selu Sigmoid Sign Sin Sinh Snapshot Softplus Softsign Spence Sqrt Square
+    StaticRegexFullMatch StaticRegexReplace StopGradient StringLength StringLower StringStrip StringToHashBucket
+    StringToHashBucketFast StringToHashBucketStrong StringToNumber StringUpper Tan Tanh ZerosLike
+""")
+BROADCASTING = names("""
+    Add AddV2 ApproximateEqual Atan2 Betainc BitwiseAnd BitwiseOr BitwiseXor ClipByValue Complex Div DivNoNan Equal
+    FakeQuantWithMinMaxArgsGradient FakeQuantWithMinMaxVars FakeQuantWithMinMaxVarsPerChannel FloorDiv FloorMod
+    Greater GreaterEqual Igamma IgammaGradA Igammac LeftShift Less LessEqual LogicalAnd LogicalOr Maximum Minimum Mod
+    Mul MulNoNan NextAfter NotEqual Polygamma Pow RandomGammaGrad RealDiv RightShift SelectV2 SquaredDifference
+    StringJoin Sub TruncateDiv TruncateMod Xdivy Xlog1py Xlogy Zeta
+""")
 # Of operands of one shape: an activation's gradient, a sum.
-ALIKE = names(
-    """
-    AddN EluGrad InvGrad LeakyReluGrad ReciprocalGrad Relu6Grad ReluGrad RsqrtGrad SeluGrad SigmoidGrad
-    SoftplusGrad SoftsignGrad SqrtGrad TanhGrad Select
-    """
-)
+ALIKE = names("""
+    AddN EluGrad InvGrad LeakyReluGrad ReciprocalGrad Relu6Grad ReluGrad RsqrtGrad SeluGrad SigmoidGrad SoftplusGrad
+    SoftsignGrad SqrtGrad TanhGrad Select
+""")
 
 
 # These keep rows that are all alike so.
@@ -198,8 +231,6 @@ MOVING = names("ExpandDims Reshape Squeeze Transpose")  # elements, of which eac
 
 @rule_for(*UNARY)
 def _unary(call: Call) -> Sequence[Placement] | None:
-    if call.inputs[0].kind in (Kind.PLACES, Kind.INDICES) and call.op.outputs[0].dtype not in (tf.int32, tf.int64):
-        return None
     return _all(call, call.inputs[0])
 
 
@@ -210,103 +241,11 @@ def _broadcast(call: Call) -> Sequence[Placement] | None:
         for other in call.inputs[1:]:
             both = both and either(both, other)
         return None if both is None else [both]
-    if any(placed.kind is Kind.PLACES for placed in call.inputs):
-        return _numbers(call)
-    if any(placed.kind is Kind.INDICES for placed in call.inputs):
-        return None
     ranks = [rank_of(call, i) for i in range(len(call.inputs))]
     if None in ranks or (call.op.type == "Select" and len(set(ranks)) > 1):
         return None
-    placed = _aligned(call, ranks)
-    return None if placed is None else [placed]
-
-
-def _numbers(call: Call) -> Sequence[Placement] | None:
-    """Place what is computed of the numbers of rows: what numbers elements of the tower's rows."""
-    kind, one, two = call.op.type, call.inputs[0], call.inputs[-1 if len(call.inputs) < 2 else 1]
-    if call.op.outputs[0].dtype not in (tf.int32, tf.int64):
-        return None
-    numbers = next(placed for placed in call.inputs if placed.kind is Kind.PLACES)
-    if numbers.op not in ("sum", "row"):
-        return None
-    if kind == "SelectV2":  # `range(rows) if rows > 1 else 0`, of `tf.vectorized_map`
-        zero = call.constant(2)
-        clear = numbers == two and zero is not None and not np.any(zero)
-        return [two] if clear and one.whole and _is_of_several(call, numbers.counts[0]) else None
-    if kind == "Mul" and numbers.op == "sum":
-        factor = call.constant(0 if numbers is two else 1)
-        count, width = numbers.counts
-        fits = factor is not None and np.size(factor) == 1 and int(np.ravel(factor)[0]) > 0
-        return [dataclasses.replace(numbers, counts=(count, width * int(np.ravel(factor)[0])))] if fits else None
-    if kind == "AddV2" and numbers.op == "sum" and numbers is two:  # a gather by row goes back so
-        ranks = rank_of(call, 0), rank_of(call, 1)
-        aligned = None not in ranks and one.axis - ranks[0] == two.axis - ranks[1]
-        if one == shard(one.axis) and one.each == two.counts[0] and aligned and _gathers_by_row(call, two.counts[1]):
-            return [dataclasses.replace(two, axis=one.axis, op="row")]
-    return None
-
-
-def _is_of_several(call: Call, each: int) -> bool:
-    """Return whether the condition is that there are several numbers of rows: a single number is 0 in any case."""
-    condition = call.op.inputs[0].op
-    if condition.type != "Greater" or rank_of(call, 0) != 0 or call.axes.constant(condition.inputs[1]) != 1:
-        return False
-    counts = call.axes.values(condition.inputs[0])
-    return counts is not None and [int(one) for one in counts] == [each * batch.rows for batch in BATCHES]
-
-
-def _gathers_by_row(call: Call, width: int) -> bool:
-    """Return whether a gather has taken the first input within each row, of that width: so no index leaves its row."""
-    indices = call.op.inputs[0]
-
-    def takes(op: tf.Operation) -> bool:
-        if op.type != "GatherV2" or not op.get_attr("batch_dims") or op.inputs[1] is not indices:
-            return False
-        lengths, axis = call.axes.lengths(op.inputs[0]), call.axes.constant(op.inputs[2])
-        return lengths is not None and axis is not None and lengths[int(axis)] == width
-
-    while not any(map(takes, indices.consumers())):
-        if indices.op.type not in ("Cast", "Identity"):
-            return False
-        indices = indices.op.inputs[0]
-    return True
-
-
-def _aligned(call: Call, ranks: Sequence[int]) -> Placement | None:
-    """Bring operands together that are broadcast against each other along their last axes.
-
-    Returns:
-        The placement of the result, along its axes; None: it has no rows.
-    """
-    rank, chosen = max(ranks), None
-    for i, placed in enumerate(call.inputs):
-        if placed.kind is not Kind.SHARD:
-            continue
-        here = placed.at(placed.axis + rank - ranks[i])
-        if chosen is None:
-            chosen = here
-        elif here.axis != chosen.axis:
-            call.require(i, REPLICATE)  # f[:, None] - f[None]: one of them whole, the other by rows
-        else:
-            chosen = together(chosen, here) or (chosen if call.spares(i) else here)
-            for j, other in enumerate(call.inputs):  # rows in another order
-                if other.kind is Kind.SHARD and not same_rows(other, chosen):
-                    if other.axis + rank - ranks[j] != chosen.axis or not call.spares(j):
-                        return None
-                    call.require(j, chosen.at(other.axis))
-    if chosen is None:
-        return None
-    axes_there = [chosen.axis - (rank - one) for one in ranks]
-    divided = [
-        (i, axis)
-        for i, axis in enumerate(axes_there)
-        if call.inputs[i].whole and axis >= 0 and lengths_of(call.op.inputs[i])[axis] != 1
-    ]
-    if divided:  # whose rows are not alike
-        chosen = counted(chosen)
-    for i, axis in divided:
-        call.require(i, chosen.at(axis))
-    return chosen
+    rank = max(ranks)
+    return _by_letters(call, [_AXES[rank - one : rank] for one in ranks], [_AXES[:rank]])
 
 
 # Linear in what is partial: the sum of the towers' results is the result of their sum, if it is finite: where
@@ -332,7 +271,7 @@ def _in_one_input(call: Call) -> Sequence[Placement] | None:
     if kind in _PASSING | MOVING:
         return [placed]
     if kind in _PICKING:  # within a function alone: elsewhere one sum is exchanged, not each of its slices
-        return _all(call, placed) if call.within and placed == SUM else None
+        return _all(call, placed) if call.placer.within and placed == SUM else None
     # Not integers: their sums wrap, each tower's by itself, and their mean is cut off.
     widens = before == after or (before.is_floating and after.is_floating and before.size < after.size)
     fits = widens if kind == "Cast" else kind != "Mean" or before.is_floating
@@ -363,7 +302,7 @@ def _add_partial(call: Call) -> Sequence[Placement] | None:
     state = any(passed_on(call.op.inputs[i], "Cast").op.type == "ReadVariableOp" for i in parts)
     for i in range(len(call.inputs)):
         # Each tower's part of a gradient has its part of a regularisation; a count stays one, on tower 0.
-        if shape and not state and not call.lenient and call.op.outputs[0].dtype.is_floating:
+        if shape and not state and not call.placer.lenient and call.op.outputs[0].dtype.is_floating:
             call.require(i, MEAN if call.inputs[i].whole else call.inputs[i])
         call.require(i, SUM)
     return [SUM]
@@ -416,29 +355,27 @@ def _reduce(call: Call) -> Sequence[Placement] | None:
         operand = summed.of or REPLICATE
         kept = operand.kind is Kind.SHARD
         return [pending(placed.at(operand.axis))] if kept else [SUM]
-    placed, over = counted(placed), call.constant(1)
+    over, dtype = call.constant(1), call.op.inputs[0].dtype
     # Of a single value all axes of length 1 count as broadcast, which no batch that is looked at has shown.
     if rank is None or over is None or (call.unit and call.op.inputs[1].op.type == "BroadcastGradientArgs"):
         return None
-    over = {int(axis) % rank for axis in np.ravel(over)}
-    keeps = call.op.get_attr("keep_dims")
-    if placed.axis not in over:
-        return [placed.at(placed.axis - (0 if keeps else sum(a < placed.axis for a in over)))]
-    dtype = call.op.inputs[0].dtype
-    if dtype.name not in (*native.DTYPES, "bool") or (call.op.type == "Mean" and not dtype.is_floating):
-        return None
-    return [_REDUCED[call.op.type]] if call.op.type in _REDUCED else None
+    call.inputs[0] = counted(placed)
+    along = {int(axis) % rank for axis in np.ravel(over)}
+    made = "".join("-" * call.op.get_attr("keep_dims") if axis in along else _AXES[axis] for axis in range(rank))
+    reduced = None if call.op.type == "Mean" and not dtype.is_floating else _REDUCED.get(call.op.type)
+    return _by_letters(call, [_AXES[:rank], None], [made], reduced)
 
 
 @rule_for("BiasAdd BiasAddV1 BiasAddGrad")
 def _bias_add(call: Call) -> Sequence[Placement] | None:
-    rank, placed = rank_of(call, 0), call.inputs[0]
-    first = call.op.type != "BiasAddV1" and call.op.get_attr("data_format") == b"NCHW"
-    if rank is None or placed.kind is not Kind.SHARD or placed.axis == (1 if first else rank - 1):
+    rank = rank_of(call, 0)
+    if rank is None:
         return None
+    first = call.op.type != "BiasAddV1" and call.op.get_attr("data_format") == b"NCHW"
+    channel = _AXES[1 if first else rank - 1]
     if call.op.type == "BiasAddGrad":
-        return [SUM]
-    return [placed] if call.inputs[1].whole else None
+        return _by_letters(call, [_AXES[:rank]], [channel], SUM)
+    return _by_letters(call, [_AXES[:rank], channel], [_AXES[:rank]])
 
 
 # Along some axes alone: which input, or attribute, has these, and whether the result has them still, or more.
@@ -451,17 +388,22 @@ _ALONG |= {"ExpandDims": (1, "more"), "OneHot": ("axis", "more")}
 @rule_for(*_ALONG)
 def _along_axes(call: Call) -> Sequence[Placement] | None:
     source, change = _ALONG[call.op.type]
-    placed, rank = call.inputs[0], rank_of(call, 0)
+    rank = rank_of(call, 0)
     over = call.constant(source) if isinstance(source, int) else call.op.get_attr(source)
-    if rank is None or over is None or placed.kind is not Kind.SHARD or any(not p.whole for p in call.inputs[1:]):
+    if rank is None or over is None:
         return None
     over = np.flatnonzero(over) if call.op.type == "Reverse" else np.ravel(over)
     along = {int(axis) % (rank + (change == "more")) for axis in over}
-    if change == "more":
-        return [placed.at(placed.axis + (axis <= placed.axis)) for axis in along]
-    if placed.axis in along or not (along or change == "same"):
+    if not along and change == "less":
         return None
-    return _all(call, placed.at(placed.axis - (sum(axis < placed.axis for axis in along) if change == "less" else 0)))
+    letters = _AXES[:rank]
+    if change == "more":
+        (axis,) = along
+        given, made = letters, f"{letters[:axis]}-{letters[axis:]}"
+    else:
+        given = "".join("-" if axis in along else letter for axis, letter in enumerate(letters))
+        made = given if change == "same" else given.replace("-", "")
+    return _by_letters(call, [given] + [""] * (len(call.inputs) - 1), [made] * len(call.op.outputs))
 
 
 @rule_for("L2Loss Bitcast")
@@ -476,84 +418,40 @@ def _of_any_shape(call: Call) -> Sequence[Placement] | None:
 
 _LAST = dict.fromkeys(names("Softmax LogSoftmax TopK TopKV2 NthElement IsotonicRegression FFT IFFT RFFT IRFFT"), 1)
 _LAST |= dict.fromkeys(
-    names(
-        """
-        Cholesky CholeskyGrad MatrixDeterminant LogMatrixDeterminant MatrixInverse MatrixSolve
-        MatrixTriangularSolve MatrixSquareRoot Eig SelfAdjointEigV2 Svd Qr Lu MatrixBandPart MatrixDiagPart
-        MatrixDiagPartV2 MatrixDiagPartV3 MatrixDiagV2 MatrixDiagV3 MatrixSetDiag MatrixSetDiagV2 MatrixSetDiagV3
-        FFT2D IFFT2D RFFT2D IRFFT2D BandedTriangularSolve MatrixLogarithm
-        MatrixExponential TridiagonalSolve
-        """
-    ),
+    names("""
+        Cholesky CholeskyGrad MatrixDeterminant LogMatrixDeterminant MatrixInverse MatrixSolve MatrixTriangularSolve
+        MatrixSquareRoot Eig SelfAdjointEigV2 Svd Qr Lu MatrixBandPart MatrixDiagPart MatrixDiagPartV2
+        MatrixDiagPartV3 MatrixDiagV2 MatrixDiagV3 MatrixSetDiag MatrixSetDiagV2 MatrixSetDiagV3 FFT2D IFFT2D RFFT2D
+        IRFFT2D BandedTriangularSolve MatrixLogarithm MatrixExponential TridiagonalSolve
+    """),
     2,
 )
 _LAST |= {"FFT3D": 3, "IFFT3D": 3, "MatrixDiag": 1}
-# How many leading inputs have rows; others are parameters that must be whole. Those of `_UNLIKE` are of other ranks.
-_UNLIKE = names("TridiagonalSolve MatrixSetDiag MatrixSetDiagV2 MatrixSetDiagV3")
-_MATRICES = names("MatrixSolve MatrixTriangularSolve CholeskyGrad BandedTriangularSolve") | _UNLIKE
+# Their first two inputs have rows; of all others the first one. Further inputs are parameters.
+_MATRICES = names("MatrixSolve MatrixTriangularSolve CholeskyGrad BandedTriangularSolve TridiagonalSolve")
+# Which input says how many diagonals there are: of one there is no axis.
+_DIAGONALS = {"MatrixDiagV2": 1, "MatrixDiagV3": 1, "MatrixSetDiagV2": 2, "MatrixSetDiagV3": 2}
 
 
 @rule_for(*_LAST)
 def _each_by_itself(call: Call) -> Sequence[Placement] | None:
-    count = 2 if call.op.type in _MATRICES else 1
-    placed = [p for p in call.inputs[:count] if p.kind is Kind.SHARD]
-    if not placed or any(not p.whole for p in call.inputs[count:]):
+    kind = call.op.type
+    chosen = call.constant(_DIAGONALS[kind]) if kind in _DIAGONALS else None
+    diagonals = 1 if kind == "MatrixSetDiag" or (chosen is not None and np.size(chosen) == 1) else 2
+    lasts = [_LAST[kind]] * (2 if kind in _MATRICES else 1)
+    if kind.startswith("MatrixSetDiag"):
+        lasts.append(diagonals)
+    elif kind in _DIAGONALS:
+        lasts = [diagonals]
+    ranks = [rank_of(call, i) for i in range(len(lasts))]
+    if None in ranks or len({rank - last for rank, last in zip(ranks, lasts, strict=True)}) > 1:
         return None
-    ranks = [rank_of(call, i) for i in range(count)]
-    last = _LAST[call.op.type]
-    if (
-        call.op.type in ("MatrixDiagV2", "MatrixDiagV3")
-        and np.size(call.constant(1)) == 1
-        and call.constant(1) is not None
-    ):
-        last = 1  # one diagonal, not several
-    if None in ranks or any(p.axis != placed[0].axis or not same_rows(p, placed[0]) for p in placed):
-        return None
-    if call.op.type in _UNLIKE:
-        if len(placed) < count or placed[0].axis != 0 or ranks[0] < _LAST[call.op.type] + 1:
-            return None
-        return _all(call, placed[0])
-    if len(set(ranks)) > 1 or placed[0].axis >= ranks[0] - last:
-        return None
-    for i in range(count):
-        # One matrix for all rows stays; what is not broadcast has no length of 1 beside rows.
-        if call.inputs[i].kind is Kind.SHARD or lengths_of(call.op.inputs[i])[placed[0].axis] != 1:
-            call.require(i, placed[0])
-    return _all(call, placed[0])
+    letters = _AXES[: ranks[0] - lasts[0]]
+    given = [letters] * len(lasts) + [""] * (len(call.inputs) - len(lasts))
+    return _by_letters(call, given, [letters] * len(call.op.outputs))
 
 
 # Products: what is contracted over the rows is a part of a sum.
-
-
-def _contract(call: Call, letters: Sequence[str], result: str) -> Sequence[Placement] | None:
-    """Place the result of a sum of products whose operands' and result's axes have these names."""
-    chosen: tuple[str, Placement] | None = None
-    for i, names in enumerate(letters):
-        placed = call.inputs[i]
-        if placed.kind is not Kind.SHARD:
-            continue
-        name = names[placed.axis]
-        if chosen is None:
-            chosen = name, placed
-        elif name == chosen[0]:
-            both = together(chosen[1], placed)
-            if both is None:
-                return None
-            chosen = name, both
-        else:
-            call.require(i, REPLICATE)
-    if chosen is None:
-        return None
-    name, placed = chosen
-    if name not in result and call.op.outputs[0].dtype.name not in native.DTYPES:
-        return None
-    for i, names in enumerate(letters):
-        if name in names and call.inputs[i].kind is Kind.REPLICATE:
-            if lengths_of(call.op.inputs[i])[names.index(name)] == 1:
-                continue  # is broadcast, whatever the others have there
-            call.require(i, placed.at(names.index(name)))
-    return [placed.at(result.index(name)) if name in result else SUM]
-
 
 PRODUCTS = names("BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum MatMul SparseMatMul")
 
@@ -570,87 +468,78 @@ def equation_of(op: tf.Operation) -> str:
 @rule_for(*PRODUCTS)
 def _product_of(call: Call) -> Sequence[Placement] | None:
     equation = equation_of(call.op)
-    given, result = equation.split("->")
-    letters, ranks = given.split(","), [rank_of(call, i) for i in range(len(call.inputs))]
+    operands, result = equation.split("->")
+    letters, ranks = operands.split(","), [rank_of(call, i) for i in range(len(call.inputs))]
     if None in ranks:
         return None
     dots = [rank - (len(names) - 3) if "..." in names else 0 for names, rank in zip(letters, ranks, strict=True)]
-    spare = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in equation][: max(dots)]
-    for i, names in enumerate(letters):
-        shape, begin = lengths_of(call.op.inputs[i]), names.find("...")
-        # One of length 1 is broadcast, whatever the others have there.
-        own = [
-            str(i) if shape[begin + j] == 1 and call.inputs[i].kind is not Kind.SHARD else c
-            for j, c in enumerate(spare[len(spare) - dots[i] :])
-        ]
-        letters[i] = names.replace("...", "".join(own))
-    result = result.replace("...", "".join(spare))
-    if any(letter.isalpha() and names.count(letter) > 1 for names in (*letters, result) for letter in names):
+    spare = "".join([c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in equation][: max(dots)])
+    given = [names.replace("...", spare[len(spare) - own :]) for names, own in zip(letters, dots, strict=True)]
+    result = result.replace("...", spare)
+    if any(names.count(letter) > 1 for names in (*given, result) for letter in names):
         return None
-    return _contract(call, letters, result)
+    return _by_letters(call, given, [result], SUM)
 
 
-# Convolutions, pooling and images: the samples lie along the first axis, and filters are whole.
+# Convolutions, pooling and images: the samples lie along the first axis, and filters are whole; recurrent networks.
 
-
-def _joint(call: Call, indices: Sequence[int], axis: int | None = None) -> Placement | None:
-    """Bring inputs to the same rows, along the same axis, or this one; return their placement; None: they differ."""
-    shards = [call.inputs[i] for i in indices if call.inputs[i].kind is Kind.SHARD]
-    if not shards or any(one.axis != shards[0].axis or not same_rows(one, shards[0]) for one in shards):
-        return None
-    if axis not in (None, shards[0].axis):
-        return None
-    for i in indices:
-        call.require(i, shards[0])
-    return shards[0]
-
-
-# What each input is, and each result; the last letter stands for all further ones: "r", it has rows; "w", it is whole;
-# "s", it is the shape of what has rows; "+", it is a sum over the rows.
-_SAMPLES_FIRST = {
-    "r w -> r": """
+# Where each input, and each result, has the samples, as `_by_letters` has it: b, along the first axis, -b, along the
+# second one. Others are w, whole; s, the shape of what has samples; +, a sum over the samples; *, a kernel's own, of
+# no known order. The last ones stand for all further ones.
+_LETTERS = {
+    "b w -> b": """
         AdjustContrastv2 AdjustHue AdjustSaturation AvgPool AvgPool3D Conv Conv2D Conv3D DepthToSpace
         DepthwiseConv2dNative Dilation2D ExtractImagePatches ExtractVolumePatches HSVToRGB LRN MaxPool MaxPool3D
         MaxPoolV2 RGBToHSV RegexFullMatch RegexReplace ResizeArea ResizeBicubic ResizeBilinear ResizeNearestNeighbor
         ResizeNearestNeighborGrad ScaleAndTranslate SpaceToDepth
         """,
-    "r r w -> r": """
-        DrawBoundingBoxes DrawBoundingBoxesV2 InTopKV2 ResizeBicubicGrad ResizeBilinearGrad ScaleAndTranslateGrad
-        SoftmaxCrossEntropyWithLogits SparseSoftmaxCrossEntropyWithLogits
+    "b b w -> b": """
+        DrawBoundingBoxes DrawBoundingBoxesV2 ImageProjectiveTransformV2 ImageProjectiveTransformV3 InTopKV2
+        ResizeBicubicGrad ResizeBilinearGrad ScaleAndTranslateGrad SoftmaxCrossEntropyWithLogits
+        SparseSoftmaxCrossEntropyWithLogits
         """,
-    "r r r w -> r": "LRNGrad MaxPool3DGrad MaxPool3DGradGrad MaxPoolGrad MaxPoolGradGrad MaxPoolGradV2",
-    "r w r -> r": "Dilation2DBackpropInput",
-    "r w r -> +": """
+    "b b b w -> b": "LRNGrad MaxPool3DGrad MaxPool3DGradGrad MaxPoolGrad MaxPoolGradGrad MaxPoolGradV2",
+    "b w b -> b": "Dilation2DBackpropInput",
+    "b w b -> +": """
         Conv2DBackpropFilter Conv3DBackpropFilterV2 DepthwiseConv2dNativeBackpropFilter Dilation2DBackpropFilter
         """,
-    "s r -> r": "AvgPool3DGrad AvgPoolGrad",
-    "s w r -> r": "Conv2DBackpropInput Conv3DBackpropInputV2 DepthwiseConv2dNativeBackpropInput",
-    "r w -> r w": "FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3",
+    "s b -> b": "AvgPool3DGrad AvgPoolGrad",
+    "s w b -> b": "Conv2DBackpropInput Conv3DBackpropInputV2 DepthwiseConv2dNativeBackpropInput",
+    "b w -> b w": "FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3",
+    # GPUs' own recurrent networks. Source: TensorFlow's documentation of CudnnRNNV3.
+    "-b -b -b w -> -b -b -b *": "CudnnRNN CudnnRNNV2",
+    "-b -b -b w b -> -b -b -b *": "CudnnRNNV3",
+    "-b -b -b w -b -b -b -b -b -b * -> -b -b -b +": "CudnnRNNBackprop CudnnRNNBackpropV2",
+    "-b -b -b w b -b -b -b -b -b -b * -> -b -b -b +": "CudnnRNNBackpropV3",
 }
-_OF_SAMPLES = {kind: letters for letters, kinds in _SAMPLES_FIRST.items() for kind in kinds.split()}
+_OF_SAMPLES = {kind: letters for letters, kinds in _LETTERS.items() for kind in kinds.split()}
 TAKING_COUNTS.update(kind for kind, letters in _OF_SAMPLES.items() if "s" in letters)
 
 
 @rule_for(*_OF_SAMPLES)
 def _by_samples(call: Call) -> Sequence[Placement] | None:
-    given, made = (
-        letters.split() + letters.split()[-1:] * max(len(call.inputs), len(call.op.outputs))
-        for letters in _OF_SAMPLES[call.op.type].split(" -> ")
-    )
-    by = {letter: [i for i in range(len(call.inputs)) if given[i] == letter] for letter in "rws"}
-    if not _keeps_samples(call) or not all(_sizes(call, i) for i in by["s"]):
+    if not _keeps_samples(call):
         return None
-    placed = _joint(call, by["r"], 0)
-    if placed is None:
-        return None
-    for i in by["w"]:
-        call.require(i, REPLICATE)
-    results = {"r": placed, "w": REPLICATE, "+": SUM}
-    return [results[letter] for letter, _ in zip(made, call.op.outputs, strict=False)]
+    op, table = call.op, _OF_SAMPLES[call.op.type]
+    if op.type in ("CudnnRNNV3", "CudnnRNNBackpropV3") and not op.get_attr("time_major"):
+        table = table.replace("-b", "b")
+    given, made = (letters.split() + letters.split()[-1:] * 9 for letters in table.split(" -> "))
+    taken: list[str | None] = []
+    for i, (letters, one) in enumerate(zip(given, call.inputs, strict=False)):
+        if (letters == "s" and not _sizes(call, i)) or (letters == "*" and one != pending(None)):
+            return None
+        has_rows = "b" in letters and rank_of(call, i) != 0  # without a cell's state, input_c is a scalar
+        taken.append(None if letters in "s*" else letters if has_rows else "")
+    results = [
+        None if letters in "w*" or output.shape.rank == 0 else letters
+        for letters, output in zip(made, op.outputs, strict=False)
+    ]
+    placed = _by_letters(call, taken, results, SUM)
+    return placed and [pending(None) if letters == "*" else one for letters, one in zip(made, placed, strict=False)]
 
 
 def _keeps_samples(call: Call) -> bool:
-    """Return whether an op of `_SAMPLES_FIRST` has samples along the first axis, and does not mix them."""
+    """Return whether an op of `_LETTERS` has samples along that axis, and does not mix them."""
     op, rank = call.op, rank_of(call, 0)
     if "Pool" in op.type:
         inputs = [argument.name for argument in op.op_def.input_arg]
@@ -664,23 +553,6 @@ def _keeps_samples(call: Call) -> bool:
         # Of one row beside open ones TensorFlow infers a result of one row, and computes with that.
         return all(shape is not None and shape[0] != 1 for shape in map(lengths_of, op.inputs))
     return rank == 4 if op.type.startswith("Adjust") else "HSV" not in op.type or (rank or 0) > 1
-
-
-@rule_for("ImageProjectiveTransformV2", "ImageProjectiveTransformV3")
-def _projections(call: Call) -> Sequence[Placement] | None:
-    transforms = lengths_of(call.op.inputs[1])
-    if transforms is None or call.inputs[0].kind is not Kind.SHARD:
-        return None
-    one = transforms[0] == 1 and call.inputs[1].whole
-    if not one and transforms[0] is None and call.inputs[1].whole:
-        return None
-    by_rows, whole = ([0], [1, 2]) if one else ([0, 1], [2])
-    placed = _joint(call, by_rows, 0)
-    if placed is None:
-        return None
-    for i in (*whole, *range(3, len(call.inputs))):
-        call.require(i, REPLICATE)
-    return [placed]
 
 
 @rule_for("SpaceToBatch SpaceToBatchND BatchToSpace BatchToSpaceND")
@@ -702,63 +574,13 @@ def _sizes(call: Call, index: int) -> bool:
     return placed.kind is Kind.COUNTS and bool(placed.counts[0]) and not any(placed.counts[1:])
 
 
-# GPUs' own recurrent networks, by the letters of their axes: b has the rows, p is added up over them, and * is a
-# kernel's own, of no known order. Source: TensorFlow's documentation of CudnnRNNV3.
-_BACK_OF_RNN = "tbu lbu lbu tbu lbu lbu"
-_LETTERS = {
-    "CudnnRNN": "tbf lbu lbu p -> tbu lbu lbu *",
-    "CudnnRNNV2": "tbf lbu lbu p -> tbu lbu lbu * *",
-    "CudnnRNNV3": "tbf lbu lbu p b -> tbu lbu lbu * *",
-    "CudnnRNNBackprop": f"tbf lbu lbu p {_BACK_OF_RNN} * -> tbf lbu lbu p",
-    "CudnnRNNBackpropV2": f"tbf lbu lbu p {_BACK_OF_RNN} * * -> tbf lbu lbu p",
-    "CudnnRNNBackpropV3": f"tbf lbu lbu p b {_BACK_OF_RNN} * * -> tbf lbu lbu p",
-}
-
-
-def letters_of(op: tf.Operation) -> tuple[list[str], list[str]]:
-    """Return the letters of the axes of an op's inputs and results, as `_LETTERS` has them."""
-    table = _LETTERS[op.type]
-    if op.type.endswith("V3") and not op.get_attr("time_major"):
-        table = table.replace("tb", "bt").replace("lb", "bl")
-    given, made = table.split(" -> ")
-    return given.split(), made.split()
-
-
-@rule_for(*_LETTERS)
-def _by_letters(call: Call) -> Sequence[Placement] | None:
-    given, made = letters_of(call.op)
-    placed = next((one for one in call.inputs if one.kind is Kind.SHARD), None)
-    if placed is None:
-        return None
-    for i, (letters, one) in enumerate(zip(given, call.inputs, strict=True)):
-        if letters == "*":
-            if one != pending(None):
-                return None
-        elif "b" in letters and rank_of(call, i) == len(letters):  # without a cell's state, input_c is a scalar
-            here = placed.at(letters.index("b"))
-            if one.kind is Kind.SHARD and (one.axis != here.axis or not same_rows(one, here)):
-                return None
-            call.require(i, here)
-        else:
-            call.require(i, REPLICATE)
-    ways = {"*": pending(None), "p": SUM}
-    return [
-        ways[letters] if letters in ways else placed.at(letters.index("b")) if output.shape.rank else REPLICATE
-        for letters, output in zip(made, call.op.outputs, strict=True)
-    ]
-
-
 @rule_for("ReverseSequence")
 def _reverse_sequence(call: Call) -> Sequence[Placement] | None:
-    placed, lengths = call.inputs
-    rows_along, turned = call.op.get_attr("batch_dim"), call.op.get_attr("seq_dim")
-    if placed.kind is not Kind.SHARD and lengths.kind is Kind.SHARD:
-        placed = lengths.at(rows_along)
-    if placed.axis == turned or (lengths.kind is Kind.SHARD and not same_rows(placed, lengths)):
+    rank, rows_along, turned = rank_of(call, 0), call.op.get_attr("batch_dim"), call.op.get_attr("seq_dim")
+    if rank is None:
         return None
-    call.require(0, placed)
-    call.require(1, placed.at(0) if placed.axis == rows_along else REPLICATE)
-    return [placed]
+    letters = _AXES[:rank].replace(_AXES[turned], "-")
+    return _by_letters(call, [letters, _AXES[rows_along]], [letters])
 
 
 # Shapes and counts.
@@ -773,8 +595,6 @@ def _shape_of(call: Call) -> Sequence[Placement] | None:
             placed.append(rows(tuple(count if axis == one.axis else 0 for axis in range(tensor.shape.rank))))
         elif one.kind in (Kind.REPLICATE, Kind.PARTIAL):
             placed.append(REPLICATE)
-        elif one.kind is Kind.PLACES and tensor.shape.rank == 1 and one.op == "sum":
-            placed.append(rows(one.counts[:1]))
         else:
             return None
     return placed
@@ -783,8 +603,6 @@ def _shape_of(call: Call) -> Sequence[Placement] | None:
 @rule_for("Size")
 def _size_of(call: Call) -> Sequence[Placement] | None:
     (one,), shape = call.inputs, lengths_of(call.op.inputs[0])
-    if one.kind is Kind.PLACES:
-        return [rows(one.counts[:1])] if one.op == "sum" else None
     if one.kind is not Kind.SHARD:
         return [REPLICATE] if one.kind is Kind.PARTIAL and shape is not None else None
     if shape is None:
@@ -803,16 +621,13 @@ LINEAR.update({"Shape": _shape_of, "ShapeN": _shape_of, "Size": _size_of, "Rank"
 # Arithmetic on counts of rows. No rule says what it gives: `Placer` has it computed for several numbers of rows, and
 # sees which results grow as these do. Left out is what cuts off, or compares: a tower may have any number of rows.
 
-COUNTING = names(
-    """
+COUNTING = names("""
     Add AddV2 BroadcastArgs Cast ConcatOffset ConcatV2 Cumprod Cumsum DynamicStitch ExpandDims FloorDiv GatherV2
-    Identity Mul Pack Prod Reshape ReverseV2 Slice Split SplitV Squeeze StopGradient StridedSlice Sub Sum Tile Transpose
-    Unpack
-    """
-)
+    Identity Mul Pack Prod Reshape ReverseV2 Slice Split SplitV Squeeze StopGradient StridedSlice Sub Sum Tile
+    Transpose Unpack
+""")
 # Where all that is compared counts rows: so many first inputs.
 COMPARING = {"Max": 1, "Min": 1, "Maximum": 2, "Minimum": 2}
-TAKING_PLACES = names("AddV2 Cast GatherV2 Identity Mul Reshape SelectV2 Shape Size UnsortedSegmentSum")
 
 
 @rule_for("StridedSlice", counting=True)
@@ -829,13 +644,13 @@ def _strided_slice(call: Call) -> Sequence[Placement] | None:
         spec = slice_spec(call)
     if spec is None:
         return None
-    kept = _sliced_axis(spec, placed.axis)
-    return None if kept is None else [placed.at(kept)]
+    operand, result = _letters_of_slice(spec)
+    return _by_letters(call, [operand, None, None, None], [result])
 
 
 def _ends_with_rows(spec: list[Any], ends: Placement, placed: Placement) -> bool:
     """Return whether a slice's only end that counts rows is as many as the tower's, along their own axis."""
-    index = only_one(ends.counts)
+    index = only_one(ends)
     if index is None or ends.counts[index] != placed.each * placed.blocks or spec.count("rows") != 1:
         return False
     return sum(one != "new" for one in spec[: spec.index("rows")]) == placed.axis
@@ -870,35 +685,29 @@ def slice_spec(call: Call) -> list[Any] | None:
     return spec
 
 
-def _sliced_axis(spec: list[Any], axis: int) -> Any:
-    """Return where an axis of the operand ends up; None: it is not there as a whole."""
-    place = seen = 0
-    for one in spec:
-        if one == "new":
-            place += 1
-            continue
-        if seen == axis:
-            return place if one in ("all", "rows") else None
-        seen += 1
-        place += one != "one"
-    return None
+def _letters_of_slice(spec: list[Any]) -> tuple[str, str]:
+    """Return the letters of the axes of a slice's operand, and of its result."""
+    letters = iter(_AXES)
+    named = [(one, next(letters) if one in ("all", "rows") else "-") for one in spec]
+    operand, result = ("".join(c for one, c in named if one != without) for without in ("new", "one"))
+    return operand, result
 
 
 @rule_for("StridedSliceGrad", counting=True)
 def _strided_slice_back(call: Call) -> Sequence[Placement] | None:
     shape, placed = call.inputs[0], call.inputs[4]
-    if shape.kind is not Kind.COUNTS or placed.kind is not Kind.SHARD or any(not p.whole for p in call.inputs[1:4]):
+    axis = only_one(shape)
+    spec = None if axis is None or placed.kind is not Kind.SHARD else slice_spec(call)
+    if spec is None or any(not p.whole for p in call.inputs[1:4]):
         return None
-    axis = only_one(shape.counts)
-    spec = None if axis is None else slice_spec(call)
-    if spec is None or _sliced_axis(spec, axis) != placed.axis:
-        return None
-    return [placed.at(axis)]
+    operand, result = _letters_of_slice(spec)
+    made = _by_letters(call, [*[None] * 4, result], [operand])
+    return made if made and made[0].axis == axis else None
 
 
-def only_one(counts: Sequence[int]) -> Any:
-    """Return the index of the only element that counts rows; None if there are others, or none."""
-    found = [i for i, count in enumerate(counts) if count]
+def only_one(placed: Placement) -> Any:
+    """Return the index of the only element of counts that counts rows; None if there are others, or none."""
+    found = [i for i, count in enumerate(placed.counts) if count and placed.kind is Kind.COUNTS]
     return found[0] if len(found) == 1 else None
 
 
@@ -906,12 +715,11 @@ def only_one(counts: Sequence[int]) -> Any:
 def _pack(call: Call) -> Sequence[Placement] | None:
     if any(one.kind not in (Kind.SHARD, Kind.REPLICATE) for one in call.inputs):
         return None
-    placed, rank = _joint(call, range(len(call.inputs))), call.op.outputs[0].shape.rank
-    return (
-        None
-        if placed is None or rank is None
-        else [placed.at(placed.axis + (call.op.get_attr("axis") % rank <= placed.axis))]
-    )
+    rank = call.op.outputs[0].shape.rank
+    if rank is None:
+        return None
+    axis, letters = call.op.get_attr("axis") % rank, _AXES[: rank - 1]
+    return _by_letters(call, [letters] * len(call.inputs), [f"{letters[:axis]}-{letters[axis:]}"])
 
 
 @rule_for("Concat ConcatV2")
@@ -924,13 +732,11 @@ def _concat(call: Call) -> Sequence[Placement] | None:
         return None
     if any(one.axis == int(axis) % rank for one in shards):
         # One batch after another: blocks of as many rows each.
-        like = all(
-            one.kind is Kind.SHARD and one.axis == shards[0].axis and one.each == shards[0].each for one in parts
-        )
-        blocks = sum(one.blocks for one in shards)
-        return [shard(shards[0].axis, blocks, shards[0].each)] if like and shards[0].each else None
-    placed = _joint(call, indices)
-    return None if placed is None else [placed]
+        (first, *others), blocks = parts, sum(one.blocks for one in shards)
+        like = len(shards) == len(parts) and all((p.axis, p.each) == (first.axis, first.each) for p in others)
+        return [shard(first.axis, blocks, first.each)] if like and first.each else None
+    letters = _AXES[:rank].replace(_AXES[int(axis) % rank], "-")
+    return _by_letters(call, [letters if i in indices else None for i in range(len(call.inputs))], [letters])
 
 
 @rule_for("Slice", counting=True)
@@ -938,25 +744,17 @@ def _slice(call: Call) -> Sequence[Placement] | None:
     placed, begin, size = call.inputs
     if placed.kind is not Kind.SHARD:
         return None
-    axis = placed.axis
-    if size.kind is Kind.COUNTS:
-        count = size.counts[axis]
-        if only_one(size.counts) != axis or not placed.each or count < 1 or count % placed.each:
-            return None
-        if count == placed.each * placed.blocks:  # all of them, so that it begins with the first
-            return [placed] if begin.whole or (begin.kind is Kind.COUNTS and not any(begin.counts)) else None
-        first = begin.counts[axis] if begin.kind is Kind.COUNTS else None
-        zero = _constant_element(call, 1, axis) == 0
-        if begin.kind is Kind.COUNTS and only_one(begin.counts) != axis:
-            return None
-        if not zero and (first is None or first < 0 or first % placed.each):
-            return None
-        return [shard(axis, count // placed.each, placed.each)]
-    if begin.kind is Kind.COUNTS or not size.whole:
+    axis, each = placed.axis, placed.each
+    from_first = begin.whole and _constant_element(call, 1, axis) == 0
+    if size.kind is not Kind.COUNTS:
+        return [placed] if from_first and size.whole and _constant_element(call, 2, axis) == -1 else None
+    count = size.counts[axis]
+    if only_one(size) != axis or not each or count < 1 or count % each:
         return None
-    if _constant_element(call, 1, axis) == 0 and _constant_element(call, 2, axis) == -1:
-        return [placed]
-    return None
+    if count == each * placed.blocks:  # all of them, so that it begins with the first
+        return [placed] if begin.whole else None
+    by_blocks = only_one(begin) == axis and begin.counts[axis] > 0 and begin.counts[axis] % each == 0
+    return [shard(axis, count // each, each)] if from_first or by_blocks else None
 
 
 def _constant_element(call: Call, index: int, element: int) -> int | None:
@@ -989,32 +787,22 @@ def _broadcast_axes(call: Call) -> Sequence[Placement] | None:
         return None
     for i in range(len(call.inputs)):
         _count_rows(call, i)
-    lengths = [
-        int(tensor.shape[0]) if tensor.shape.rank == 1 and tensor.shape[0] is not None else None
-        for tensor in call.op.inputs
-    ]
-    if None in lengths:
+    lengths = [(lengths_of(tensor) or [None])[0] for tensor in call.op.inputs]
+    found = [only_one(placed) for placed in call.inputs]
+    if None in lengths or any(
+        placed.kind is Kind.COUNTS and axis is None for placed, axis in zip(call.inputs, found, strict=True)
+    ):
         return None
-    found = []
-    for placed, length in zip(call.inputs, lengths, strict=True):
-        axis = only_one(placed.counts)
-        if placed.kind is Kind.COUNTS and axis is None:
-            return None
-        found.append(None if axis is None else axis - length)
-    if len({place for place in found if place is not None}) > 1:
+    places = {axis - length for axis, length in zip(found, lengths, strict=True) if axis is not None}
+    if len(places) != 1:
         return None
-    place = next(place for place in found if place is not None)
-    for i, (placed, length) in enumerate(zip(call.inputs, lengths, strict=True)):
+    (place,) = places
+    for i, (axis, length) in enumerate(zip(found, lengths, strict=True)):
         # It must be known whether it was broadcast along the rows.
-        open_ = placed.kind is Kind.REPLICATE and length + place >= 0
-        if open_ and _constant_element(call, i, length + place) != 1:
+        if axis is None and length + place >= 0 and _constant_element(call, i, length + place) != 1:
             return None
-    operands = [
-        REPLICATE if one is None else shard(only_one(placed.counts), 1, 0)
-        for placed, one in zip(call.inputs, found, strict=True)
-    ]
-    rank = max(length for length in lengths if length is not None)
-    return [axes(operand, rank + place) for operand in operands]
+    operands = [REPLICATE if axis is None else shard(axis, 1, 0) for axis in found]
+    return [axes(operand, max(lengths) + place) for operand in operands]
 
 
 @rule_for("Reshape", counting=True)
@@ -1023,18 +811,13 @@ def _reshape(call: Call) -> Sequence[Placement] | None:
         _count_rows(call, 1)
     placed, shape = call.inputs
     if placed.kind is Kind.PENDING:
-        fits = shape.kind is Kind.COUNTS and placed.of is not None and only_one(shape.counts) == placed.of.axis
-        return [placed.of] if fits and placed.of else None
+        return [placed.of] if placed.of is not None and only_one(shape) == placed.of.axis else None
     before, after = call.axes.lengths(call.op.inputs[0]), call.axes.lengths(call.op.outputs[0])
-    if placed.kind not in (Kind.SHARD, Kind.PLACES) or before is None or after is None:
+    if placed.kind is not Kind.SHARD or before is None or after is None:
         return None
-    axis = only_one(shape.counts) if shape.kind is Kind.COUNTS else _open_element(call, 1)
+    axis = only_one(shape) if shape.kind is Kind.COUNTS else _open_element(call, 1)
     if axis is None:
         return None
-    if placed.kind is Kind.PLACES:
-        if placed.op not in ("sum", "row"):
-            return None
-        return [placed.at(axis)] if {1} >= {*before[: placed.axis], *after[:axis]} else None
     outer, ahead, length = _product(before[: placed.axis]), _product(after[:axis]), after[axis]
     if call.unit:
         length = _reshaped_length(placed, shape, axis, before, after)
@@ -1089,19 +872,17 @@ def _split(call: Call) -> Sequence[Placement] | None:
 
 @rule_for("Pad", "PadV2", "MirrorPad", "MirrorPadGrad")
 def _pad(call: Call) -> Sequence[Placement] | None:
-    placed, widths = call.inputs[0], call.constant(1)
-    if placed.kind is not Kind.SHARD or any(not p.whole for p in call.inputs[1:]):
+    rank, widths = rank_of(call, 0), call.axes.values(call.op.inputs[1])
+    if rank is None or widths is None:
         return None
-    if widths is None:
-        known = call.axes.values(call.op.inputs[1])
-        return [placed] if known is not None and not any(one[placed.axis].any() for one in known) else None
-    return None if widths[placed.axis].any() else [placed]
+    letters = [c if not any(one[axis].any() for one in widths) else "-" for axis, c in enumerate(_AXES[:rank])]
+    return _by_letters(call, ["".join(letters)] + [""] * (len(call.inputs) - 1), ["".join(letters)])
 
 
 @rule_for("Fill", "Empty", counting=True)
 def _fill(call: Call) -> Sequence[Placement] | None:
     dims = call.inputs[0]
-    axis = only_one(dims.counts) if dims.kind is Kind.COUNTS else None
+    axis = only_one(dims)
     if axis is None or not all(value.whole for value in call.inputs[1:]):
         return None
     return [shard(axis, 0, max(dims.counts[axis], 0))]
@@ -1110,22 +891,16 @@ def _fill(call: Call) -> Sequence[Placement] | None:
 @rule_for("BroadcastTo", counting=True)
 def _broadcast_to(call: Call) -> Sequence[Placement] | None:
     placed, shape = call.inputs
-    before, rank = lengths_of(call.op.inputs[0]), call.op.outputs[0].shape.rank
-    if before is None or rank is None:
-        return None
-    axis = only_one(shape.counts) if shape.kind is Kind.COUNTS else None
-    if axis is None:
+    before, rank, axis = lengths_of(call.op.inputs[0]), call.op.outputs[0].shape.rank, only_one(shape)
+    if before is None or rank is None or axis is None:
         return None
     here = axis - (rank - len(before))
     count = max(shape.counts[axis], 0)
     if placed.kind is Kind.SHARD:
         known = {placed.each * max(placed.blocks, 1), count} - {0}
         return [placed.at(axis)] if placed.axis == here and len(known) < 2 else None
-    if placed.kind is not Kind.REPLICATE:
-        return None
-    if here >= 0 and before[here] != 1:
-        return None
-    return [shard(axis, 0, count)]
+    alike = placed.kind is Kind.REPLICATE and (here < 0 or before[here] == 1)
+    return [shard(axis, 0, count)] if alike else None
 
 
 @rule_for("Tile", counting=True)
@@ -1135,7 +910,7 @@ def _tile(call: Call) -> Sequence[Placement] | None:
     if before is None:
         return None
     if times.kind is Kind.COUNTS:
-        axis = only_one(times.counts)
+        axis = only_one(times)
         if axis is None or placed.kind is not Kind.REPLICATE or before[axis] != 1:
             return None
         return [shard(axis, 0, max(times.counts[axis], 0))]
@@ -1147,60 +922,33 @@ def _tile(call: Call) -> Sequence[Placement] | None:
 
 @rule_for("Gather GatherV2")
 def _gather(call: Call) -> Sequence[Placement] | None:
-    params, indices = call.inputs[:2]
     axis, skipped = (0, 0) if call.op.type == "Gather" else (call.constant(2), call.op.get_attr("batch_dims"))
     ranks = rank_of(call, 0), rank_of(call, 1)
     if axis is None or None in ranks:
         return None
     axis = int(axis) % max(ranks[0], 1)
     skipped += ranks[1] if skipped < 0 else 0
-    if indices.kind is Kind.PLACES:  # each row, in its turn
-        every = params == shard(axis) and indices.counts == (params.each, 1) and indices.op == "sum" and not skipped
-        every = every and ranks[1] == 1
-        return [params] if every and params.axis == axis else None
-    if params.kind is Kind.SHARD and params.axis < skipped:
-        if indices.kind is Kind.SHARD and (indices.axis != params.axis or not same_rows(indices, params)):
-            return None
-        call.require(1, params)
-        return [params]
-    if indices.kind is Kind.SHARD and indices.axis < skipped:
-        call.require(0, indices)
-        return [indices]
-    if indices.kind is Kind.SHARD and params.whole:
-        return [indices.at(indices.axis - skipped + axis)]
-    if params.kind is Kind.SHARD and indices.whole and params.axis != axis:
-        moved = params.axis + (ranks[1] - skipped - 1 if params.axis > axis else 0)
-        return [params.at(moved)]
-    if params.kind is indices.kind is Kind.SHARD and not skipped and params.axis == axis:  # from any row
-        call.require(0, REPLICATE)
-        return [indices.at(indices.axis + axis)]
-    return None
+    before, after, each = _AXES[:axis], _AXES[axis + 1 : ranks[0]], _OTHERS[: ranks[1] - skipped]
+    given = [f"{before}-{after}", before[:skipped] + each, ""][: len(call.inputs)]
+    return _by_letters(call, given, [before + each + after])
 
 
 @rule_for("GatherNd LookupTableFind LookupTableFindV2 ResourceGather ResourceGatherNd")
 def _found(call: Call) -> Sequence[Placement] | None:
     """Place what each row takes from a table, by its indices."""
-    placed, kind, ranks = call.inputs[1], call.op.type, (rank_of(call, 1), call.op.outputs[0].shape.rank)
-    others = [one for i, one in enumerate(call.inputs) if i != 1]
-    if None in ranks[:1] or placed.kind is not Kind.SHARD or not all(one.whole for one in others):
+    kind, rank, made = call.op.type, rank_of(call, 1), call.op.outputs[0].shape.rank
+    if rank is None or (kind == "ResourceGather" and call.op.get_attr("batch_dims")):
         return None
-    if kind.endswith("Nd"):
-        return [placed] if placed.axis < ranks[0] - 1 else None
-    if kind == "ResourceGather":
-        return None if call.op.get_attr("batch_dims") else [placed]
-    return [placed] if ranks[0] == ranks[1] or placed.axis == 0 else None
+    # The values of a table may be vectors.
+    letters = _AXES[: 1 if kind.startswith("Lookup") and rank != made else rank - kind.endswith("Nd")]
+    return _by_letters(call, ["", letters, ""][: len(call.inputs)], [letters])
 
 
 @rule_for("Range", counting=True)
 def _range(call: Call) -> Sequence[Placement] | None:
     begin, end, step = call.inputs
-    if (
-        end.kind is not Kind.COUNTS
-        or call.constant(0) != 0
-        or call.constant(2) != 1
-        or not begin.whole
-        or not step.whole
-    ):
+    plain = call.constant(0) == 0 and call.constant(2) == 1 and begin.whole and step.whole
+    if end.kind is not Kind.COUNTS or not plain:
         return None
     return [Placement(Kind.PLACES, counts=(end.counts[0], 1), each=max(end.counts[0], 0))]
 
@@ -1208,20 +956,12 @@ def _range(call: Call) -> Sequence[Placement] | None:
 @rule_for("TensorScatterAdd", "TensorScatterSub", "TensorScatterUpdate", "TensorScatterMax", "TensorScatterMin")
 def _tensor_scatter(call: Call) -> Sequence[Placement] | None:
     """Place a tensor of which elements change that have the same indices for each row."""
-    tensor, indices, updates = call.inputs
     depth, rank = lengths_of(call.op.inputs[1]), rank_of(call, 1)
-    if not indices.whole or not depth or depth[-1] is None or rank_of(call, 0) is None:
+    if not call.inputs[1].whole or not depth or depth[-1] is None or rank_of(call, 0) is None:
         return None
-    moved = depth[-1] - (rank - 1)  # the axes of the updates begin with those of the indices
-    if updates.kind is Kind.SHARD:
-        updates = updates.at(updates.axis + moved)
-    placed = tensor if tensor.kind is Kind.SHARD else updates
-    differ = updates.kind is Kind.SHARD and (updates.axis != placed.axis or not same_rows(updates, placed))
-    if placed.kind is not Kind.SHARD or placed.axis < depth[-1] or differ:
-        return None
-    call.require(0, placed)
-    call.require(2, placed.at(placed.axis - moved))
-    return [placed]
+    letters = _AXES[: rank_of(call, 0) - depth[-1]]
+    given = ["-" * depth[-1] + letters, "", "-" * (rank - 1) + letters]  # updates have an axis for each of indices
+    return _by_letters(call, given, given[:1])
 
 
 SEGMENTS = {"UnsortedSegmentSum": "sum", "UnsortedSegmentMax": "max", "UnsortedSegmentMin": "min"}
@@ -1230,48 +970,27 @@ SEGMENTS |= {"UnsortedSegmentProd": "prod"}
 
 @rule_for(*SEGMENTS, counting=True)
 def _segments(call: Call) -> Sequence[Placement] | None:
-    data, ids, count = call.inputs
-    if ids.kind is Kind.PLACES:  # each row, in its turn
-        number, width = ids.counts
-        if data != shard(0) or count != rows((number * width,)) or call.op.type != "UnsortedSegmentSum":
-            return None
-        return [data if ids.op == "sum" else shard(0, 1, number * width)] if ids.op == "row" or width == 1 else None
-    call.require(2, REPLICATE)
-    if call.op.inputs[0].dtype.name not in native.DTYPES:
+    ranks = rank_of(call, 0), rank_of(call, 1)
+    if None in ranks:
         return None
-    rank = rank_of(call, 1)
-    if rank is None or not any(p.kind is Kind.SHARD for p in (data, ids)):
-        return None
-    if ids.whole and data.axis >= rank:
-        return [data.at(data.axis - rank + 1)]
-    if (data if data.kind is Kind.SHARD else ids).axis >= rank or _joint(call, [0, 1]) is None:
-        return None
-    return [partial(SEGMENTS[call.op.type])]
+    letters, further = _AXES[: ranks[1]], _AXES[ranks[1] : ranks[0]]
+    return _by_letters(call, [letters + further, letters, ""], ["-" + further], partial(SEGMENTS[call.op.type]))
 
 
 @rule_for("ScatterNd", counting=True)
 def _scatter_nd(call: Call) -> Sequence[Placement] | None:
-    rank, name = rank_of(call, 0), call.op.inputs[1].dtype.name
-    call.require(2, REPLICATE)
-    if rank is None or name not in native.DTYPES or any(one.axis >= rank - 1 for one in call.inputs[:2]):
-        return None
-    return None if _joint(call, [0, 1]) is None else [SUM]
+    rank = rank_of(call, 0)
+    return None if rank is None else _by_letters(call, [_AXES[: rank - 1], _AXES[: rank - 1], ""], ["-"], SUM)
 
 
 @rule_for("Bincount", "DenseBincount")
 def _bincount(call: Call) -> Sequence[Placement] | None:
-    values, size, _ = call.inputs
-    if values.kind is not Kind.SHARD or not size.whole or values.axis:
+    dense, rank = call.op.type == "DenseBincount", rank_of(call, 0)
+    if rank != 1 and not (rank == 2 and dense):
         return None
-    empty = lengths_of(call.op.inputs[2]) == [0]
-    if not empty:
-        call.require(2, values)
-    if rank_of(call, 0) == 2:
-        return [values] if call.op.type == "DenseBincount" else None
-    if rank_of(call, 0) != 1 or call.op.outputs[0].dtype.name not in native.DTYPES:
-        return None
-    binary = call.op.type == "DenseBincount" and call.op.get_attr("binary_output")
-    return [partial("max") if binary else SUM]
+    weights = "" if lengths_of(call.op.inputs[2]) == [0] else "a"
+    reduced = partial("max") if dense and call.op.get_attr("binary_output") else SUM
+    return _by_letters(call, ["a", "", weights], ["a" if rank == 2 else "-"], reduced)
 
 
 @rule_for("EnsureShape")
@@ -1284,17 +1003,15 @@ def _ensure_shape(call: Call) -> Sequence[Placement] | None:
 
 # Random numbers, each tower's own for its rows, where towers' seeds differ; see `partition`.
 
-DRAWS = names(
-    """
+DRAWS = names("""
     StatelessRandomUniform StatelessRandomNormal StatelessTruncatedNormal StatelessRandomUniformInt
-    StatelessRandomUniformFullInt StatelessRandomUniformV2 StatelessRandomNormalV2
-    StatelessTruncatedNormalV2 StatelessRandomUniformIntV2 StatelessRandomUniformFullIntV2 RandomUniform
-    RandomStandardNormal TruncatedNormal RandomUniformInt StatefulUniform StatefulStandardNormalV2
-    StatefulTruncatedNormal StatefulUniformInt StatefulUniformFullInt StatelessRandomGammaV2
-    StatelessRandomGammaV3 StatelessRandomBinomial StatelessRandomPoisson
-    StatelessParameterizedTruncatedNormal RandomGamma RandomPoisson RandomPoissonV2 StatefulRandomBinomial
-    """
-)
+    StatelessRandomUniformFullInt StatelessRandomUniformV2 StatelessRandomNormalV2 StatelessTruncatedNormalV2
+    StatelessRandomUniformIntV2 StatelessRandomUniformFullIntV2 RandomUniform RandomStandardNormal TruncatedNormal
+    RandomUniformInt StatefulUniform StatefulStandardNormalV2 StatefulTruncatedNormal StatefulUniformInt
+    StatefulUniformFullInt StatelessRandomGammaV2 StatelessRandomGammaV3 StatelessRandomBinomial
+    StatelessRandomPoisson StatelessParameterizedTruncatedNormal RandomGamma RandomPoisson RandomPoissonV2
+    StatefulRandomBinomial
+""")
 
 # As many numbers for each parameter as the shape says, its axes before the parameters'; others broadcast.
 DRAWN_APART = names("RandomGamma RandomPoisson RandomPoissonV2")
@@ -1315,31 +1032,24 @@ _SHAPED |= dict.fromkeys(SEGMENTS, (2, 0))
 _SAME_ROWS: dict[str, tuple[int, tuple[int | None, ...]]] = dict.fromkeys(names("CTCLoss CTCLossV2"), (1, (0, 1)))
 _SAME_ROWS |= dict.fromkeys(names("Unique UniqueWithCounts"), (0, (None, 0)))  # which of them each is
 _SAME_ROWS |= dict.fromkeys(
-    names(
-        """
+    names("""
         StatelessMultinomial ImageProjectiveTransformV2 ImageProjectiveTransformV3 FusedBatchNorm FusedBatchNormV2
         FusedBatchNormV3 FusedBatchNormGrad FusedBatchNormGradV2 FusedBatchNormGradV3
-        """
-    ),
+    """),
     (0, (0,)),
 )
 # Their results have the shape of their first input.
-SAME_SHAPE = names(
-    """
+SAME_SHAPE = names("""
     Cumsum Cumprod CumulativeLogsumexp ReverseV2 Roll StatelessShuffle Softmax LogSoftmax IsotonicRegression FFT IFFT
     FFT2D IFFT2D FFT3D IFFT3D Cholesky CholeskyGrad MatrixInverse MatrixSquareRoot MatrixLogarithm MatrixExponential
     MatrixBandPart MatrixSetDiag MatrixSetDiagV2 MatrixSetDiagV3
-    """
-)
+""")
 
 
 def rows_again(op: tf.Operation, given: Sequence[Placement], index: int) -> Placement | None:
     """Return the placement by rows of result `index`, which all towers have; None: it is not known to have rows.
 
-    Args:
-        op: as it was traced.
-        given: how its inputs are placed before they are made whole.
-        index: of the result.
+    The inputs are placed as `given` before they are made whole.
     """
     if op.type in SAME_SHAPE and given[0].kind is Kind.SHARD:
         return counted(given[0])
@@ -1401,7 +1111,7 @@ def _shapes_item(call: Call, index: int, of: Placement) -> bool:
     if of.kind is not Kind.SHARD:
         return shape.whole
     if shape.kind is Kind.COUNTS:
-        return only_one(shape.counts) == of.axis
+        return only_one(shape) == of.axis
     known = call.constant(index)
     return known is not None and (known.ndim == 0 or known[of.axis] == -1)
 
@@ -1430,16 +1140,16 @@ def _list_get(call: Call) -> Sequence[Placement] | None:
 def _list_set(call: Call) -> Sequence[Placement] | None:
     at = 2 if call.op.type == "TensorListSetItem" else 1
     placed, item = call.inputs[0], call.inputs[at]
-    if call.row_by_row and at == 1:
+    if call.placer.row_by_row and at == 1:
         made = dataclasses.replace(items(item), op="row")
         return [made] if placed.of is None or placed == made else None
-    if call.row_by_row:
+    if call.placer.row_by_row:
         return [items(EACH)] if placed.of in (None, EACH) and call.inputs[1] == COUNTER else None
     if placed.kind is not Kind.ITEMS or (at == 2 and not call.inputs[1].whole):
         return None
     if item.kind is Kind.SHARD and item.axis < len(placed.counts) and placed.counts[item.axis] >= 0:
         return None  # it takes tensors of so many rows alone
-    if placed.of is not None and placed.of.whole and call.lenient:
+    if placed.of is not None and placed.of.whole and call.placer.lenient:
         return [items(item)]
     if both := either(placed, items(item)):
         return [both]

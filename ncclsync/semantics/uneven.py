@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from ncclsync.communicator import native
-from ncclsync.semantics.axes import passed_on
+from ncclsync.semantics.axes import BATCHES, passed_on
 from ncclsync.semantics.placements import PIECE, REPLICATE, SUM, Kind, Placement, rows, shard
 from ncclsync.semantics.rules import (
     COUNTING,
@@ -38,13 +38,11 @@ OF_ANY_UNIT = (
     (ELEMENTWISE - names("Select"))
     | MOVING
     | COUNTING
-    | names(
-        """
+    | names("""
         All Any ArgMax ArgMin BatchMatMulV2 BiasAdd BiasAddGrad BroadcastGradientArgs BroadcastTo Einsum Fill L2Loss
         LogSoftmax MatMul Max Min OneHot Pad Prod Rank ResourceGather Shape Size Softmax
         SparseSoftmaxCrossEntropyWithLogits StridedSliceGrad UnsortedSegmentSum
-        """
-    )
+    """)
 )
 
 
@@ -75,7 +73,7 @@ def _moved_numbers(call: Call) -> Sequence[Placement] | None:
     if placed.kind is Kind.PIECE:
         return [placed] if kind in ("Cast", "Identity") else None
     before = numbered(placed)
-    if before is None or not call.op.outputs[0].dtype.is_integer or placed.op == "map":
+    if before is None or call.op.outputs[0].dtype not in (tf.int32, tf.int64) or placed.op == "map":
         return None
     if kind in ("Cast", "Identity"):
         return [placed]
@@ -86,8 +84,61 @@ def _moved_numbers(call: Call) -> Sequence[Placement] | None:
     call.inputs[0], call.unit = placed, ""
     if made is None or made[0].kind is not Kind.SHARD or made[0].blocks != 1:
         return None
-    op = placed.op if kind == "Squeeze" and placed.op == "every" else "own"
+    of_rows = placed.op in ("sum", "row") and made[0].each == before.each > 0
+    op = placed.op if of_rows or (kind == "Squeeze" and placed.op == "every") else "own"
     return [_places(placed, made[0].of_unit(before.unit), op)]
+
+
+@_numbered("AddV2 Mul SelectV2")
+def _computed_numbers(call: Call) -> Sequence[Placement] | None:
+    """Place what is computed of the numbers of rows: what numbers elements of the tower's rows."""
+    kind, one, two = call.op.type, call.inputs[0], call.inputs[1]
+    if call.op.outputs[0].dtype not in (tf.int32, tf.int64):
+        return None
+    numbers = next((one for one in call.inputs if one.kind is Kind.PLACES and one.op in ("sum", "row")), None)
+    if numbers is None:
+        return None
+    if kind == "SelectV2":  # `range(rows) if rows > 1 else 0`, of `tf.vectorized_map`
+        zero = call.constant(2)
+        clear = numbers == two and zero is not None and not np.any(zero)
+        return [two] if clear and one.whole and _is_of_several(call, numbers.counts[0]) else None
+    if kind == "Mul" and numbers.op == "sum":
+        factor = call.constant(0 if numbers is two else 1)
+        count, width = numbers.counts
+        fits = factor is not None and np.size(factor) == 1 and int(np.ravel(factor)[0]) > 0
+        return [dataclasses.replace(numbers, counts=(count, width * int(np.ravel(factor)[0])))] if fits else None
+    if kind == "AddV2" and numbers.op == "sum" and numbers is two:  # a gather by row goes back so
+        ranks = rank_of(call, 0), rank_of(call, 1)
+        aligned = None not in ranks and one.axis - ranks[0] == two.axis - ranks[1]
+        if one == shard(one.axis) and one.each == two.counts[0] and aligned and _gathers_by_row(call, two.counts[1]):
+            return [dataclasses.replace(two, axis=one.axis, op="row")]
+    return None
+
+
+def _is_of_several(call: Call, each: int) -> bool:
+    """Return whether the condition is that there are several numbers of rows: a single number is 0 in any case."""
+    condition = call.op.inputs[0].op
+    if condition.type != "Greater" or rank_of(call, 0) != 0 or call.axes.constant(condition.inputs[1]) != 1:
+        return False
+    counts = call.axes.values(condition.inputs[0])
+    return counts is not None and [int(one) for one in counts] == [each * batch.rows for batch in BATCHES]
+
+
+def _gathers_by_row(call: Call, width: int) -> bool:
+    """Return whether a gather has taken the first input within each row, of that width: so no index leaves its row."""
+    indices = call.op.inputs[0]
+
+    def takes(op: tf.Operation) -> bool:
+        if op.type != "GatherV2" or not op.get_attr("batch_dims") or op.inputs[1] is not indices:
+            return False
+        lengths, axis = call.axes.lengths(op.inputs[0]), call.axes.constant(op.inputs[2])
+        return lengths is not None and axis is not None and lengths[int(axis)] == width
+
+    while not any(map(takes, indices.consumers())):
+        if indices.op.type not in ("Cast", "Identity"):
+            return False
+        indices = indices.op.inputs[0]
+    return True
 
 
 @_numbered("StridedSlice")
@@ -99,7 +150,7 @@ def _sliced_numbers(call: Call) -> Sequence[Placement] | None:
     spec = slice_spec(call)
     if placed.kind is Kind.PIECE and placed.op == "length":
         return [placed] if spec == ["one"] or (begin[0] == 0 and spec == ["all"]) else None
-    if placed == PIECE and call.op.inputs[0].name in call.row_splits:
+    if placed == PIECE and call.op.inputs[0].name in call.placer.row_splits:
         if begin[0] == 1 and call.op.get_attr("end_mask") and spec == ["some"]:
             return [dataclasses.replace(PIECE, op="ends")]
         from_first = call.op.get_attr("begin_mask") or begin[0] == 0
@@ -115,7 +166,7 @@ def _sliced_numbers(call: Call) -> Sequence[Placement] | None:
 @_numbered("Shape Size")
 def _shape_of_numbers(call: Call) -> Sequence[Placement] | None:
     (placed,), rank, whole = call.inputs, rank_of(call, 0), call.op.type == "Shape"
-    if placed == PIECE and whole and call.op.inputs[0].name in call.row_splits:
+    if placed == PIECE and whole and call.op.inputs[0].name in call.placer.row_splits:
         return [dataclasses.replace(placed, op="length")]
     by = numbered(placed)
     if by is None or rank is None or (rank != 1 and not whole):
@@ -164,17 +215,17 @@ def _packed_numbers(call: Call) -> Sequence[Placement] | None:
 def _gather_numbered(call: Call) -> Sequence[Placement] | None:
     """Place what each takes from one of the tower's rows, as the gradient of a sum over segments does."""
     params, indices, _ = call.inputs
-    by, of = numbered(indices), counted(numbered(params) or params)
-    if by is None or call.constant(2) != 0 or call.op.get_attr("batch_dims") or by.axis or rank_of(call, 1) != 1:
+    by, of, axis = numbered(indices), counted(numbered(params) or params), call.constant(2)
+    if by is None or axis is None or call.op.get_attr("batch_dims") or by.axis or rank_of(call, 1) != 1:
         return None
-    if of.kind is not Kind.SHARD or of.axis or of.unit or of.blocks > 1 or indices.kind is not Kind.PLACES:
+    along = of.kind is Kind.SHARD and rank_of(call, 0) is not None and of.axis == int(axis) % rank_of(call, 0)
+    if not along or of.unit or of.blocks > 1 or indices.kind is not Kind.PLACES:
         return None
     known = of.each == _numbers_of(indices) > 0
     if not known and not (by.unit and of.each == 0 and _is_as_long(call)):
         return None
-    if params.kind is Kind.INDICES:
-        return [_places(params, by, kind=Kind.INDICES)]
-    return [by if params.kind is Kind.SHARD else _places(params, by)] if params.op != "map" else None
+    by = by.at(of.axis)
+    return [by if params.kind is Kind.SHARD else _places(params, by, kind=params.kind)] if params.op != "map" else None
 
 
 @_numbered("GatherNd")
@@ -188,9 +239,9 @@ def _gather_nd_numbered(call: Call) -> Sequence[Placement] | None:
 def _where(call: Call) -> Sequence[Placement] | None:
     """Place the places of what is true, which number the tower's rows."""
     placed, rank = call.inputs[0], rank_of(call, 0)
-    if placed.kind is not Kind.SHARD or placed.axis or placed.blocks != 1 or rank is None or call.within:
+    if placed.kind is not Kind.SHARD or placed.axis or placed.blocks != 1 or rank is None or call.placer.within:
         return None
-    unit = _splits_of(call.op.outputs[0], call.row_splits) or call.op.outputs[0].name
+    unit = _splits_of(call.op.outputs[0], call.placer.row_splits) or call.op.outputs[0].name
     return [Placement(Kind.INDICES, op="own", counts=(placed.each, 1), unit=unit)]
 
 
@@ -243,7 +294,7 @@ def _segments_numbered(call: Call) -> Sequence[Placement] | None:
     gathered, unsorted = call.op.type in _GATHERED_SEGMENTS, call.op.type in SEGMENTS
     data, ids = call.inputs[gathered : gathered + 2]  # or, of a whole table, which rows of it
     by, count = numbered(ids), _numbers_of(ids) if ids.kind is Kind.PLACES else 0
-    if by is None or by.axis or rank_of(call, 1) != 1 or not count or ids.op not in ("own", "every"):
+    if by is None or by.axis or not count or ids.op == "map":
         return None
     plain = data.kind is Kind.SHARD and same_rows(data, by) and not data.axis and (not gathered or call.inputs[0].whole)
     ends = call.inputs[2] == rows((count,)) if unsorted else ids.op == "every"
@@ -256,7 +307,7 @@ def _sparse_rows(call: Call, indices: int, values: int, shape: int) -> Placement
     count = _numbers_of(placed) if placed.kind is Kind.INDICES else 0
     fits = count and call.inputs[values] == shard(0, 1, 1, placed.unit) and placed.op in ("own", "every")
     of = call.inputs[shape]
-    return shard(0, 1, count) if fits and only_one(of.counts) == 0 and of == rows((count, *of.counts[1:])) else None
+    return shard(0, 1, count) if fits and only_one(of) == 0 and of == rows((count, *of.counts[1:])) else None
 
 
 @_numbered("SparseTensorDenseMatMul")
@@ -287,7 +338,7 @@ def _sparse_values(call: Call) -> Sequence[Placement] | None:
 def _sparse_fill(call: Call) -> Sequence[Placement] | None:
     """Place a sparse tensor with a value in each row, and where the values go that there were."""
     placed, indices = _sparse_rows(call, 0, 1, 2), call.inputs[0]
-    if placed is None or not call.inputs[3].whole or call.within:
+    if placed is None or not call.inputs[3].whole or call.placer.within:
         return None
     filled = shard(unit=call.op.outputs[1].name)
     return [
@@ -309,9 +360,10 @@ def _sparse_fill_back(call: Call) -> Sequence[Placement] | None:
 def _ragged_to_dense(call: Call) -> Sequence[Placement] | None:
     """Place a padded ragged tensor; `Partition` sees to it that all towers pad up to the batch's longest row."""
     lengths, splits = call.constant(0), call.op.inputs[3].name
-    plain = len(call.inputs) == 4 and call.inputs[3] == PIECE and splits in call.row_splits and call.inputs[2].whole
+    placed = [shard(unit=splits), REPLICATE, PIECE]
+    known = splits in call.placer.row_splits and not call.placer.within
     open_ = lengths is not None and np.ravel(lengths)[0] == -1 and call.op.outputs[0].shape.rank is not None
-    return [shard()] if plain and open_ and call.inputs[1] == shard(unit=splits) and not call.within else None
+    return [shard()] if call.inputs[1:] == placed and known and open_ else None
 
 
 @rule_for("SparseCross")

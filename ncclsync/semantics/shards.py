@@ -120,35 +120,27 @@ def shard_batch(
     with tf.control_dependencies([check for check in checks if check is not None]):
         rows = tf.identity(rows)
     made = range(towers) if local is None else local
-    begin: Any = 0  # of the first row that the batch has
+    first: Any = 0  # of the rows that the batch has
     if held is not None:
-        sizes, rows, begin = held, tf.reduce_sum(held), tf.reduce_sum(held[: made[0]])
+        sizes, rows, first = held, tf.reduce_sum(held), tf.reduce_sum(held[: made[0]])
     else:
         sizes = sizes_in_graph(rows, towers, weights)
-    if weights is not None or held is not None:
-        unstacked, shares = divide_rows(rows, sizes)
-        slices = [[_slice(leaf, shares[index], begin) for leaf in leaves] for index in made]
-        return Shards([tf.nest.pack_sequence_as(batch, one) for one in slices], unstacked, shares)
-    # Without samples: a copy of the first row, if there is one, and a size of zero that keeps it out of every
-    # sum.
-    counts = tf.maximum(sizes, tf.minimum(rows, 1))
-    whole = next(iter(static), None)
-    splits: Any = counts
-    if whole and whole % towers == 0:
-        splits = [whole // towers] * towers
-    missing = tf.reduce_sum(counts) - rows
-    pieces = [_split(leaf, splits, missing, towers) for leaf in leaves]  # [leaves][towers]
-    batches = [tf.nest.pack_sequence_as(batch, [column[index] for column in pieces]) for index in made]
-    return Shards(batches, *divide_rows(rows, sizes))
+    unstacked, shares = divide_rows(rows, sizes)
+    each, rest = divmod(next(iter(static), 0), towers)
+    even = each and not rest and weights is None and held is None  # then the shards' shapes are known
+
+    def part(leaf: Any, tower: int) -> Any:
+        if not _has_rows(leaf):
+            return leaf
+        share = shares[tower]
+        return _take_rows(leaf, *((tower * each, each) if even else (tf.maximum(share.begin - first, 0), share.rows)))
+
+    batches = [tf.nest.pack_sequence_as(batch, [part(leaf, tower) for leaf in leaves]) for tower in made]
+    return Shards(batches, unstacked, shares)
 
 
 def divide_rows(rows: tf.Tensor, sizes: tf.Tensor) -> tuple[list[tf.Tensor], list[Share]]:
-    """Return the `sizes` and `shares` of `Shards`.
-
-    Args:
-        rows: of the batch, an int32 scalar.
-        sizes: of the shards, [towers] int32.
-    """
+    """Return the `sizes` and `shares` of `Shards`, of the rows of a batch, int32, and of shards, [towers] int32."""
     towers = int(sizes.shape[0])
     empty = tf.cast(rows == 0, tf.int32)
     held = sizes + empty * tf.one_hot(0, towers, dtype=tf.int32)
@@ -290,10 +282,7 @@ def fixed_specs(batch: Any) -> Any:
 def open_specs(batch: Any) -> Any:
     """Return the `tf.TypeSpec`s of a batch, of tensors or specs, with the number of rows left open."""
 
-    def spec_of(leaf):
-        if leaf is None:
-            return None
-        spec = leaf if isinstance(leaf, tf.TypeSpec) else tf.type_spec_from_value(leaf)
+    def opened(spec: Any) -> Any:
         if not _has_rows(spec):
             return spec
         shape = [None, *spec.shape[1:]]
@@ -301,11 +290,10 @@ def open_specs(batch: Any) -> Any:
             return tf.RaggedTensorSpec(
                 shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype, spec.flat_values_spec
             )
-        if isinstance(spec, tf.SparseTensorSpec):
-            return tf.SparseTensorSpec(shape, spec.dtype)
-        return tf.TensorSpec(shape, spec.dtype)
+        kind = tf.SparseTensorSpec if isinstance(spec, tf.SparseTensorSpec) else tf.TensorSpec
+        return kind(shape, spec.dtype)
 
-    return tf.nest.map_structure(spec_of, batch)
+    return tf.nest.map_structure(opened, fixed_specs(batch))
 
 
 def components_of(batch: Any) -> list[Any]:
@@ -341,41 +329,6 @@ def count_rows(leaf: Any) -> tf.Tensor:
     if isinstance(leaf, tf.SparseTensor):
         return tf.cast(leaf.dense_shape[0], tf.int32)
     return tf.shape(leaf)[0]
-
-
-def _split(leaf: Any, splits: Any, missing: tf.Tensor, towers: int) -> list[Any]:
-    """Split one element of a batch; `splits` are the rows of each tower's piece, at least 1."""
-    if not _has_rows(leaf):
-        return [leaf] * towers
-    static = leaf.shape[0]
-    if tf.is_tensor(splits) and (static is None or static <= towers):
-        leaf = tf.cond(missing > 0, lambda: _repeat_first_row(leaf, missing), lambda: leaf)
-    if isinstance(leaf, tf.Tensor):
-        return tf.split(leaf, splits, num=towers)
-    ends = tf.cumsum(splits)
-    return [_take_rows(leaf, ends[i] - splits[i], splits[i]) for i in range(towers)]
-
-
-def _slice(leaf: Any, share: Share, begin: Any) -> Any:
-    """Return the rows that a tower computes on, of a leaf whose first row is number `begin` of the batch."""
-    return _take_rows(leaf, tf.maximum(share.begin - begin, 0), share.rows) if _has_rows(leaf) else leaf
-
-
-def _repeat_first_row(leaf: Any, times: tf.Tensor) -> Any:
-    """Append copies of the first row."""
-    first = _take_rows(leaf, 0, 1)
-    if isinstance(leaf, tf.SparseTensor):
-        return tf.sparse.concat(0, [leaf, _tile_sparse(first, times)])
-    repeated = tf.gather(first, tf.zeros([times], tf.int32))
-    return tf.concat([leaf, repeated], axis=0)
-
-
-def _tile_sparse(row: tf.SparseTensor, times: tf.Tensor) -> tf.SparseTensor:
-    count = tf.shape(row.values)[0]
-    places = tf.repeat(tf.range(tf.cast(times, tf.int64)), count)
-    indices = tf.concat([places[:, None], tf.tile(row.indices, [times, 1])[:, 1:]], axis=1)
-    shape = tf.concat([[tf.cast(times, tf.int64)], row.dense_shape[1:]], axis=0)
-    return tf.SparseTensor(indices, tf.tile(row.values, [times]), shape)
 
 
 def _take_rows(leaf: Any, begin: Any, count: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ncclsync.host_passes.arithmetic import COMPUTED, MOST_PERIOD, MOST_REGISTERS, WHOLE, Expression, Writer, repeat_of
+from ncclsync.host_passes.arithmetic import COMPUTED, FUSED, MOST_PERIOD, MOST_REGISTERS, WHOLE, Writer, repeat_of
 from ncclsync.host_passes.same_shapes import MULTIPLYING, Shapes
 from ncclsync.ops.host_ops import set_attribute
 from ncclsync.program.graph import StepGraph, op_name
@@ -49,7 +49,9 @@ class Chain:
     sums: tuple[Sum, ...]  # the members that are sums and whose results other ops take
     awaited: tuple[str, ...]  # names of further members with control dependents outside the chain
     dtype: tf.DType  # of all tensors
-    expression: Expression  # the computation
+    # For each input, how many neighbouring elements of the result take the same element of it; or `WHOLE`
+    repeats: tuple[int, ...]
+    code: tuple[int, ...]  # see `Writer.code`
 
 
 def find_chains(graph: StepGraph, shapes: Shapes, ops: Sequence[str], needed: Collection[str]) -> list[Chain]:
@@ -114,7 +116,12 @@ def _kind(graph: StepGraph, shapes: Shapes, name: str, is_sum: bool) -> Any:
     whole = inputs[0] if is_sum else f"{name}:0"
     result, key = shapes.spec(whole), shapes.key(whole)
     operands = [shapes.spec(operand) for operand in inputs]
-    if result.dtype not in (tf.float32, tf.float64) or key is None or 0 in key or len(inputs) > _MOST_ADDED:
+    if (
+        result.dtype not in (tf.float32, tf.float64)
+        or key is None
+        or 0 in tuple(result.shape)
+        or len(inputs) > _MOST_ADDED
+    ):
         return None
     if any(repeat_of(operand.shape, result.shape) is None for operand in operands):
         return None
@@ -196,11 +203,11 @@ def _chain_of(
         return None
     repeats = [WHOLE if shapes.key(i) == key else repeat_of(shapes.spec(i).shape, result.shape) for i in inputs]
     added_up = [(s.values, s.period, s.is_mean) for s in added]
-    expression = writer.expression(inputs, repeats, [f"{name}:0" for name in outputs], added_up)
-    if expression is None:
+    code = writer.code(inputs, [f"{name}:0" for name in outputs], added_up)
+    if code is None or None in repeats:
         return None
     names = (tuple(members), tuple(inputs), tuple(outputs), tuple(added), tuple(awaited))
-    return Chain(*names, result.dtype, expression)
+    return Chain(*names, result.dtype, tuple(repeats), code)  # type: ignore[arg-type]
 
 
 def chain_nodes(
@@ -215,7 +222,12 @@ def chain_nodes(
     """
     controls = {control for member in chain.members for control in graph.controls[member]}
     waits = [f"^{control}" for control in sorted(controls & set(ops) - set(chain.members))]
-    yield chain.expression.node(name, chain.dtype, chain.inputs, waits, alone)
+    fused = tf.compat.v1.NodeDef(name=name, op=FUSED, input=[*chain.inputs, *waits])
+    counts = {"outputs": len(chain.outputs), "sums": len(chain.sums), "n_values": len(chain.inputs)}
+    attributes = {"T": chain.dtype, "repeats": chain.repeats, "code": chain.code, "alone": int(alone), **counts}
+    for attribute, value in {**attributes, "n_results": counts["outputs"] + counts["sums"]}.items():
+        set_attribute(fused, attribute, value)
+    yield fused
     for i, output in enumerate(chain.outputs):
         shape = graph.spec(f"{output}:0").shape
         node = tf.compat.v1.NodeDef(name=output, op="EnsureShape" if shape.rank else "Identity", input=[f"{name}:{i}"])

@@ -1,7 +1,8 @@
-"""Improve a segment of a finished program, op by op and bucket by bucket."""
+"""Improve the segments of a finished program, op by op and bucket by bucket."""
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 from ncclsync.host_passes.chains import chain_nodes, find_chains
 from ncclsync.host_passes.direct import unpacked
@@ -10,20 +11,25 @@ from ncclsync.host_passes.same_shapes import Shapes, simplify
 from ncclsync.program.segment import Rewrite, SegmentPlan
 
 
-def improve(plan: SegmentPlan, *, crowded: bool, joins: bool = True) -> SegmentPlan:
-    """Return a cheaper segment with the same buckets and results.
+def improve(plans: Sequence[SegmentPlan], *, crowded: bool, joins: bool = True) -> list[SegmentPlan]:
+    """Return cheaper segments with the same buckets and results.
 
     Args:
-        plan: of the segment.
+        plans: of the segments of one step, in their order.
         crowded: whether other towers keep all other cores busy.
         joins: whether all towers are in this process, whose ops can then join their tensors unpacked.
     """
+    shapes = Shapes(plans[0].graph)
+    return [_improved(plan, shapes, crowded, joins) for plan in plans]
+
+
+def _improved(plan: SegmentPlan, shapes: Shapes, crowded: bool, joins: bool) -> SegmentPlan:
     if joins:
         incoming, outgoing = (tuple(map(unpacked, buckets)) for buckets in (plan.incoming, plan.outgoing))
         plan = dataclasses.replace(plan, incoming=incoming, outgoing=outgoing)
     if plan.jit_compile:
         return plan
-    shapes = Shapes(plan.graph, plan.ops)
+    shapes.enter(plan.ops)
     graph, ops = simplify(plan.graph, shapes, plan.ops, plan.needed_ops)
     rewrites = [*reads_together(graph, ops)]
     for chain in find_chains(graph, shapes, ops, plan.needed_ops):

@@ -1,58 +1,59 @@
-"""Find which tensors of a segment have the same shape, though their number of rows is not known.
+"""Find which tensors of a step have the same shape, though their number of rows is not known.
 
 The first dimension of most tensors is the batch's, `None` in the trace; the others are known. Element-wise ops run as
-one only if their tensors have equally many rows. A few types of ops are known to keep or to multiply rows. The rows of
-any other op's result count as different from all others, so that less is fused.
+one only if their tensors have equally many rows. TensorFlow infers the shapes for two cases: in one each open length
+that no op computes is 1, in the other a prime of its own. Where inference leaves a length open, as where operands may
+be broadcast or not, that is one more open length, so that less is fused.
 """
 
 import collections
+import contextlib
+import itertools
+import math
 from collections.abc import Collection, Sequence
-from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.host_passes.arithmetic import COMPUTED
 from ncclsync.program.graph import StepGraph, op_name
+from ncclsync.semantics.axes import SMALL, Kernels
+from ncclsync.semantics.placements import shard
 
-_ONCE = Fraction(1)
 _PASSING = {"Identity", "PreventGradient", "StopGradient"}
-# The result has the first operand's rows.
-_KEEPING = _PASSING | {
-    *("Abs", "Cast", "Elu", "Erf", "Erfc", "Exp", "LeakyRelu", "Log", "Log1p", "LogSoftmax", "Neg"),
-    *("Relu", "Relu6", "Rsqrt", "RsqrtGrad", "Selu", "Sigmoid", "SigmoidGrad", "Sign", "Softmax", "Softplus"),
-    *("OnesLike", "Sqrt", "SqrtGrad", "Square", "Tanh", "TanhGrad", "ZerosLike"),
-    *("AvgPool", "BiasAdd", "Conv2D", "DepthwiseConv2dNative", "MaxPool", "MaxPoolGrad"),
-}
-_OF_ONE_SHAPE = {"AddN", "ReluGrad"}  # their kernels refuse operands of different shapes
-_BROADCASTING = {
-    *("Add", "AddV2", "DivNoNan", "Equal", "Greater", "GreaterEqual", "Less", "LessEqual", "Maximum"),
-    *("Minimum", "Mul", "NotEqual", "Pow", "RealDiv", "SelectV2", "SquaredDifference", "Sub"),
-}
 # TensorFlow fuses these with the following op, if no other op takes their result.
 MULTIPLYING = {"BatchMatMulV2", "BiasAdd", "Conv2D", "Conv3D", "DepthwiseConv2dNative", "MatMul"}
-_REDUCING = {"Max", "Mean", "Min", "Prod", "Sum"}
+
+_ROWS = 1, 1009  # a tower's, in both cases
+_IMPOSSIBLE = ValueError, tf.errors.OpError  # in one of the cases, in which the operands do not fit
+_Cases = tuple[Any, ...]  # of a tensor in both cases: its values if it is small, or its shape
 
 
 class Shapes:
-    """Find out the shapes of a segment's tensors, as far as the ops tell.
+    """Find out the shapes of a step's tensors, as far as TensorFlow infers them.
 
     Attributes:
-        passed: by name of a tensor that equals another tensor: that tensor's name.
+        passed: of the segment that was entered last, by name of a tensor that equals another one: that one's name.
     """
 
-    def __init__(self, graph: StepGraph, ops: Sequence[str]):
-        """Take ops, inputs before consumers."""
+    def __init__(self, graph: StepGraph):
+        """Know the step: its segments are to be entered in their order."""
         self._graph = graph
+        self._kernels = Kernels()
+        self._primes = (n for n in itertools.count(1011, 2) if all(n % d for d in range(3, math.isqrt(n) + 1, 2)))
         self._specs: dict[str, tf.TensorSpec] = {}
-        # By name of a tensor: a tensor (None: a single row), and by how much to multiply its rows.
-        self._alike: dict[str | None, tuple[str | None, Fraction]] = {}
+        self._shapes: dict[str, _Cases] = {}
+        self._values: dict[str, _Cases | None] = {}
         self.passed: dict[str, str] = {}
-        self._summed: dict[str, str] = {}  # by name of a sum over axes of size 1: the addend
+        self._reshaped: dict[str, str] = {}  # likewise: one with the same numbers in the same order
+
+    def enter(self, ops: Sequence[str]) -> None:
+        """Infer the shapes of a segment's ops, inputs before consumers."""
+        self.passed, self._reshaped = {}, {}
         for name in ops:
-            self._look_at(name)
-        self._keys: dict[str, tuple[Any, ...] | None] = {}  # they change no more
+            self._look_at(self._graph.by_name[name])
 
     def spec(self, name: str) -> tf.TensorSpec:
         """Return the shape that the trace knows, and the dtype."""
@@ -62,15 +63,11 @@ class Shapes:
 
     def key(self, name: str) -> tuple[Any, ...] | None:
         """Return a key that tensors of one shape share; None if too little of the shape is known."""
-        if name not in self._keys:
-            self._keys[name] = self._key(name)
-        return self._keys[name]
-
-    def _key(self, name: str) -> tuple[Any, ...] | None:
         shape = self.spec(name).shape
-        if not shape.rank:
-            return None if shape.rank is None else ()
-        return (self._rows(name), *shape[1:]) if shape[1:].is_fully_defined() else None
+        if shape.rank is None or not shape[1:].is_fully_defined():
+            return None
+        few, many = self._cases(name)
+        return few if few == many else (few, many)
 
     def source(self, name: str) -> str:
         """Return the tensor that `name` equals by `passed`, or `name`."""
@@ -81,144 +78,83 @@ class Shapes:
     def reduced_axes(self, name: str) -> set[int] | None:
         """Return the axes that an op reduces over; None if they are not known."""
         op, values = self._graph.by_name[name], self._graph.inputs[name][0]
-        rank = self._rank(values)
+        rank = self.spec(values).shape.rank
         if op.type == "BiasAddGrad":
             return set(range(rank - 1)) if rank and op.get_attr("data_format") == b"NHWC" else None
         axes = self._graph.inputs[name][1]
-        return {axis % rank for axis in self._numbers(axes)} if rank and self._graph.is_constant(axes) else None
+        if not rank or not self._graph.is_constant(axes):
+            return None
+        value = tf.get_static_value(self._graph.by_name[op_name(axes)].outputs[0])
+        return {int(axis) % rank for axis in value.ravel()}
 
-    def _rank(self, name: str) -> int:
-        return self.spec(name).shape.rank or 0
+    def _cases(self, name: str) -> _Cases:
+        """Return the shape in both cases; None in place of one whose rank is not known."""
+        if name not in self._shapes:
+            shape, has_rows = self.spec(name).shape, self._graph.argument_placements.get(name) == shard()
+            lengths = [
+                (n, n) if n is not None else _ROWS if has_rows and axis == 0 else (1, next(self._primes))
+                for axis, n in enumerate(shape if shape.rank else ())
+            ]
+            self._shapes[name] = (None, None) if shape.rank is None else tuple(zip(*lengths, strict=True)) or ((), ())
+        return self._shapes[name]
 
-    def _order(self, name: str) -> list[int] | None:
-        """Return a permutation of axes, or an inverse permutation if it keeps the first axis; None if not known."""
-        producer = self._graph.producer(name)
-        if producer is not None and producer.type == "InvertPermutation":
-            order = self._order(self._graph.inputs[producer.name][0])
-            return order if order and order[0] == 0 else None
-        value = None if producer is None else tf.get_static_value(producer.outputs[0])
-        return None if value is None else [int(axis) for axis in value]
+    def _values_of(self, name: str) -> _Cases | None:
+        """Return the numbers of a small tensor of integers in both cases; None if they are not known."""
+        if name not in self._values:
+            self._values[name] = None
+            op, (shape, dtype) = self._graph.by_name.get(op_name(name)), (self.spec(name).shape, self.spec(name).dtype)
+            small = dtype.is_integer and shape.rank in (0, 1) and (shape.num_elements() or 0) <= SMALL
+            if op is not None and small and not tf_compat.is_stateful(op) and not tf_compat.calls_functions(op):
+                with contextlib.suppress(*_IMPOSSIBLE):
+                    self._compute(op, dtype.as_numpy_dtype)
+        return self._values[name]
 
-    def _numbers(self, constant: str) -> list[int]:
-        value = tf.get_static_value(self._graph.by_name[op_name(constant)].outputs[0])
-        return [int(number) for number in value.ravel()]
+    def _compute(self, op: tf.Operation, dtype: Any) -> None:
+        inputs = self._graph.inputs[op.name]
+        if op.type == "Const":
+            self._values[f"{op.name}:0"] = (tf.get_static_value(op.outputs[0]),) * 2
+        elif op.type == "Shape" and None not in self._cases(inputs[0]):
+            self._values[f"{op.name}:0"] = tuple(np.array(one, dtype) for one in self._cases(inputs[0]))
+        elif inputs and None not in (given := [self._values_of(name) for name in inputs]):
+            found = self._kernels.values(op, [*zip(*given, strict=True)])
+            for i in range(len(op.outputs)):
+                cases = tuple(each[i] for each in found)
+                self._values[f"{op.name}:{i}"] = None if any(one is None for one in cases) else cases
 
-    def _rows(self, name: str) -> Any:
-        """Return the number of rows; if it is not known, a tensor and by how much to multiply its rows."""
-        shape = self.spec(name).shape
-        known = shape.rank is not None and shape[0] is not None
-        root, times = (None, Fraction(shape[0])) if known else (name, _ONCE)
-        while root in self._alike:
-            root, more = self._alike[root]
-            times *= more
-        if name in self._alike:
-            self._alike[name] = root, times
-        return int(times) if root is None and times.denominator == 1 else (root, times)
-
-    def _unite(self, one: str, other: str, times: Fraction = _ONCE) -> None:
-        """Record that `other` has `times` as many rows as `one`."""
-        (root, first), (other_root, second) = (
-            rows if isinstance(rows, tuple) else (None, Fraction(rows)) for rows in (self._rows(one), self._rows(other))
-        )
-        if other_root not in (None, root):
-            self._alike[other_root] = (root, first * times / second)
-        elif root is not None and other_root is None and first * times != 0:
-            self._alike[root] = (None, second / (first * times))
-
-    def _look_at(self, name: str) -> None:
-        graph, op, inputs = self._graph, self._graph.by_name[name], self._graph.inputs[name]
-        result = f"{name}:0"
-        if op.type in _PASSING and op.outputs[0].dtype.is_floating and not graph.controls[name]:
-            self.passed[result] = inputs[0]
-        if op.type in _REDUCING:
-            self._look_at_reduction(name)
-        elif op.type == "Reshape" and self._is_same_reshaped(values := self._reshaped(inputs[0]), result):
-            if not graph.controls[name]:
-                self.passed[result] = values
-            self._unite(values, result)
-        elif op.type in ("BroadcastTo", "Reshape"):
-            like = self._shape_of(inputs[1])
-            before, after = (self.spec(tensor).shape for tensor in (inputs[0], result))
-            if like is not None and self.spec(like).shape.rank and after.rank:
-                self._unite(like, result)
-            elif op.type == "BroadcastTo" or not before.rank or not after.rank:
-                return
-            elif before[1:].is_fully_defined() and after[1:].is_fully_defined():
-                elements = before[1:].num_elements(), after[1:].num_elements()
-                if 0 not in elements:
-                    self._unite(inputs[0], result, Fraction(*elements))
-        elif not op.outputs or not self.spec(result).shape.rank:
+    def _look_at(self, op: tf.Operation) -> None:
+        inputs, results = self._graph.inputs[op.name], [f"{op.name}:{i}" for i in range(len(op.outputs))]
+        if not inputs or not results:
             return
-        elif op.type in _OF_ONE_SHAPE:
-            for operand in inputs:
-                self._unite(operand, result)
-        elif op.type in _KEEPING:
-            self._unite(inputs[0], result)
-        elif op.type == "MatMul":
-            if not op.get_attr("transpose_a"):
-                self._unite(inputs[0], result)
-                self._look_at_factor(inputs[0], self.spec(inputs[1]).shape[int(op.get_attr("transpose_b"))])
-        elif op.type == "Transpose":
-            order = self._order(inputs[1])
-            if order and order[0] == 0:
-                self._unite(inputs[0], result)
-        elif op.type == "BatchMatMulV2":
-            if self.spec(inputs[0]).shape.rank == self.spec(result).shape.rank > self._rank(inputs[1]) > 1:
-                self._unite(inputs[0], result)
-        elif op.type == "Einsum":
-            operands, _, letters = op.get_attr("equation").decode().replace(" ", "").partition("->")
-            for operand, axes in zip(inputs, operands.split(","), strict=True):
-                if "." not in operands and axes[:1] == letters[:1] != "":
-                    self._unite(operand, result)
-        elif op.type == "GatherV2":
-            on_rows = self._graph.is_constant(inputs[2]) and self._numbers(inputs[2]) == [0]
-            if on_rows and op.get_attr("batch_dims") == 0 and self._rank(inputs[1]) > 0:
-                self._unite(inputs[1], result)
-        elif op.type in _BROADCASTING:
-            rank = self.spec(result).shape.rank
-            shapes = {operand: self.spec(operand).shape for operand in inputs}
-            full = [o for o, shape in shapes.items() if shape.rank is None or (shape.rank == rank and shape[0] != 1)]
-            if len({self._rows(operand) for operand in full}) == 1:
-                self._unite(full[0], result)
+        if not all(self.spec(name).shape.is_fully_defined() for name in results):
+            with contextlib.suppress(*_IMPOSSIBLE):
+                self._infer(op, inputs, results)
+        source, made = self.source(inputs[0]), results[0]
+        if not self.spec(made).dtype.is_floating or self._graph.controls[op.name]:
+            return
+        if op.type in _PASSING:
+            self.passed[made] = inputs[0]
+        elif op.type in ("Reshape", "Sum") and self._elements(source) == self._elements(made) is not None:
+            self._reshaped[made] = source = self._reshaped.get(source, source)
+            if self.key(source) == self.key(made) is not None:
+                self.passed[made] = source
 
-    def _look_at_factor(self, name: str, columns: int | None) -> None:
-        """Record a reshaped matrix's rows, given the number of its columns, which its own shape leaves open."""
-        if self._graph.producer_type(name) == "Reshape" and self.spec(name).shape[1] is None and columns:
-            source = self._graph.inputs[op_name(name)][0]
-            row = self.spec(source).shape[1:]
-            if row.is_fully_defined() and row.num_elements() > 0:
-                self._unite(source, name, Fraction(row.num_elements(), columns))
+    def _infer(self, op: tf.Operation, inputs: Sequence[str], results: Sequence[str]) -> None:
+        if tf_compat.calls_functions(op):
+            return
+        given = [self._values_of(name) or self._cases(name) for name in inputs]
+        shape = self.spec(results[0]).shape
+        if op.type == "Reshape" and shape.rank and shape[1:].is_fully_defined():
+            given[1] = (np.array([-1, *shape[1:]], op.inputs[1].dtype.as_numpy_dtype),) * 2
+        found = self._kernels.shapes(op, [*zip(*given, strict=True)])
+        for i, name in enumerate(results):
+            cases = tuple(each[i] for each in found)
+            if not any(one is None or None in one for one in cases):
+                self._shapes[name] = cases
 
-    def _look_at_reduction(self, name: str) -> None:
-        graph, (values, axes) = self._graph, self._graph.inputs[name]
-        if graph.producer_type(axes) == "BroadcastGradientArgs":
-            one, other = map(self._shape_of, graph.inputs[op_name(axes)])
-            if one is not None and other is not None and self._key(one) == self._key(other) is not None:
-                self._summed[f"{name}:0"] = self.source(values)
-        elif self.spec(values).shape.rank and self.spec(f"{name}:0").shape.rank:
-            reduced = self.reduced_axes(name)
-            if reduced is not None and 0 not in reduced:
-                self._unite(values, f"{name}:0")
-
-    def _shape_of(self, name: str) -> str | None:
-        """Return the tensor whose shape `name` is; None if `name` is no shape."""
-        is_shape = self._graph.producer_type(name) == "Shape"
-        return self._graph.inputs[op_name(name)][0] if is_shape else None
-
-    def _reshaped(self, name: str) -> str:
-        """Return the tensor that has the same values as `name`, perhaps in another shape."""
-        return self._summed.get(self.source(name), self.source(name))
-
-    def _is_same_reshaped(self, name: str, result: str) -> bool:
-        """Return whether a reshape keeps all dimensions but the first; the first then stays, too."""
-        before, after = (self.spec(tensor).shape for tensor in (name, result))
-        return (
-            bool(before.rank)
-            and before.rank == after.rank
-            and before[1:].is_fully_defined()
-            and before[1:].as_list() == after[1:].as_list()
-            and before[1:].num_elements() > 0
-        )
+    def _elements(self, name: str) -> list[int] | None:
+        """Return how many elements a tensor has in both cases."""
+        cases = self._cases(name)
+        return None if None in cases else [math.prod(one) for one in cases]
 
 
 def simplify(
@@ -230,8 +166,7 @@ def simplify(
     tensor, so that a tensor is needed only by ops that compute with it.
 
     Args:
-        graph, shapes: the step, and the shapes of the segment's tensors.
-        ops: names of the segment's ops, inputs before consumers.
+        graph, shapes, ops: see `find_chains`.
         needed: names of ops that are used outside the segment, as results or as dependencies.
 
     Returns:

@@ -58,7 +58,7 @@ def cut(
         forms = Forms(graph, jit_compile=False)
         plans = _plan_segments(graph, scheduled, target, forms)
     for improve in target.passes:
-        plans = [improve(plan) for plan in plans]
+        plans = improve(plans)
     crossing = {name: forms.of(name) for plan in plans for name in plan.sources}
     return Program(
         segments=tuple(compile_segment(plan, crossing, _asked_outside(graph), meter) for plan in plans),

@@ -158,7 +158,7 @@ class Target:
         same_seeds: whether random state is equal on all towers.
         many_shards: whether a tower may compute several shards, and the number of shards is the program's alone.
         shares_memory: whether a tensor of one tower may be another's without a copy.
-        passes: each makes a `segment.SegmentPlan` cheaper, before that becomes a function.
+        passes: each makes a step's list of `segment.SegmentPlan` cheaper, before these become functions.
     """
 
     home_device: str

@@ -66,11 +66,7 @@ Length = int | Rows | None
 
 
 def length_of(lengths: Sequence[int]) -> Length:
-    """Return what a length is: a constant, `Rows`, or None: open.
-
-    Args:
-        lengths: for each of BATCHES.
-    """
+    """Return what a length, for each of BATCHES, is: a constant, `Rows`, or None: open."""
     one, many, opened = map(int, lengths)
     if one == many == opened:
         return one
@@ -87,21 +83,14 @@ class Axes:
         functions: Functions,
         given: Mapping[str, State],
         values: Mapping[str, Values | None] | None = None,
-        kernels: "_Kernels | None" = None,
+        kernels: "Kernels | None" = None,
     ) -> None:
-        """Know the arguments.
-
-        Args:
-            functions: of the step.
-            given: by tensor's name, what is known of the graph's arguments.
-            values: of those that are small integers.
-            kernels: of the graph that calls this one.
-        """
+        """Know the arguments: by tensor's name, and the values of small integers; `kernels` of the calling graph."""
         self._functions = functions
         self._states: dict[str, State] = dict(given)
         self._values: dict[str, Values | None] = dict(values or {})
         self._bodies: dict[tuple[str, str], tuple[Any, Axes]] = {}
-        self._kernels = kernels or _Kernels()
+        self._kernels = kernels or Kernels()
 
     def lengths(self, tensor: tf.Tensor) -> tuple[Length, ...] | None:
         """Return what each axis is; None if the rank is not known."""
@@ -366,12 +355,7 @@ class Axes:
         )
 
     def computed(self, op: tf.Operation, given: Sequence[Any]) -> Any:
-        """Run an op of small integers for several values of its inputs; return those of its outputs, or None.
-
-        Args:
-            op: whose type and attributes are taken.
-            given: [inputs][cases].
-        """
+        """Run an op of small integers for its inputs' values, [inputs][cases]; return those of its outputs, or None."""
         try:
             cases = self._kernels.values(op, list(zip(*given, strict=True)))
         except (ValueError, tf.errors.OpError):  # not of such a batch
@@ -384,7 +368,7 @@ class Axes:
 _Given = np.ndarray | np.generic | list[int | None] | Shape | None
 
 
-class _Kernels:
+class Kernels:
     """Ask TensorFlow for an op's shapes and small values: once for each type, attributes and inputs."""
 
     def __init__(self) -> None:

@@ -121,7 +121,7 @@ def test_random_expressions(chains, dtype, rows):
             wanted = step(tf.constant(batch))
             assert_same_bits(towers.run(step, tf.constant(batch)), wanted)
     assert sum(len(chain.members) for chain in chains) > 20
-    assert {repeat for chain in chains for repeat in chain.expression.repeats} >= {WHOLE, 1, 6}
+    assert {repeat for chain in chains for repeat in chain.repeats} >= {WHOLE, 1, 6}
 
 
 @pytest.mark.parametrize("rows", [1, 8])
@@ -140,7 +140,7 @@ def test_rows_that_nobody_knows_before(chains, rows):
         np.testing.assert_allclose(result["sum"], alone["sum"])
         assert chains and max(len(chain.members) for chain in chains) == 3, chains
         count.assign(3)
-        with pytest.raises(ncclsync.NcclSyncError, match="Expected inputs of one size"):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="Incompatible shapes"):  # as on one device
             towers.run(step, batch)
 
 
@@ -207,7 +207,7 @@ def test_names_that_a_step_has_already(chains):
     assert len(chains) == 1
 
 
-def test_shapes_that_an_op_refuses_are_refused(chains):
+def test_shapes_that_an_op_refuses_are_refused():
     """A chain does not broadcast what TensorFlow's own op would not."""
     count = tf.Variable(8)
 
@@ -219,9 +219,8 @@ def test_shapes_that_an_op_refuses_are_refused(chains):
     with ncclsync.Towers(2) as towers:
         assert_same_bits(towers.run(step, batch), step(batch))
         count.assign(1)
-        with pytest.raises(ncclsync.NcclSyncError, match=r"of one size|the same size"):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="the same size"):
             towers.run(step, batch)
-    assert max(len(chain.members) for chain in chains) >= 2
 
 
 @pytest.mark.parametrize("cores, alone", [(1, 1), (2, 1), (3, 0)])

@@ -6,16 +6,8 @@ import tensorflow as tf
 
 from ncclsync import ops
 from ncclsync.compat import keras_optimizers
+from ncclsync.semantics.rules import ELEMENTWISE
 
-# Ops on scalars and arrays of one shape; each element of the result depends only on the operands' same element.
-_ELEMENTWISE = (
-    "Add AddN AddV2 Div DivNoNan FloorDiv Inv Mul MulNoNan Neg Pow RealDiv Reciprocal Square "
-    "SquaredDifference Sub Xdivy Xlogy "
-    "Abs Cast Exp Expm1 Floor Log Log1p Maximum Minimum Round Rsqrt Sigmoid Sign Softplus Sqrt Tanh "
-    "Equal Greater GreaterEqual IsFinite IsInf IsNan Less LessEqual LogicalAnd LogicalNot LogicalOr "
-    "NotEqual Select SelectV2 "
-    "Identity OnesLike ReadVariableOp StopGradient ZerosLike"
-)
 # Ops that write a variable, and `IdentityN`, which passes its inputs on.
 _APART = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp", "IdentityN"})
 
@@ -62,6 +54,6 @@ def _coupling_of(op: tf.Operation) -> str | None:
     if not arrays or op.type in _APART:
         return None
     results = {tuple(t.shape) for t in op.outputs}
-    if op.type in _ELEMENTWISE.split() and len(arrays) == 1 and results == arrays:
+    if op.type in ELEMENTWISE | {"ReadVariableOp"} and len(arrays) == 1 and results == arrays:
         return None
     return f"its update computes {op.type} ({op.name}) of {' and '.join(map(str, sorted(arrays)))}"

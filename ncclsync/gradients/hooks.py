@@ -67,7 +67,8 @@ def gradients_reduced(
         # One optimizer may wrap another, and a subclass calls its base: the outermost call reduces.
         if context is None or getattr(_nested, "apply", False):
             return apply(self, grads, trainable_variables, **kwargs)
-        with _nesting():
+        _nested.apply = True
+        try:
             if not context.can_exchange():  # in a branch or loop, which gets whole inputs
                 return apply(self, grads, trainable_variables, **kwargs)
             grads = list(grads)
@@ -92,6 +93,8 @@ def gradients_reduced(
             sums = zip(added, addends, reduced, strict=True)
             chosen = [next((one for one in given if one is not None), None) for given in sums]
             return apply(self, chosen, trainable_variables, **kwargs)
+        finally:
+            _nested.apply = False
 
     return tf_compat.methods_wrapped(tf_compat.loaded_classes(keras.Optimizer), "apply", reducing)
 
@@ -141,12 +144,3 @@ def functions_inlined() -> contextlib.AbstractContextManager[None]:
         return tf_compat.autograph_converted(self.python_function)(*args, **kwargs)
 
     return tf_compat.methods_wrapped([tf_compat.function_class()], "__call__", inlining)
-
-
-@contextlib.contextmanager
-def _nesting() -> Iterator[None]:
-    _nested.apply = True
-    try:
-        yield
-    finally:
-        _nested.apply = False

@@ -85,10 +85,10 @@ class PartitionedSlot(Holder):
     def __init__(
         self, variable: tf.Variable, place: Place, partitions: Sequence[tf.Variable], processes: Processes | None
     ) -> None:
-        """Take over a variable, with its value.
+        """Take over an optimizer's variable, with its value.
 
         Args:
-            variable: the optimizer's; it is not kept alive.
+            variable: is not kept alive.
             place: of its weight.
             partitions: [n] the variables of this process' towers.
             processes: if there are several; else None.

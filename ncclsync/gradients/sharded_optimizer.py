@@ -30,15 +30,10 @@ Copies = Callable[[tf.Variable], list[tf.Variable]]
 
 
 class _Group(NamedTuple):
-    """Hold the weights of one flat variable, and that variable on tower 0."""
+    """Hold the weights of one flat variable and their places in it, and that variable on tower 0."""
 
-    weights: tuple[Any, ...]
-    places: tuple[Place, ...]
+    pairs: list[tuple[Any, Place]]
     flat: keras.Variable
-
-    @property
-    def pairs(self) -> list[tuple[Any, Place]]:
-        return list(zip(self.weights, self.places, strict=True))
 
 
 class _Sharded:
@@ -51,7 +46,7 @@ class _Sharded:
         _check(optimizer, weights)
         self.twin = keras_optimizers.twin_of(optimizer)
         self.groups = _groups(optimizer, weights, sharding.bucket_bytes, sharding.towers)
-        kept = [group.flat for group in self.groups if not keras_optimizers.decays(optimizer, group.weights[0])]
+        kept = [group.flat for group in self.groups if not keras_optimizers.decays(optimizer, group.pairs[0][0])]
         if kept:
             self.twin.exclude_from_weight_decay(var_list=[flat.value for flat in kept])
         self.twin.build([group.flat for group in self.groups])
@@ -93,23 +88,19 @@ class _Sharded:
             part = parts.get(id(weight))
             part = place.part(gradients[id(weight)], tower) if part is None else part
             parts[id(weight)] = tf.cast(part, weight.dtype)
-        flat_gradients = [tf.concat([parts[id(w)] for w in group.weights], 0) for group in self.groups]
+        flat_gradients = [tf.concat([parts[id(w)] for w, _ in group.pairs], 0) for group in self.groups]
         for group in self.groups:
             held = [place.part(tf.convert_to_tensor(weight), tower) for weight, place in group.pairs]
             group.flat.assign(tf.concat(held, 0))
         keras_optimizers.apply_gradients(self.twin, flat_gradients, [group.flat for group in self.groups])
-        updated = [tf.convert_to_tensor(group.flat) for group in self.groups for _ in group.weights]
+        updated = [tf.convert_to_tensor(group.flat) for group in self.groups for _ in group.pairs]
         sent = [flat[tf.newaxis, place.begin : place.end] for flat, (_, place) in zip(updated, pairs, strict=True)]
         for (weight, place), rows in zip(pairs, context.exchange(sent, GATHERED), strict=True):
             weight.assign(place.whole(rows, weight.shape))
 
 
 class OptimizerSharding:
-    """Divide the state of a model's or a step's optimizers among its towers.
-
-    Attributes:
-        towers, bucket_bytes, processes: as given.
-    """
+    """Divide the state of a model's or a step's optimizers among its towers."""
 
     def __init__(self, towers: int, bucket_bytes: int, processes: Processes | None = None) -> None:
         """Divide nothing yet: an optimizer is divided when a step that it updates is first traced.
@@ -152,11 +143,7 @@ class OptimizerSharding:
         return addends
 
     def hooks(self, copies: Copies) -> contextlib.AbstractContextManager[None]:
-        """Let optimizers update partitions, in a step that is traced.
-
-        Args:
-            copies: returns the towers' copies of a variable of tower 0's.
-        """
+        """Let optimizers update partitions, in a traced step; `copies` returns the towers' copies of a variable."""
 
         @tf_compat.wrapping
         def sharding(update, optimizer, grads, trainable_variables):
@@ -168,23 +155,23 @@ class OptimizerSharding:
 
         return keras_optimizers.updates_wrapped(sharding)
 
+    def _slots(self) -> list[PartitionedSlot]:
+        return [slot for sharded in self._sharded.values() for slot in sharded.slots]
+
     def divide(self) -> None:
         """Send Python's writes into optimizers' variables to the towers, before a step, and free these variables."""
-        for sharded in self._sharded.values():
-            for slot in sharded.slots:
-                slot.divide()
+        for slot in self._slots():
+            slot.divide()
 
     def make_whole(self) -> None:
         """Let optimizers' variables hold the whole of the towers' parts. Collective, with several processes."""
-        for sharded in self._sharded.values():
-            for slot in sharded.slots:
-                slot.make_whole()
+        for slot in self._slots():
+            slot.make_whole()
 
     def release(self) -> None:
         """Give all optimizers their state back."""
-        for sharded in self._sharded.values():
-            for slot in sharded.slots:
-                slot.release()
+        for slot in self._slots():
+            slot.release()
         self._sharded.clear()
 
     def _update(
@@ -253,26 +240,23 @@ def _check_scalars(optimizer: keras.Optimizer, weight: Any) -> None:
         )
 
 
-def _groups(optimizer: keras.Optimizer, weights: Sequence[Any], bucket_bytes: int, towers: int) -> tuple[_Group, ...]:
+def _groups(optimizer: keras.Optimizer, weights: Sequence[Any], bucket_bytes: int, towers: int) -> list[_Group]:
     """Put weights of one dtype, device and treatment into flat variables, in the order of the weights."""
-    kinds: dict[Any, list[tuple[list[Any], list[Place]]]] = {}
+    kinds: dict[Any, list[list[tuple[Any, Place]]]] = {}  # the pairs of each flat variable
     for weight in weights:
         value = tf_compat.backend_variable(weight)
-        decayed = keras_optimizers.decays(optimizer, weight)
-        lists = kinds.setdefault((value.dtype, value.device, decayed), [])
+        flats = kinds.setdefault((value.dtype, value.device, keras_optimizers.decays(optimizer, weight)), [])
         elements = int(value.shape.num_elements())
         length = -(-elements // towers)
-        most = bucket_bytes // value.dtype.size // towers
-        begin = lists[-1][1][-1].end if lists else 0
-        if not lists or begin + length > most:
+        begin = flats[-1][-1][1].end if flats else 0
+        if not flats or begin + length > bucket_bytes // value.dtype.size // towers:
             begin = 0
-            lists.append(([], []))
-        lists[-1][0].append(weight)
-        lists[-1][1].append(Place(begin, length, elements, towers))
+            flats.append([])
+        flats[-1].append((weight, Place(begin, length, elements, towers)))
     groups: list[_Group] = []
-    for (_, device, _), lists in kinds.items():
-        for members, places in lists:
+    for (dtype, device, _), flats in kinds.items():
+        for pairs in flats:
             with tf.device(device):
-                flat = keras.Variable(tf.zeros([places[-1].end], members[0].dtype), name=f"partition_{len(groups)}")
-            groups.append(_Group(tuple(members), tuple(places), flat))
-    return tuple(groups)
+                flat = keras.Variable(tf.zeros([pairs[-1][1].end], dtype), name=f"partition_{len(groups)}")
+            groups.append(_Group(pairs, flat))
+    return groups

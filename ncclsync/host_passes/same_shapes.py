@@ -102,7 +102,7 @@ class Shapes:
         """Return the numbers of a small tensor of integers in both cases; None if they are not known."""
         if name not in self._values:
             self._values[name] = None
-            op, (shape, dtype) = self._graph.by_name.get(op_name(name)), (self.spec(name).shape, self.spec(name).dtype)
+            op, (shape, dtype) = self._graph.producer(name), (self.spec(name).shape, self.spec(name).dtype)
             small = dtype.is_integer and shape.rank in (0, 1) and (shape.num_elements() or 0) <= SMALL
             if op is not None and small and not tf_compat.is_stateful(op) and not tf_compat.calls_functions(op):
                 with contextlib.suppress(*_IMPOSSIBLE):

@@ -18,12 +18,7 @@ class Functions:
     """Hold the functions of one traced step, by name, as graphs."""
 
     def __init__(self, definitions: dict[str, Any], outer: Any) -> None:
-        """Know the definitions.
-
-        Args:
-            definitions: by name, FunctionDefs.
-            outer: the graph that calls them.
-        """
+        """Know the FunctionDefs, by name, and the graph that calls them."""
         self._definitions = definitions
         self._outer = outer
         self._graphs: dict[tuple[str, tuple[str, ...]], Any] = {}
@@ -48,12 +43,7 @@ class Functions:
         return [f.name for value in attributes for f in (value.func, *value.list.func) if f.name]
 
     def taken_by(self, op: tf.Operation, chosen: Any) -> list[str]:
-        """Return the names of the functions that a branch may run.
-
-        Args:
-            op: the branch.
-            chosen: the value of what it chooses by; None: it is not known.
-        """
+        """Return the names of the functions that a branch may run that chooses by this value; None: it is not known."""
         names = self.called_by(op)
         if chosen is None or np.ndim(chosen) or np.asarray(chosen).dtype.kind not in "bi":
             return names

@@ -19,12 +19,7 @@ class Holder(abc.ABC):
     """Hold what some towers have of one variable, beside the variable itself."""
 
     def __init__(self, variable: tf.Variable, forget: Callable[[], None] | None = None) -> None:
-        """Prepare; nothing is tracked yet.
-
-        Args:
-            variable: is not kept alive.
-            forget: is called when it is deleted.
-        """
+        """Track nothing yet. The variable is not kept alive; `forget` is called when it is deleted."""
         self._variable = weakref.ref(variable, lambda _: forget() if forget is not None else None)
 
     @property

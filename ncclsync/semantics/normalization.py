@@ -4,8 +4,7 @@ Without a hook its moments would be the batch's anyway, in two exchanges each wa
 """
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -20,31 +19,25 @@ from ncclsync.compat import tensorflow as tf_compat
 def moments_of_layers(by_batch: bool = False) -> Iterator[None]:
     """Let `BatchNormalization` normalise by a tower's own rows; `by_batch`, or if `synchronized`, by the batch's."""
 
-    def choosing(moments: Callable) -> Callable:
-        @functools.wraps(moments)
-        def chosen_moments(self, inputs, mask):
-            context = ops.current_context()
-            if context is None or not context.can_exchange():
-                return moments(self, inputs, mask)
-            if by_batch or self.synchronized:
-                return batch_moments(inputs, keras_compat.reduction_axes(self), mask)
-            (inputs,) = ops.to_local([inputs], by_choice=True)
-            if mask is not None:
-                (mask,) = ops.to_local([mask], by_choice=True)
-            return tuple(ops.from_local(list(moments(self, inputs, mask)), by_choice=True))
+    @tf_compat.wrapping
+    def choosing(moments, self, inputs, mask):
+        context = ops.current_context()
+        if context is None or not context.can_exchange():
+            return moments(self, inputs, mask)
+        if by_batch or self.synchronized:
+            return batch_moments(inputs, keras_compat.reduction_axes(self), mask)
+        (inputs,) = ops.to_local([inputs], by_choice=True)
+        if mask is not None:
+            (mask,) = ops.to_local([mask], by_choice=True)
+        return tuple(ops.from_local(list(moments(self, inputs, mask)), by_choice=True))
 
-        return chosen_moments
-
-    def choosing_op(moments: Callable) -> Callable:
-        @functools.wraps(moments)
-        def chosen_moments(x, axes, keepdims):
-            context = ops.current_context()
-            if context is None or not context.can_exchange():
-                return moments(x, axes, keepdims)
-            mean, variance = batch_moments(x, tf.nest.flatten(axes), None)
-            return (_expanded(mean, x, axes), _expanded(variance, x, axes)) if keepdims else (mean, variance)
-
-        return chosen_moments
+    @tf_compat.wrapping
+    def choosing_op(moments, x, axes, keepdims):
+        context = ops.current_context()
+        if context is None or not context.can_exchange():
+            return moments(x, axes, keepdims)
+        mean, variance = batch_moments(x, tf.nest.flatten(axes), None)
+        return (_expanded(mean, x, axes), _expanded(variance, x, axes)) if keepdims else (mean, variance)
 
     classes = tf_compat.loaded_classes(keras.layers.BatchNormalization)
     with (

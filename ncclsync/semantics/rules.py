@@ -361,9 +361,9 @@ def _reduce(call: Call) -> Sequence[Placement] | None:
         return None
     call.inputs[0] = counted(placed)
     along = {int(axis) % rank for axis in np.ravel(over)}
-    letters = "".join("-" * call.op.get_attr("keep_dims") if axis in along else _AXES[axis] for axis in range(rank))
+    made = "".join("-" * call.op.get_attr("keep_dims") if axis in along else _AXES[axis] for axis in range(rank))
     reduced = None if call.op.type == "Mean" and not dtype.is_floating else _REDUCED.get(call.op.type)
-    return _by_letters(call, [_AXES[:rank], None], [letters], reduced)
+    return _by_letters(call, [_AXES[:rank], None], [made], reduced)
 
 
 @rule_for("BiasAdd BiasAddV1 BiasAddGrad")

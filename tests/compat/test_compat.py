@@ -1068,7 +1068,8 @@ def test_run_op():
     def step(x, y):
         loop = tf.while_loop(lambda i, total: i < 3, lambda i, total: (i + 1, total * 2.0), (0, x))[1]
         parts = tf.split(tf.concat([x, y], 0), 2)
-        return loop, tf.reshape(tf.nn.max_pool2d(tf.reshape(x, [1, 2, 2, 1]), 2, 1, "VALID"), [1]), parts, tf.no_op()
+        tf.no_op()
+        return loop, tf.reshape(tf.nn.max_pool2d(tf.reshape(x, [1, 2, 2, 1]), 2, 1, "VALID"), [1]), parts
 
     function = tf.function(step, autograph=False).get_concrete_function(*[tf.TensorSpec([4])] * 2)
     ops = {op.type: op for op in function.graph.get_operations()}

@@ -306,8 +306,8 @@ def test_real_nccl_tells_its_cuda():
 )
 def test_numbers_of_versions(number, nccl, cudnn):
     """The libraries' own codes, old and new."""
-    assert libraries.nccl_version(number) == nccl
-    assert libraries.cudnn_version(number) == cudnn
+    assert libraries.version_text("ncclGetVersion", number) == nccl
+    assert libraries.version_text("cudnnGetVersion", number) == cudnn
 
 
 def test_crash_keeps_what_was_known(monkeypatch, tmp_path):

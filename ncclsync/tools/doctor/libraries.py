@@ -8,7 +8,7 @@ import os
 import pathlib
 import re
 import subprocess
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from ncclsync.tools.doctor.facts import Libraries, Library
 
@@ -25,6 +25,9 @@ _LOADS = {
 # They share one libnccl file, which the last one installed has written.
 _NCCL_PACKAGES = ("nvidia-nccl-cu11", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
+# Numbers of versions from which on the minor version has two digits: NCCL 2.9, cuDNN 9.
+_TWO_DIGITS_FROM = {"ncclGetVersion": 10000, "cudnnGetVersion": 90000}
+
 _BUILT_WITH = re.compile(rb"NCCL version [0-9.]+\+cuda([0-9]+\.[0-9]+)")
 
 
@@ -32,14 +35,12 @@ def read_libraries() -> Libraries:
     """Load NCCL, CUDA's runtime and cuDNN, and ask each for its version. Needs neither GPU nor driver."""
     return Libraries(
         nccl=_read_nccl(),
-        nccl_copies=tuple(
-            Library(_version(path, "ncclGetVersion", nccl_version), path, _built_with(path)) for path in nccl_files()
-        ),
+        nccl_copies=tuple(Library(_version(path, "ncclGetVersion"), path, _built_with(path)) for path in nccl_files()),
         nccl_packages=tuple(f"{name} {version}" for name in _NCCL_PACKAGES if (version := installed(name))),
-        cuda_runtime=_read("cuda_runtime", "cudaRuntimeGetVersion", _cuda_version, "NCCLSYNC_CUDART_LIBRARY"),
-        cudnn=_read("cudnn", "cudnnGetVersion", cudnn_version),
+        cuda_runtime=_read("cuda_runtime", "cudaRuntimeGetVersion", "NCCLSYNC_CUDART_LIBRARY"),
+        cudnn=_read("cudnn", "cudnnGetVersion"),
         missing=tuple(file for package, file in _LOADS.items() if not (wheel_file(package, file) or _load(file))),
-        driver_cuda=_version("libcuda.so.1", "cuDriverGetVersion", _cuda_version),
+        driver_cuda=_version("libcuda.so.1", "cuDriverGetVersion"),
     )
 
 
@@ -108,8 +109,8 @@ def _read_nccl() -> Library:
     return Library(version, path, _built_with(path))
 
 
-def _read(package: str, function: str, dotted: Callable[[int], str], variable: str = "") -> Library:
-    """Load a library of `_LOADS`, or what a variable names, and ask its function for the version, for `dotted`."""
+def _read(package: str, function: str, variable: str = "") -> Library:
+    """Load a library of `_LOADS`, or what a variable names, and ask its function for the version."""
     file = _LOADS[package]
     path = os.environ.get(variable) or wheel_file(package, file) or file
     try:
@@ -117,19 +118,27 @@ def _read(package: str, function: str, dotted: Callable[[int], str], variable: s
     except OSError as error:
         return Library(error=str(error))
     found = path if "/" in path else mapped(file.partition(".so")[0] + ".") or path
-    return Library(_version(path, function, dotted), found)
+    return Library(_version(path, function), found)
 
 
-def _version(path: str, function: str, dotted: Callable[[int], str]) -> str | None:
+def _version(path: str, function: str) -> str | None:
     """Call a library's function for its version, which all write to a pointer, but cuDNN's returns."""
     call, number = getattr(_load(path), function, None), ctypes.c_int(0)
     if call is None:
         return None
     if function == "cudnnGetVersion":
         call.restype = ctypes.c_size_t
-        return dotted(call())
+        return version_text(function, call())
     failed = call(ctypes.byref(number))
-    return None if failed or not number.value else dotted(number.value)
+    return None if failed or not number.value else version_text(function, number.value)
+
+
+def version_text(function: str, number: int) -> str:
+    """Return a version, such as "2.32.3", of the number that a library's function gives; of CUDA "12.9"."""
+    if function not in _TWO_DIGITS_FROM:
+        return f"{number // 1000}.{number % 1000 // 10}"
+    thousand = 10000 if number >= _TWO_DIGITS_FROM[function] else 1000
+    return f"{number // thousand}.{number % thousand // 100}.{number % 100}"
 
 
 def _load(path: str) -> ctypes.CDLL | None:
@@ -147,21 +156,3 @@ def _built_with(path: str) -> str | None:
             return found[1].decode() if found else None
     except (OSError, ValueError):
         return None
-
-
-def nccl_version(number: int) -> str:
-    """Return a version as NCCL's name for it; until 2.8 the minor version had one digit."""
-    return _dotted(number, 10000 if number >= 10000 else 1000)
-
-
-def cudnn_version(number: int) -> str:
-    """Return a version as cuDNN's name for it; until 8 the minor version had one digit."""
-    return _dotted(number, 10000 if number >= 90000 else 1000)
-
-
-def _cuda_version(number: int) -> str:
-    return f"{number // 1000}.{number % 1000 // 10}"
-
-
-def _dotted(number: int, thousand: int) -> str:
-    return f"{number // thousand}.{number % thousand // 100}.{number % 100}"

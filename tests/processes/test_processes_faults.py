@@ -1,9 +1,12 @@
 """One of several processes fails, ends, stops, or does something else: the others end with an error that says so."""
 
 import re
+import subprocess
+import sys
 import time
 
 import pytest
+from processes import SCRIPTS, environment, free_port
 
 WORDS = {
     "raises": ("ValueError after . s: told to fail", r"process 1 on \S+: ValueError: told to fail"),
@@ -119,3 +122,22 @@ def test_killed_process(mpirun, seconds):
     done = mpirun(2, "faults.py", "killed", seconds)
     assert re.search(r"process rank 1 .*exited on\s+signal 9", done.stderr, re.DOTALL), done.stderr
     assert time.monotonic() - began < 60
+
+
+@pytest.mark.slow
+def test_killed_process_without_a_launcher():
+    """Nobody ends the other: it names the one that is gone within 30 s."""
+    port, started = str(free_port()), []
+    for rank in range(2):
+        own = {"RANK": str(rank), "SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_SIZE": "2"}
+        variables = {f"OMPI_COMM_WORLD_{name}": value for name, value in own.items()}
+        variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        command = [sys.executable, SCRIPTS / "faults.py", "killed", "0.5"]
+        started.append(subprocess.Popen(command, env=environment(**variables), stderr=subprocess.PIPE, text=True))
+    assert started[1].wait(200) == -9
+    began = time.monotonic()
+    _, errors = started[0].communicate(timeout=60)
+    assert re.search(r"ProcessError: .*nothing for 10 s from process 1 on \S+, which is stopped, killed", errors), (
+        errors
+    )
+    assert time.monotonic() - began < 30

@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ncclsync.communicator import messages, native, timeouts
-from ncclsync.communicator.messages import MOST_BYTES, SEAL_BYTES, MessageError, Seal
+from ncclsync.communicator.messages import SEAL_BYTES, MessageError, Seal
 from ncclsync.errors import NcclSyncError
 
 _logger = logging.getLogger("ncclsync")
@@ -36,7 +36,7 @@ _MAGIC = b"ncclsync"
 _IDENT_BYTES = 16
 _LENGTH = struct.Struct("<Q")
 _MOST_HELLO = 256  # bytes of the first message of a connection
-_MOST_GIVEN = 1 << 36
+_MOST = 1 << 36
 _MOST_STRANGERS = 256  # connections whose first message has not come yet
 FOR_EVER_S = 7 * 86400.0
 _HELLO_S = 10.0
@@ -63,22 +63,20 @@ class _Connection:
         head = self._seal.sealed(f"{about} head", _LENGTH.pack(len(data)))
         self.raw.sendall(head + self._seal.sealed(about, data))
 
-    def receive(self, most_bytes: Callable[[], int]) -> Any:
+    def receive(self, most_bytes: int = _MOST) -> Any:
         self._received += 1
         about = f"{self._receives} {self._received}"
         head = self._seal.opened(f"{about} head", read_exactly(self.raw, SEAL_BYTES + _LENGTH.size))
         (length,) = _LENGTH.unpack(head)
-        if length > most_bytes():
-            raise MessageError(f"Expected at most {most_bytes()} bytes. Received: {length}")
+        if length > most_bytes:
+            raise MessageError(f"Expected at most {most_bytes} bytes. Received: {length}")
         return messages.read(self._seal.opened(about, read_exactly(self.raw, SEAL_BYTES + length)), length)
 
     def post(self, *values: Any) -> None:
         """Send a tuple once `start` was called, without waiting: the reader may have stopped."""
         self._waiting.put(values)
 
-    def start(
-        self, hear: Callable[..., None], lose: Callable[[Exception], None], most_bytes: Callable[[], int]
-    ) -> None:
+    def start(self, hear: Callable[..., None], lose: Callable[[Exception], None]) -> None:
         """Pass on what comes, in a thread, to `hear`; and why no more comes to `lose`. Send in a second thread."""
 
         def send() -> None:
@@ -89,7 +87,7 @@ class _Connection:
         def receive() -> None:
             try:
                 while True:
-                    hear(*self.receive(most_bytes))
+                    hear(*self.receive())
             except (OSError, NcclSyncError, TypeError, ValueError) as error:
                 self._waiting.put(None)
                 self.raw.close()
@@ -158,8 +156,7 @@ class _Hub:
 class Awaited:
     """Wait for what process 0 was asked."""
 
-    def __init__(self, most_bytes: int) -> None:
-        self.most_bytes = most_bytes
+    def __init__(self) -> None:
         self.value: Any = None  # once it has come
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
@@ -251,7 +248,7 @@ class _Door:
             ident = secrets.token_bytes(_IDENT_BYTES)
             raw.sendall(_MAGIC + self._offer + ident)
             connection = _Connection(raw, self._seal, ident.hex(), is_server=True)
-            hello = connection.receive(lambda: _MOST_HELLO)
+            hello = connection.receive(_MOST_HELLO)
             if not (isinstance(hello, tuple) and list(map(type, hello)) == [int, int, str]):
                 raise MessageError(f"Expected a number, a count and a word. Received: {hello!r}")
             rank, size, kind = hello
@@ -305,7 +302,6 @@ class Service:
         self._size, self._rank = size, rank
         self.notices: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._lost = (math.inf, "")  # since when, and why, process 0 is not reached any more
-        self._lock = threading.Lock()
         self._awaited: dict[tuple[str, int], Awaited] = {}
         self._questions = itertools.count()
         self._data: dict[int, socket.socket] = {}
@@ -329,21 +325,21 @@ class Service:
         self._connection = self._connect(0, where, _REQUESTS, until, join_s)
         self._beat(0, self._connect(0, where, _BEATS, until, join_s))
         self._ask = self._connection.post
-        self._connection.start(self._hear, self._lose, self._most)
+        self._connection.start(self._hear, self._lose)
 
     def give(self, number: int, value: bytes, most_bytes: int) -> Awaited:
         """Give a value; wait for [size] those of all processes; of one of more than `most_bytes`, for its length.
 
         Whoever gives one of a number gives none of lower numbers any more.
         """
-        awaited = self._expect("given", number, self._size * most_bytes)
+        awaited = self._expect("given", number)
         self._ask("give", number, (value, most_bytes))
         return awaited
 
     def who(self, number: int, wait_s: float) -> list[int]:
         """Return which processes have given a value of a number that not all have given; [] if process 0 is silent."""
         question = next(self._questions)
-        awaited = self._expect("who", question, MOST_BYTES)
+        awaited = self._expect("who", question)
         self._ask("who", number, question)
         return awaited.value if awaited.wait(wait_s) else []
 
@@ -405,29 +401,22 @@ class Service:
                 _logger.warning("A process is served no longer: %s", error)
 
         self._hub.join(rank, connection.post)
-        connection.start(functools.partial(self._hub.hear, rank), lose, lambda: _MOST_GIVEN)
+        connection.start(functools.partial(self._hub.hear, rank), lose)
 
-    def _expect(self, what: str, number: int, most_bytes: int) -> Awaited:
-        with self._lock:
-            awaited = self._awaited[what, number] = Awaited(most_bytes)
-        return awaited
+    def _expect(self, what: str, number: int) -> Awaited:
+        return self._awaited.setdefault((what, number), Awaited())
 
     def _hear(self, what: str, number: int, value: Any) -> None:
         """Hear process 0."""
         if what == "notice":
             self.notices.put(value)
             return
-        with self._lock:
-            awaited = self._awaited.pop((what, number), None)
+        awaited = self._awaited.pop((what, number), None)
         if awaited is not None:
             awaited.put(value)
 
     def _lose(self, error: Exception) -> None:
         self._lost = time.monotonic(), str(error) or type(error).__name__
-
-    def _most(self) -> int:
-        with self._lock:
-            return max((one.most_bytes for one in self._awaited.values()), default=0) + 2 * MOST_BYTES
 
     def _connect(self, other: int, where: tuple[str, int], kind: str, until: float, join_s: float) -> _Connection:
         while True:
@@ -456,7 +445,7 @@ class Service:
         connection = _Connection(raw, self._seal, ident.hex(), is_server=False)
         connection.send((self._rank, self._size, kind))
         try:
-            refused = connection.receive(lambda: MOST_BYTES)
+            refused = connection.receive()
         except ConnectionResetError:
             raise MessageError(
                 f"Expected process 0 at {self.address} to take this process. Received: an end of the connection. Give "

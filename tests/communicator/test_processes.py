@@ -123,7 +123,7 @@ class Hub:
         self.notices, self.said, self.numbers = queue.SimpleQueue(), [], ()
 
     def give(self, number, value, most_bytes):
-        awaited = Awaited(most_bytes)
+        awaited = Awaited()
         awaited.put([value, value])
         return awaited
 

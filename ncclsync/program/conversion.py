@@ -38,6 +38,12 @@ class Conversions(Placer):
         placed: by the traced tensor's name: what stands for it on a tower, and how that is placed.
         declared: lengths that are fixed, of so many rows for each sample.
         costs: of the step.
+        converted: tensors that stand for others, by what they stand for and both placements.
+        rows_of: PARTIAL tensors that have as many rows as the batch, once whole, with the placement of these.
+        differing: names of tensors that may differ between towers.
+        reduced_reads: names of reads of metric state that were reduced.
+        order, appended: the ops that are computed, in their order; their names.
+        joins_slices: ops that put the slices of a weight that is used several times one after the other.
     """
 
     def __init__(self, graph: StepGraph) -> None:
@@ -56,33 +62,32 @@ class Conversions(Placer):
         self.placed: dict[str, tuple[tf.Tensor, Placement]] = {}
         self.declared = {(int(variable.shape[0]), each) for _, variable, each in graph.opened}
         self.costs = Costs(self.functions, self.axes)
-        self._converted: dict[tuple[str, Placement, Placement], tf.Tensor] = {}
+        self.converted: dict[tuple[str, Placement, Placement], tf.Tensor] = {}
         self._exchanged: dict[tuple[str, Collective, str | None], tf.Tensor] = {}
         self._extents: dict[str, tuple[tf.Tensor, tf.Tensor, tf.Tensor]] = {}
-        self._rows_of: dict[str, Placement] = {}  # of PARTIAL tensors that have as many rows as the batch, once whole
-        self._differs = graph.differing
-        self._sums: set[str] = set()  # reads of metric state that were reduced
-        self._order: list[tf.Operation] = []
-        self._appended: set[str] = set()
+        self.rows_of: dict[str, Placement] = {}
+        self.differing = graph.differing
+        self.reduced_reads: set[str] = set()
+        self.order: list[tf.Operation] = []
+        self.appended: set[str] = set()
         self._seen = len(graph.tf_graph.get_operations())
         self._line_of: dict[str, str] = {}
         marked = [name for name, mark in graph.marks.items() if mark.purpose == Purpose.SLICES and name in graph.inputs]
-        # They put the slices of a weight that is used several times one after the other, to be gathered.
-        self._joins_slices = {op_name(tensor) for name in marked for tensor in graph.inputs[name]} & {
+        self.joins_slices = {op_name(tensor) for name in marked for tensor in graph.inputs[name]} & {
             op.name for op in graph.ops if op.type == "ConcatV2"
         }
 
-    def _append(self, op: tf.Operation) -> None:
+    def append(self, op: tf.Operation) -> None:
         """Compute an op next, unless it was computed before."""
-        if op.name in self._appended:
+        if op.name in self.appended:
             return
-        self._appended.add(op.name)
-        self._order.append(op)
-        if any(name in self._differs for name in self.graph.inputs[op.name]):
+        self.appended.add(op.name)
+        self.order.append(op)
+        if any(name in self.differing for name in self.graph.inputs[op.name]):
             self.graph.local.add(op.name)
 
     @contextlib.contextmanager
-    def _building(self) -> Iterator[None]:
+    def building(self) -> Iterator[None]:
         """Take over the ops that are made meanwhile, to be computed before the op that is being placed."""
         graph = self.graph
         with graph.tf_graph.as_default(), tf.name_scope("ncclsync_partition/"), tf.device(None):
@@ -95,9 +100,9 @@ class Conversions(Placer):
             graph.functions.update((definition.signature.name, definition) for definition in definitions)
         for op in made:
             graph.take_in(op)
-            self._append(op)
+            self.append(op)
             if op.name in graph.local:
-                self._differs.update(output.name for output in op.outputs)
+                self.differing.update(output.name for output in op.outputs)
 
     def exchange(
         self, tensor: tf.Tensor, collective: Collective, op: tf.Operation, when: str | None = None
@@ -115,7 +120,7 @@ class Conversions(Placer):
         line = self._line_of[op.name]
         graph.exchanges[result.name] = Exchange(tensor.name, result.name, collective, shape, tensor.dtype, when, line)
         if collective.differs:
-            self._differs.add(result.name)
+            self.differing.add(result.name)
         return self._exchanged.setdefault(key, result)
 
     def convert(self, tensor: tf.Tensor, before: Placement, after: Placement, op: tf.Operation) -> tf.Tensor:
@@ -123,18 +128,18 @@ class Conversions(Placer):
         if serves(before, after):
             return tensor
         key = (tensor.name, before, after)
-        if key not in self._converted:
-            with self._building():
-                self._converted[key] = self._convert(tensor, before, after, op)
-        return self._converted[key]
+        if key not in self.converted:
+            with self.building():
+                self.converted[key] = self._convert(tensor, before, after, op)
+        return self.converted[key]
 
     def reduced(self, tensor: tf.Tensor) -> Placement:
         """See `Placer`."""
-        return self._rows_of.get(tensor.name, REPLICATE)
+        return self.rows_of.get(tensor.name, REPLICATE)
 
     def spares(self, tensor: tf.Tensor, placed: Placement, depth: int = 8) -> bool:
         """Return whether every tower can compute all of a tensor by so many element-wise ops of what it has whole."""
-        if placed.whole or (placed.kind is not Kind.LOCAL and (tensor.name, placed, REPLICATE) in self._converted):
+        if placed.whole or (placed.kind is not Kind.LOCAL and (tensor.name, placed, REPLICATE) in self.converted):
             return True
         op, given = tensor.op, self.graph.traced_inputs.get(tensor.op.name)
         if not depth or given is None or op.type not in rules.ELEMENTWISE | rules.MOVING:
@@ -163,7 +168,7 @@ class Conversions(Placer):
             counts = np.reshape(after.counts, tensor.shape if tensor.shape.is_fully_defined() else [-1])
             return tf.where(np.equal(counts, 0), tensor, counts * tf.cast(self.share.rows, tensor.dtype))
         if after.kind is Kind.SHARD:
-            return self._rows_of_tower(tensor, rules.counted(after), op)
+            return self.rows_of_tower(tensor, rules.counted(after), op)
         if after == SUM:
             if tensor.name not in self.graph.exchanges and is_zero(tensor):
                 return tensor
@@ -172,18 +177,18 @@ class Conversions(Placer):
 
     def _made_whole(self, tensor: tf.Tensor, before: Placement, op: tf.Operation) -> tf.Tensor:
         if before.kind is Kind.ITEMS:
-            return self._anew(tensor)
+            return self.anew(tensor)
         if tensor.dtype in (tf.resource, tf.variant):
             raise Refused(f"needs {tensor.name}, of dtype {tensor.dtype.name}, which cannot be sent")
         if before.kind is Kind.SHARD:
             if not self.spares(tensor, before):
                 return self._gathered(tensor, before, op)
             self.costs.repeat(tensor.op)
-            return self._anew(tensor)
+            return self.anew(tensor)
         if before.kind is Kind.PARTIAL:
             addend = tf.cast(tensor, tf.int32) if tensor.dtype == tf.bool else tensor
             if tensor.op.type == "ReadVariableOp":
-                self._sums.add(tensor.op.name)
+                self.reduced_reads.add(tensor.op.name)
             reduced = self.exchange(addend, Collective(CollectiveKind.ALL_REDUCE, before.op), op)
             if (size := self.costs.roofline.size_bytes(addend)).power and op.name not in self.graph.marks:
                 self.costs.receive(op, size, CollectiveKind.ALL_REDUCE)
@@ -193,7 +198,7 @@ class Conversions(Placer):
         if before.kind is Kind.LOCAL:
             if tensor.dtype.is_floating and before.op == "mean":
                 return self.exchange(tensor, Collective(CollectiveKind.ALL_REDUCE, "mean"), op)
-            return self._followed(tensor, op)
+            return self.followed(tensor, op)
         numbers = uneven.numbered(before)
         if numbers is not None and before.op in ("own", "every") and before.counts[0] > 0:
             return self.convert(self.convert(tensor, before, numbers, op), numbers, REPLICATE, op)
@@ -201,7 +206,7 @@ class Conversions(Placer):
             lengths = self.exchange(tensor[1:] - tensor[:-1], GATHER, op)
             return tf.concat([tf.zeros([1], lengths.dtype), tf.cumsum(lengths)], 0)
         if before.kind in RECOMPUTED:  # such as a cast of the rows' places
-            return self._anew(tensor)
+            return self.anew(tensor)
         raise Refused(f"needs the whole of {tensor.name}, which is placed as {before}")
 
     def _total_counts(self, tensor: tf.Tensor, before: Placement, op: tf.Operation) -> tf.Tensor:
@@ -216,23 +221,23 @@ class Conversions(Placer):
             counted = tf.where(each > 0, each, tensor // rows) * total
         return counted if np.all(counts) else tf.where(tf.equal(each, 0), tensor, counted)
 
-    def _followed(self, tensor: tf.Tensor, op: tf.Operation) -> tf.Tensor:
+    def followed(self, tensor: tf.Tensor, op: tf.Operation) -> tf.Tensor:
         """Give all towers the tensor of tower 0."""
         if tensor.dtype.name in native.DTYPES and tensor.shape.is_fully_defined():
             return self.exchange(tensor, FOLLOW, op)
         first = tf.equal(self.share.tower, 0)
         flat, shape = tf.reshape(tensor, [-1]), tf.shape(tensor)
         flat, shape = (one[: tf.where(first, tf.size(one), 0)] for one in (flat, shape))
-        return self._received_whole(flat, shape, tensor, op)
+        return self.received_whole(flat, shape, tensor, op)
 
-    def _received_whole(self, flat: tf.Tensor, shape: tf.Tensor, like: tf.Tensor, op: tf.Operation) -> tf.Tensor:
+    def received_whole(self, flat: tf.Tensor, shape: tf.Tensor, like: tf.Tensor, op: tf.Operation) -> tf.Tensor:
         """Return what tower 0 sends, of any dtype and shape; the others add no elements to it."""
         for one in (flat, shape):
             one.set_shape([None])
         values, lengths = self.exchange(flat, GATHER, op), self.exchange(shape, GATHER, op)
         return tf.ensure_shape(tf.reshape(values, lengths), like.shape)
 
-    def _anew(self, tensor: tf.Tensor) -> tf.Tensor:
+    def anew(self, tensor: tf.Tensor) -> tf.Tensor:
         """Compute a tensor again from whole inputs, since lists of tensors and axes cannot be sent."""
         op = tensor.op
         if tf_compat.written_handles(op) or self.functions.hides_state(op, REPEATABLE):
@@ -257,7 +262,7 @@ class Conversions(Placer):
                 moved = tf.reshape(moved, tf.concat([[before.blocks, -1], rest], 0))
                 moved = _swapped(moved, rank)  # [rows, blocks, ...]
         whole = self.exchange(moved, GATHER, op)
-        if op.name not in self.graph.marks and op.name not in self._joins_slices:
+        if op.name not in self.graph.marks and op.name not in self.joins_slices:
             lengths = self.costs.roofline.lengths(tensor)
             others = lengths[: before.axis] + lengths[before.axis + 1 :]
             rows = Size(max(before.each, 1) * max(before.blocks, 1) * max(tensor.dtype.size, 1), 1)
@@ -282,7 +287,7 @@ class Conversions(Placer):
             self._extents[unit] = tf.reduce_sum(before), count, tf.reduce_sum(every[:, 1])
         return self._extents[unit]
 
-    def _rows_of_tower(self, tensor: tf.Tensor, after: Placement, op: tf.Operation) -> tf.Tensor:
+    def rows_of_tower(self, tensor: tf.Tensor, after: Placement, op: tf.Operation) -> tf.Tensor:
         """Take a tower's rows of a tensor that all have, for `op`. One row that is broadcast stays."""
         known = tensor.shape[after.axis]
         first, count, total = self._extent(after.unit, op)

@@ -71,11 +71,11 @@ class Partition(Conversions):
         """
         for op in list(self.graph.ops):
             self._step(op)
-        with self._building():
+        with self.building():
             self._settle_results()
         self._fold_metrics()
-        self.graph.ops = self._order
-        self.graph.by_name = {op.name: op for op in self._order}
+        self.graph.ops = self.order
+        self.graph.by_name = {op.name: op for op in self.order}
         self.graph.freeze()
         return self
 
@@ -86,12 +86,12 @@ class Partition(Conversions):
         names = graph.inputs[op.name]
         if op.name in graph.placeholders:
             self._argument(op)
-            self._append(op)
+            self.append(op)
             return
         given = [self.placed[name] for name in names]
         call = Call(op, [tensor for tensor, _ in given], [placed for _, placed in given], self)
         if op.name in graph.marks:
-            with self._building():
+            with self.building():
                 self._mark(op, graph.marks[op.name], call)
             return
         if op.name in graph.passing:
@@ -112,12 +112,12 @@ class Partition(Conversions):
         rest = altered or any(name in self._altered for name in names)
         indices, slices = ADDS_SLICES.get(op.type, (0, 0))
         if slices != indices and call.tensors[slices].shape.rank != 0 and self._is_unordered(call):
-            with self._building():
+            with self.building():
                 added = added_up(call.tensors[indices], call.tensors[slices])
             call.tensors[indices], call.tensors[slices] = added
         graph.inputs[op.name] = [tensor.name for tensor in call.tensors]
-        self._append(op)
-        if op.name in self._joins_slices and all(placed.whole for placed in made):
+        self.append(op)
+        if op.name in self.joins_slices and all(placed.whole for placed in made):
             self.costs.leave_out(op)
         else:
             self.costs.add(op, call.given[1], (*call.inputs, *made))
@@ -127,13 +127,13 @@ class Partition(Conversions):
             tensor, after = output, self._rows_again(op, call.given[1], output)
             if placed.kind is Kind.PARTIAL:
                 if op.type in rules.ELEMENTWISE:
-                    after = next((self._rows_of[name] for name in names if name in self._rows_of), None)
+                    after = next((self.rows_of[name] for name in names if name in self.rows_of), None)
                 if after is not None and not after.unit:
-                    self._rows_of[output.name] = after
+                    self.rows_of[output.name] = after
             elif placed.whole and after is not None:
-                with self._building():
-                    tensor, placed = self._rows_of_tower(output, after, op), after
-                self._converted[tensor.name, after, REPLICATE] = output
+                with self.building():
+                    tensor, placed = self.rows_of_tower(output, after, op), after
+                self.converted[tensor.name, after, REPLICATE] = output
             self._put(output, tensor, placed)
             if rest and placed.kind is not Kind.SHARD:
                 self._altered.add(output.name)
@@ -144,11 +144,11 @@ class Partition(Conversions):
         if op.type in _OF_KNOWN_SHAPES and op.inputs[0].shape.rank and call.inputs[0].kind is not Kind.LOCAL:
             by_rows = call.inputs[0].kind is Kind.SHARD
             shape = opened(op.inputs[0].shape, call.inputs[0].axis) if by_rows else op.inputs[0].shape
-            with self._building():
+            with self.building():
                 call.tensors[0] = tf.ensure_shape(call.tensors[0], shape)
         if op.type == "RaggedTensorToTensor" and made[0].kind is Kind.SHARD:
             # Its rows are as long as the batch's longest if that is open.
-            with self._building():
+            with self.building():
                 shape, splits = call.tensors[0], call.tensors[3]
                 maximum = Collective(CollectiveKind.ALL_REDUCE, "max")
                 longest = self.exchange(tf.reduce_max(splits[1:] - splits[:-1]), maximum, op)
@@ -210,7 +210,7 @@ class Partition(Conversions):
         known = placed.kind is Kind.SHARD and output.shape[0] is not None and not placed.unit
         if known:  # what is traced for so many rows computes on the whole batch
             self.costs.have_rows(op)
-            self._append(op)
+            self.append(op)
             self._put(output, self.convert(output, placed, REPLICATE, op), REPLICATE)
 
     def _put(self, output: tf.Tensor, tensor: tf.Tensor, placed: Placement) -> None:
@@ -218,7 +218,7 @@ class Partition(Conversions):
         if placed.kind is Kind.SHARD and tensor.shape.rank and tensor.shape[placed.axis] is not None:
             self.graph.open_axes[tensor.name] = placed.axis  # the traced length is the batch's
         if not placed.whole:
-            self._differs.add(tensor.name)
+            self.differing.add(tensor.name)
 
     def variables_of_rows(self) -> tuple[tuple[tf.Variable, int], ...]:
         """Return variables whose number of rows the trace has taken for the batch's; and how many for each sample."""
@@ -257,12 +257,12 @@ class Partition(Conversions):
         """Give all towers what tower 0 computes: `call.op` is appended, and its results are placed."""
         op = call.op
         self.graph.inputs[op.name] = [tensor.name for tensor in call.tensors]
-        self._append(op)
-        self._differs.update(output.name for output in op.outputs)
-        with self._building():
+        self.append(op)
+        self.differing.update(output.name for output in op.outputs)
+        with self.building():
             for output in op.outputs:
                 sent = output.dtype not in (tf.resource, tf.variant)
-                self._put(output, self._followed(output, op) if sent else output, REPLICATE)
+                self._put(output, self.followed(output, op) if sent else output, REPLICATE)
         if op.type not in rules.DRAWS:
             self._follow_writes(op)
         return [REPLICATE] * len(op.outputs)
@@ -276,10 +276,10 @@ class Partition(Conversions):
         is_dataset = any(output.dtype == tf.variant for output in op.outputs) and not self.is_function(op)
         if not handles or is_dataset:  # which writes when it is iterated
             return
-        with self._building():
+        with self.building():
             reads = [self._read(handle) for handle in handles]
-            self._differs.update(read.name for read in reads)
-            writes = [self._assigned(one, self._followed(read, op)) for one, read in zip(handles, reads, strict=True)]
+            self.differing.update(read.name for read in reads)
+            writes = [self._assigned(one, self.followed(read, op)) for one, read in zip(handles, reads, strict=True)]
             done = tf.group(*writes)
         for write, handle in zip(writes, handles, strict=True):
             graph.writes[write.name] = {handle}
@@ -336,22 +336,22 @@ class Partition(Conversions):
             nothing = (part for one in outputs for part in (tf.zeros([0], one.dtype), tf.zeros([0], tf.int32)))
             return [tf.constant(0), *nothing]
 
-        before = len(self._order)
-        with self._building():
+        before = len(self.order)
+        with self.building():
             done, *sent = tf.cond(tf.equal(self.share.tower, 0), run, receive)
             # By a result, since TensorFlow prunes what a branch does and none needs.
             done = tf.identity(done)
-        for made in self._order[before:]:
+        for made in self.order[before:]:
             if made.type in BRANCHES:
                 graph.controls[made.name] += graph.controls[op.name]
         graph.must_run.add(done.op.name)
         graph.stands_for(op.name, done.op.name)
-        self._appended.add(op.name)  # it is run there
+        self.appended.add(op.name)  # it is run there
         for output in others:
             self._put(output, call.tensors[output.value_index], REPLICATE)
-        with self._building():
+        with self.building():
             for output, flat, shape in zip(outputs, sent[::2], sent[1::2], strict=True):
-                self._put(output, self._received_whole(flat, shape, output, op), REPLICATE)
+                self._put(output, self.received_whole(flat, shape, output, op), REPLICATE)
         return [REPLICATE] * len(op.outputs)
 
     def _assert(self, call: Call) -> None:
@@ -417,7 +417,7 @@ class Partition(Conversions):
         if mark.purpose == Purpose.WHOLE:
             return self.convert(tensor, placed, REPLICATE, op), REPLICATE
         if mark.purpose == Purpose.LOCAL:
-            return (tensor if placed.kind is not Kind.PENDING else self._anew(tensor)), LOCAL
+            return (tensor if placed.kind is not Kind.PENDING else self.anew(tensor)), LOCAL
         if mark.purpose == Purpose.PARTS:
             return self.convert(tensor, placed, SUM, op), LOCAL
         if mark.purpose == Purpose.ADDENDS:
@@ -458,7 +458,7 @@ class Partition(Conversions):
         made = tf_compat.copied_op(op, [self._local_value(one) for one in self.graph.traced_inputs[op.name]])
         for output, one in zip(op.outputs, made.outputs, strict=True):
             self._local[output.name] = one
-            self._differs.add(one.name)
+            self.differing.add(one.name)
         return self._local[name]
 
     def _slices_part(self, op: tf.Operation, call: Call) -> list[tf.Tensor]:
@@ -503,7 +503,7 @@ class Partition(Conversions):
         """Add up metric state at the end of a step: the first tower of a process keeps the sum, the others zero."""
         graph = self.graph
         users: dict[str, list[tf.Operation]] = {name: [] for name, _ in graph.variables if graph.role[name] is Role.SUM}
-        for op in self._order:
+        for op in self.order:
             for name in users.keys() & set(graph.inputs[op.name]):
                 users[name].append(op)
         for name, ops in users.items():
@@ -512,18 +512,18 @@ class Partition(Conversions):
                 continue
             last = writers[-1]
             # What the step itself reads after its last write, and adds up, serves as well.
-            reads = (op for op in ops if op.name in self._sums and last.name in graph.controls[op.name])
+            reads = (op for op in ops if op.name in self.reduced_reads and last.name in graph.controls[op.name])
             read = next(reads, None)
             if read is None:
-                with self._building():
+                with self.building():
                     read = self._read(name).op
                 graph.controls[read.name] = [op.name for op in writers]
             total = self.exchange(read.outputs[0], ADD_UP, last)
-            before = len(self._order)
-            with self._building():
+            before = len(self.order)
+            with self.building():
                 kept = tf.where(graph.site.is_first, total, tf.zeros_like(total))
                 write = self._assigned(name, kept)
-            graph.folds.update(op.name for op in self._order[before:])
+            graph.folds.update(op.name for op in self.order[before:])
             graph.writes[write.name] = {name}
             graph.controls[write.name] = [op.name for op in (*ops, read)]
             graph.must_run.add(write.name)

@@ -1,6 +1,7 @@
 """`model.towers`, and what `@nccl_parallel` leaves as it was: the model, its class, the process around it."""
 
 import copy
+import dataclasses
 import gc
 import logging
 import pickle
@@ -333,8 +334,9 @@ def test_towers_stay_where_they_are(trained, duplicate):
 
 def test_without_streams_xla_compiles_nothing_on_gpus(monkeypatch, caplog):
     """CUDA takes no event of a whole GPU while XLA records a command buffer: chosen before a step, said once."""
-    layout, communicator = SimpleNamespace(devices=("GPU:0", "GPU:1")), SimpleNamespace(enqueues=True)
     with Towers(2) as towers:
+        layout = dataclasses.replace(towers.session.layout, devices=("GPU:0", "GPU:1"))
+        communicator = SimpleNamespace(enqueues=True)
         monkeypatch.setattr(gpu_streams, "missing", lambda: "there is no C++ compiler")
         assert towers.session.lets_xla_compile()  # on CPUs
         monkeypatch.setattr(towers.session, "layout", layout)

@@ -85,7 +85,7 @@ def _between_processes(given: argparse.Namespace, show: Callable[[str], None], p
             f"Received: --towers {given.towers}"
         )
     why = missing_mpi() if process.launcher == "Open MPI" else f"{process.launcher} has started the processes"
-    peers, reducer = join(), RankReducer(with_mpi=bool(given.against) and not why)
+    reducer, peers = RankReducer(with_mpi=bool(given.against) and not why), join()
 
     def ask(do: str, **details: Any) -> dict[str, Any]:
         return joined(peers, reducer.ask(do, **details))
@@ -248,10 +248,10 @@ class RankReducer(HostReducer):
     """Run a rank of several processes: ncclsync, a copy and, under mpirun, MPI's own all-reduce. Collective."""
 
     def __init__(self, with_mpi: bool) -> None:
+        if with_mpi:
+            from mpi4py import MPI  # before the processes are joined: see `joining`
         super().__init__(TcpCommunicator(join(), 1), cores=1)
         if with_mpi:
-            from mpi4py import MPI
-
             self.libraries["mpi"] = lambda: MPI.COMM_WORLD.Allreduce(self._sends[0], self._recvs[0])
 
     def seconds(self, library: str, count: int, iterations: int) -> float:

@@ -92,7 +92,6 @@ class _Run:
             values = dict(zip(program.arguments, arguments, strict=True)) | dict(program.captures)
             self.values.append(values | {name: copies[i].handle for name, copies in handles.items()})
         self._audit = audit
-        self._begun = [] if audit is None else audit.begin(self.values)
 
     @property
     def recorded(self) -> list[tf.Operation]:
@@ -107,7 +106,9 @@ class _Run:
         # that the step is under way, with this batch.
         with tf.control_dependencies(components_of(self._shards.batches[0])):
             saved = rollback.begin()
-        saved = [*saved, *self._begun]
+        if self._audit is not None:
+            with tf.control_dependencies(saved):  # which empty the sums that a process keeps for process 0
+                saved = [*saved, *self._audit.begin(self.values)]
         others: After = [[] for _ in self._towers.layout.devices[1:]]
         if not checks and not saved:
             return [[], *others]

@@ -16,7 +16,7 @@ HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(ROOT / "csrc"))
 from cffi_build import read_cdef  # noqa: E402
 
-LAUNCHER, GROUP, EXCHANGE = "nccl/launcher.c", "nccl/group.c", "tf/exchange.c"
+LAUNCHER, GROUP, EXCHANGE = "nccl/launcher.c", "nccl/library.c", "tf/exchange.c"
 # By name: the file, what stands there once, and what takes its place.
 MUTATIONS = {
     "none": (LAUNCHER, "", ""),
@@ -44,8 +44,8 @@ MUTATIONS = {
     ),
     "calls in different orders": (
         GROUP,
-        "status = call_rank(comm, &collectives[i], r);",
-        "status = call_rank(comm, &collectives[r % 2 ? n_collectives - 1 - i : i], r);",
+        "status = call(comm, i, of, failure);",
+        "status = call(comm, (i % comm->n) % 2 ? n - comm->n - i + 2 * (i % comm->n) : i, of, failure);",
     ),
 }
 

@@ -91,7 +91,7 @@ class InFlight:
     def report(self) -> BaseException | None:
         """Return the communicator's failure, which is about to be raised; what rests on it is lost."""
         failure = self._communicator.failure
-        if failure is not None and failure is not self._reported:
+        if failure is not None:
             self._reported = failure
             first = self._communicator.failed_group
             # A step that has received no sums writes nothing, nor does a step that not all processes have launched.

@@ -233,15 +233,17 @@ class TowerStep(TracedStep):
         if function is not None:
             function.rollback.undone = False
         session.in_flight.take()  # what was raised before, outside a step
+        begun = None
         try:
             replicas.sync()
+            begun = function
             with session.interruptible():
                 yield
         except NoBatchLeft:
             session.in_flight.settle()
             raise
         except BaseException as error:
-            self._mend(function)
+            self._mend(begun)
             cause = session.cause_of(error)
             if isinstance(cause, tf.errors.CancelledError) and function and not session.layout.meets_processes:
                 cause = self._find_what_cancelled(function) or cause

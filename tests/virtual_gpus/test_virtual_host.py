@@ -81,8 +81,11 @@ def test_compiled_by_xla(on_virtual_gpus, options, what, tmp_path, monkeypatch):
     printed = on_virtual_gpus("--gpus", "2", "--xla", *options, HERE / "scripts/compiled.py", what)
     assert printed == "all is well\n"
     gpus, compiled = zip(*(line.split(" ", 2)[::2] for line in log.read_text().splitlines()), strict=True)
-    assert {*gpus} == {"0", "1"} and len(compiled) > 2
-    assert what == "ops" or len({*compiled}) == len(compiled)
+    assert len(compiled) > 2
+    if what == "ops":
+        assert {*gpus} == {"0", "1"}
+    else:  # the first of the two GPUs to ask for a program has it compiled: either, or always the same
+        assert len({*compiled}) == len(compiled)
 
 
 @pytest.mark.slow

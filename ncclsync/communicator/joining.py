@@ -20,7 +20,7 @@ from ncclsync.errors import NcclSyncError, NcclTimeoutError, NcclUnavailableErro
 
 _LEAVE_S = 8.0  # that an ended process gives the others to end as well, if mpirun is to end a silent one
 _FOLDER = "PMIX_SERVER_TMPDIR"  # Open MPI makes it on each host for a job's processes there
-_BROADCAST = "import sys; from mpi4py import MPI; print(MPI.COMM_WORLD.bcast(sys.stdin.read()))"
+_BROADCAST = "import sys; from mpi4py import MPI; print(MPI.COMM_WORLD.bcast(sys.stdin.read()), end='')"
 
 _services: dict[Process, Service] = {}
 _peers: dict[Process, Peers] = {}
@@ -85,7 +85,7 @@ def _service(process: Process, timeout_s: float | None) -> Service:
         told = _told_by_file(path, told, timeout_s)
     else:
         told = _told_by_mpi(told, process, timeout_s)
-    address, secret = told.split()
+    address, secret = told.split(" ", 1)  # a secret of the user's may have spaces
     os.environ.setdefault(messages.VARIABLE, secret)
     return service or joined(address)
 

@@ -160,7 +160,7 @@ class CountingDataset(tf_compat.SameDataset):
     def fetched(self) -> Any:
         """Return the place after what was fetched last; None: it cannot be resumed in the middle of a pass."""
 
-    def take(self, place: Any) -> None:
+    def hand_out(self, place: Any) -> None:
         """Let a place that `fetched` has returned be what counts, until another iterator begins."""
 
     def digest(self) -> bytes | None:
@@ -221,7 +221,7 @@ class Feeder:
         else:
             parts = ahead.parts.result()
         for dataset, place in zip(self._counting, places, strict=True):
-            dataset.take(place)
+            dataset.hand_out(place)
         return components, parts
 
 

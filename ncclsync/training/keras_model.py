@@ -239,7 +239,8 @@ class ModelStep(TowerStep):
                 results = self.run_on_batch(batch)
             self.towers.session.in_flight.settle()  # Keras reads them at once
             return results
-        given = {"on_nonfinite": self.towers.options.health.on_nonfinite, "on_oom": self.towers.options.on_oom}
+        health, on_oom = self.towers.options.health, self.towers.options.on_oom
+        given = {"on_nonfinite": health.on_nonfinite, "audit_every": health.audit_every, "on_oom": on_oom}
         for name, value in given.items():
             if value is not None:
                 raise NcclSyncError(

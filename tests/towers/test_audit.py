@@ -11,7 +11,7 @@ from models import gan, out_of_memory_above
 from parity import data, mlp, on_towers, state
 from thorough import paired, some
 
-from ncclsync import AuditError, Health, Throughput, nccl_parallel
+from ncclsync import AuditError, Health, NcclSyncError, Throughput, nccl_parallel
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops.comparing import first_difference
 from ncclsync.towers import session, step_function
@@ -339,6 +339,14 @@ def test_ops_must_be_deterministic():
     """Else towers may differ, and nothing is wrong."""
     with pytest.raises(ValueError, match=r"Call tf\.config\.experimental\.enable_op_determinism\(\) first"):
         on_towers(mlp, 2, health=Health(audit_every=5))
+
+
+def test_eager_steps_are_refused(deterministic):
+    """No graph is there to run again."""
+    model = on_towers(lambda: mlp(run_eagerly=True), 2, health=Health(audit_every=5))
+    with pytest.raises(NcclSyncError, match="where audit_every is given. Received: run_eagerly=True"):
+        fit(model)
+    model.towers.close()
 
 
 def test_one_tower_audits_nobody(deterministic):

@@ -12,7 +12,9 @@ from parity import assert_close, data, mlp, on_towers, state
 
 from ncclsync import Shuffled, Towers
 from ncclsync.semantics.shards import shard_sizes
+from ncclsync.towers.feeding import CountingDataset
 from ncclsync.towers.layout import Layout
+from ncclsync.training.callbacks.shuffled import OwnRows
 
 X, Y = data(rows=61)
 
@@ -52,6 +54,15 @@ def test_batches_are_the_order_cut():
             np.testing.assert_array_equal(np.concatenate([pick(x) for x, _, _ in batches]), expected)
         np.testing.assert_array_equal(np.concatenate([y for _, y, _ in batches]), 2 * expected)
         assert one.position == one.upcoming == (epoch + 1, 0)
+
+
+def test_methods_of_a_dataset_stay():
+    """Only `cardinality` is known better; `take` once was the name of another method."""
+    own = {name for kind in (Shuffled, OwnRows, CountingDataset) for name in vars(kind) if name[0] != "_"}
+    assert {name for name in own if hasattr(tf.data.Dataset, name)} == {"cardinality"}
+    data = source(10, batch_size=4)
+    assert [len(x) for (x,) in data.take(2)] == [4, 4]
+    assert data.position == (0, 8)
 
 
 def as_given(*parts):

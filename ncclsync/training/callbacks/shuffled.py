@@ -169,7 +169,7 @@ class Shuffled(CountingDataset):
         """Return the place after the last fetched batch."""
         return self._epoch, self._first, int(self._seen.numpy())
 
-    def take(self, place: tuple[int, int, int]) -> None:
+    def hand_out(self, place: tuple[int, int, int]) -> None:
         """Let `place` be the position, until another iterator begins."""
         self._taken = place
 
@@ -290,7 +290,7 @@ class OwnRows(CountingDataset):
     def __init__(self, data: Shuffled, batches: tf.data.Dataset) -> None:
         """Give these batches."""
         super().__init__(batches, data.counted)
-        for name in ("cardinality", "fetching", "fetched", "take"):
+        for name in ("cardinality", "fetching", "fetched", "hand_out"):
             setattr(self, name, getattr(data, name))
         self.digest = data.digest_of_place  # type: ignore[method-assign]
 

@@ -6,10 +6,12 @@ import fcntl
 import gc
 import os
 import re
+import signal
 import zlib
 
 import pytest
 from standin import COMPILER, Loaded, Standin
+from virtual_host import PATH, run
 
 # For the processes that tests start.
 os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -92,6 +94,10 @@ class FailedAtOnce:
 
 def pytest_configure(config):
     """Tell of failures as they come; pytest-xdist's workers have nobody to tell."""
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):  # a shell's `pytest &`: tests press Ctrl-C, here and in children
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(FailedAtOnce(config))
 
@@ -164,6 +170,15 @@ def made_once(tmp_path_factory):
         return folder
 
     return folder_of
+
+
+@pytest.fixture(scope="session")
+def virtual_gpus():
+    """The path of `virtual_gpus/run.py`, with its libraries compiled: no limit of a test's process counts that minute."""
+    if run.CXX is None or run.COMPILER is None:
+        pytest.skip(run.MISSING)
+    run.build()
+    return PATH
 
 
 @pytest.fixture(scope="session")

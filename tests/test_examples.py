@@ -389,14 +389,14 @@ pathlib.Path({out!r}, str(model.towers.communicator.ranks[0])).write_text(words)
 
 
 @pytest.mark.slow
-def test_ray_example_trains_on_two_hosts(tmp_path):
+def test_ray_example_trains_on_two_hosts(virtual_gpus, tmp_path):
     """Two Ray nodes on this machine with two virtual GPUs each: both end with the same weights, of four towers."""
     pytest.importorskip("ray", reason="pip install ray")
     for folder in ("out", "standin"):
         (tmp_path / folder).mkdir()
     trains, program, cluster = (tmp_path / name for name in ("trains.py", "program.py", "cluster.py"))
     trains.write_text(TRAINS.format(out=str(tmp_path / "out")))
-    program.write_text(TRAINED_BY_RAY.format(path=str(trains), run=str(ROOT / "tests" / "virtual_gpus" / "run.py")))
+    program.write_text(TRAINED_BY_RAY.format(path=str(trains), run=str(virtual_gpus)))
     cluster.write_text(RAY_CLUSTER)
     variables = {
         "RAY_USAGE_STATS_ENABLED": "0",

@@ -74,7 +74,8 @@ def read_buffers(collective: AnyCollective, memory: Mapping[int, str], world_siz
 
 
 class Communicator(abc.ABC):
-    """Join N ranks of this process. Its creator closes it, best as a context manager.
+    """Join N ranks of this process, with those of others if there are several. Its creator closes it, best as a context
+    manager.
 
     A buffer is a NumPy array (bfloat16 by ml_dtypes), an object with ``__dlpack__`` or a tuple
     ``(pointer, count, dtype)``; contiguous. All ranks' buffers have the same count and dtype; their

@@ -1,9 +1,9 @@
 """Divide an optimizer's state among the towers: each updates its part of every weight, and sends it.
 
 This is stage 1 of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
-SC 2020. Weights of one dtype and treatment lie one after the other in one flat variable, of which each tower
-holds its partition. A twin of the optimizer updates the partition as if it were a weight, and keeps the tower's part of
-the optimizer's state.
+SC 2020. Weights of one dtype and treatment, up to a bucket's bytes, lie one after the other in one flat variable, of
+which each tower holds its partition. A twin of the optimizer updates the partition as if it were a weight, and keeps
+the tower's part of the optimizer's state.
 """
 
 import contextlib

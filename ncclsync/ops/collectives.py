@@ -84,10 +84,10 @@ SCATTERED = Collective(CollectiveKind.REDUCE_SCATTER)
 
 
 class Share(NamedTuple):
-    """Hold a tower's part of the batch, as scalars: `fraction` is float64, the others are int32."""
+    """Hold the part of the batch that a shard has, as scalars: `fraction` is float64, the others are int32."""
 
-    fraction: tf.Tensor  # its share of the batch's samples; 0 for a tower without samples
-    tower: tf.Tensor  # its number
+    fraction: tf.Tensor  # its share of the batch's samples; 0 for a shard without samples
+    tower: tf.Tensor  # the shard's number: the tower's, where each tower has one shard
     rows: tf.Tensor  # that it computes on: its samples; or 1, a copy of the batch's first row, without any
     begin: tf.Tensor  # the index in the batch of its first row
     total: tf.Tensor  # samples in the batch

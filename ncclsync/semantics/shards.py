@@ -1,4 +1,4 @@
-"""Split one global batch into shards, one per tower, for any number of rows.
+"""Split one global batch into shards, for any number of rows: one for each tower, or as many as `shards=` says.
 
 Owns the arithmetic (`shard_sizes`) and the slicing of a nested batch inside a graph (`shard_batch`): evenly, or by
 weights.
@@ -70,9 +70,9 @@ class Shards:
     """Hold one batch, split.
 
     Attributes:
-        batches: [n] the batch's structure, with the rows of a tower of this process.
-        sizes: [towers] int32 scalars, the samples of each tower, 0 where it has none.
-        shares: [towers] what part of the batch that is; the fractions add up to 1. That of tower 0 is 1 in a
+        batches: [n] the batch's structure, with the rows of a shard of this process.
+        sizes: [shards] int32 scalars, the samples of each shard, 0 where it has none.
+        shares: [shards] what part of the batch that is; the fractions add up to 1. That of shard 0 is 1 in a
             batch without rows.
         whole: the components of the whole batch, for processes to compare.
     """

@@ -1,6 +1,6 @@
 """Open the towers' devices and their communicator, and close them; know what has failed, and tell other processes.
 
-A session knows no variables. `replicas.py` has these, `watch.py` looks after them.
+A session keeps no variables. `replicas.py` has these, `watch.py` looks after them.
 """
 
 import contextlib

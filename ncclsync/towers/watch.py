@@ -22,7 +22,7 @@ Watcher = Callable[[Measured], None]
 
 
 class Watch:
-    """Do what `Health` asks for, and hold what callbacks ask of the next steps."""
+    """Do what `Health` asks for after a step, and hold what callbacks ask of the next steps."""
 
     def __init__(self, session: Session, replicas: Replicas) -> None:
         """Begin before the first step."""

@@ -1,7 +1,6 @@
 """Processes with two virtual GPUs each train as one process with four; one that fails ends the other by an error."""
 
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -10,9 +9,8 @@ import time
 
 import numpy as np
 import pytest
-from processes import LAUNCHERS, ROOT, SCRIPTS, environment, free_port, variables_of
+from processes import LAUNCHERS, SCRIPTS, environment, free_port, variables_of
 
-RUN = ROOT / "tests" / "virtual_gpus" / "run.py"
 # By the way: what the message says of the process that fails.
 WORDS = {
     "raises": "process {} on {}(?: has ended)?: ValueError: told to fail",
@@ -23,19 +21,20 @@ WORDS = {
     "stopped": "nothing for 10 s from process {} on {}, which is stopped, killed or cut off",
 }
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
-def several(tmp_path):
+def several(virtual_gpus, tmp_path):
     """A function that starts two processes by a launcher, and returns for each a Popen that prints into a file."""
-    if not (shutil.which("c++") or shutil.which("g++")):
-        pytest.skip("virtual GPUs need a C++ compiler")
     started = []
 
     def command(gpus, *arguments):
         return list(
-            map(str, [sys.executable, RUN, "--gpus", gpus, SCRIPTS / "gpus.py", tmp_path / "out", 2, *arguments])
+            map(
+                str,
+                [sys.executable, virtual_gpus, "--gpus", gpus, SCRIPTS / "gpus.py", tmp_path / "out", 2, *arguments],
+            )
         )
 
     def run(launcher, *arguments, hosts=None):
@@ -72,10 +71,10 @@ def said(process):
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
+def alone(virtual_gpus, tmp_path_factory):
     """The numbers of one process on four virtual GPUs."""
     out = tmp_path_factory.mktemp("alone") / "out"
-    command = [sys.executable, RUN, "--gpus", "4", SCRIPTS / "gpus.py", out, "4"]
+    command = [sys.executable, virtual_gpus, "--gpus", "4", SCRIPTS / "gpus.py", out, "4"]
     subprocess.run(list(map(str, command)), env=environment(), check=True, capture_output=True, timeout=280)
     return dict(np.load(f"{out}.0.npz"))
 

@@ -10,9 +10,8 @@ import numpy as np
 import psutil
 import pytest
 from processes import LAUNCHERS, ROOT, SCRIPTS, environment, free_port, variables_of
-from standin import COMPILER
+from virtual_host import PATH
 
-RUN = ROOT / "tests" / "virtual_gpus" / "run.py"
 PROGRAM = ROOT / "examples" / "several_hosts.py"
 ALONE = "import ncclsync; ncclsync.Towers(1, health=ncclsync.Health(timeout_s=3))"
 
@@ -58,19 +57,17 @@ def test_process_that_has_no_other():
 def workers_of(started):
     """The processes of the script that a launcher has started."""
     found = psutil.Process(started.pid).children(recursive=True)
-    return [one for one in found if str(RUN) in one.cmdline()[:3]]
+    return [one for one in found if str(PATH) in one.cmdline()[:3]]
 
 
-def test_torchrun_starts_killed_process_again(tmp_path):
+def test_torchrun_starts_killed_process_again(virtual_gpus, tmp_path):
     """All of them: they go on at the very sample, and end with the numbers of a run that nothing has ended."""
-    if not COMPILER:
-        pytest.skip("virtual GPUs need a C++ compiler")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for folder in (whole, killed, tmp_path / "standin"):
         folder.mkdir()
     program = SCRIPTS / "interrupted.py"
     torchrun = LAUNCHERS["torchrun"](2, "--standalone", "--max-restarts=1")
-    command = [*torchrun, sys.executable, RUN, "--gpus", 4, program, killed, 2, 0.1, 2]
+    command = [*torchrun, sys.executable, virtual_gpus, "--gpus", 4, program, killed, 2, 0.1, 2]
     log = (tmp_path / "log").open("w+")
     variables = environment(STANDIN_FOLDER=str(tmp_path / "standin"))
     started = subprocess.Popen(list(map(str, command)), env=variables, stdout=log, stderr=subprocess.STDOUT)
@@ -88,7 +85,7 @@ def test_torchrun_starts_killed_process_again(tmp_path):
         started.kill()
         started.wait()
     assert "exitcode: -9" in (tmp_path / "log").read_text()
-    alone = run(sys.executable, RUN, "--gpus", 4, program, whole, 4, 0, 2)
+    alone = run(sys.executable, virtual_gpus, "--gpus", 4, program, whole, 4, 0, 2)
     expected = dict(np.load(whole / "end.0.npz"))
     for rank in range(2):
         found = dict(np.load(killed / f"end.{rank}.npz"))

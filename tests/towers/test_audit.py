@@ -344,7 +344,7 @@ def test_ops_must_be_deterministic():
 def test_eager_steps_are_refused(deterministic):
     """No graph is there to run again."""
     model = on_towers(lambda: mlp(run_eagerly=True), 2, health=Health(audit_every=5))
-    with pytest.raises(NcclSyncError, match="where audit_every is given. Received: run_eagerly=True"):
+    with pytest.raises(NcclSyncError, match=r"where audit_every is given\. Received: run_eagerly=True"):
         fit(model)
     model.towers.close()
 

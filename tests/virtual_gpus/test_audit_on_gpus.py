@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-from virtual_host import PATH, run
 
 SCRIPT = pathlib.Path(__file__).parent / "scripts" / "audited.py"
 
@@ -21,11 +20,9 @@ SCRIPT = pathlib.Path(__file__).parent / "scripts" / "audited.py"
         (["--gpus", "3", "--wrong", "1"], ["2", "7"], "found 3 (1,) ((0, 1), (1, 2))"),
     ],
 )
-def test_a_wrong_gpu_is_named(options, arguments, found):
+def test_a_wrong_gpu_is_named(virtual_gpus, options, arguments, found):
     """At the first audit; of two GPUs the pair; of one shard per GPU and of several."""
-    if run.CXX is None or run.COMPILER is None:
-        pytest.skip(run.MISSING)
-    command = [sys.executable, str(PATH), *options, str(SCRIPT), *arguments]
+    command = [sys.executable, str(virtual_gpus), *options, str(SCRIPT), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith(found), done.stdout

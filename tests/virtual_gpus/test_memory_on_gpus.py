@@ -6,7 +6,9 @@ import subprocess
 import sys
 
 import pytest
-from virtual_host import PATH, run
+from virtual_host import PATH
+
+pytestmark = pytest.mark.usefixtures("virtual_gpus")  # run by `on_gpus_of`
 
 SCRIPT = pathlib.Path(__file__).parent / "scripts" / "memory.py"
 MODELS = SCRIPT.parent / "models.py"
@@ -14,8 +16,6 @@ MODELS = SCRIPT.parent / "models.py"
 
 def on_gpus_of(memory, *arguments, timeout_s=280):
     """Run the script, with options before it, on two virtual GPUs of so many MB; return what it prints."""
-    if run.CXX is None or run.COMPILER is None:
-        pytest.skip(run.MISSING)
     command = [sys.executable, str(PATH), "--gpus", "2", "--memory", str(memory), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, done.stdout + done.stderr

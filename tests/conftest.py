@@ -94,9 +94,7 @@ class FailedAtOnce:
 
 def pytest_configure(config):
     """Tell of failures as they come; pytest-xdist's workers have nobody to tell."""
-    if (
-        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    ):  # a shell's `pytest &`: tests press Ctrl-C, here and in children
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's `pytest &`, though tests press Ctrl-C
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(FailedAtOnce(config))
@@ -174,7 +172,7 @@ def made_once(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def virtual_gpus():
-    """The path of `virtual_gpus/run.py`, with its libraries compiled: no limit of a test's process counts that minute."""
+    """The path of `virtual_gpus/run.py`, compiled by now: no limit of time counts that minute."""
     if run.CXX is None or run.COMPILER is None:
         pytest.skip(run.MISSING)
     run.build()

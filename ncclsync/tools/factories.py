@@ -53,38 +53,19 @@ def _load_file(path: str) -> types.ModuleType:
     if not os.path.isfile(path):
         raise UsageError(f"Expected a file {path}. Received: none there")
     path = os.path.realpath(path)
-    folder, name = os.path.split(path)
-    name = name.removesuffix(".py")
-    other_name = f"ncclsync_loaded_{name}".replace(".", "_")
-    for known in (name, other_name):
-        if known in sys.modules and _is_of_file(sys.modules[known], path):
-            return sys.modules[known]
-    # Pickles and data classes look for their module by name, and neighbours may import it: so it keeps its name unless
-    # another module has that.
-    if name in sys.modules or not name.isidentifier() or _is_taken(name, path):
-        name = other_name
-    sys.path.insert(0, folder)
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None  # of a file that ends in .py
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
-
-
-def _is_taken(name: str, path: str) -> bool:
-    """Return whether another file, or a module without a file, is imported by this name."""
-    spec = importlib.util.find_spec(name)
-    return spec is not None and (spec.origin is None or os.path.realpath(spec.origin) != path)
-
-
-def _is_of_file(module: types.ModuleType, path: str) -> bool:
-    file = getattr(module, "__file__", None)
-    return file is not None and os.path.realpath(file) == path
+    # Pickles and data classes look for their module by name; no other module has this one.
+    name = f"ncclsync_loaded_{path}".replace(".", "_")
+    if name not in sys.modules:
+        sys.path.insert(0, os.path.dirname(path))
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None  # of a file that ends in .py
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(sys.modules[name])
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, batch_size: str) -> None:

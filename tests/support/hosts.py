@@ -15,7 +15,7 @@ from ncclsync.tools.doctor.facts import (
     Report,
     Variable,
 )
-from ncclsync.tools.doctor.problems import find_problems, summarize
+from ncclsync.tools.doctor.problems import find_problems
 
 GIB = 1 << 30
 
@@ -112,7 +112,7 @@ def check_row(host, expected, text, remedy):
     assert f"{problem.severity} {problem.code}" == expected
     assert text in problem.text
     assert remedy in problem.remedy
-    report = Report(host, (), (problem,), summarize(host, (problem,)))
+    report = Report(host, (), (problem,))
     assert report.healthy == (problem.severity == "warning")
     verdict = "Training would run, with 1 warning" if report.healthy else "Training would fail: 1 error"
     assert report.summary.startswith(verdict)

@@ -203,9 +203,10 @@ def test_visible_gpus(value, left):
     assert [gpu.index for gpu in host.visible_gpus] == left
 
 
-def test_variables(tmp_path):
+def test_variables(tmp_path, monkeypatch):
     """Those that matter, sorted, before NCCL's files, which the environment overrides; no one's secrets."""
-    file = tmp_path / "nccl.conf"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = tmp_path / ".nccl.conf"
     file.write_text("# NCCL_PROTO=LL\nNCCL_ALGO=Ring\nNCCL_DEBUG=INFO\n\nnonsense\n")
     environ = {
         "TF_XLA_FLAGS": "2",
@@ -215,7 +216,8 @@ def test_variables(tmp_path):
         "TF_VAR_password": "x",
         "HOME": "/",
     }
-    found = environment.read_variables(environ, (tmp_path / "none", file))
+    found = environment.read_variables(environ)
+    assert "NCCL_ALGO" not in {one.name for one in environment.read_variables({**environ, "NCCL_CONF_FILE": "/none"})}
     assert [(one.name, one.value) for one in found] == [
         ("NCCL_DEBUG", ""),
         ("NCCL_NEW", "1"),
@@ -264,10 +266,3 @@ def test_version_of_the_kernel_module(tmp_path, text, version):
     if text is not None:
         file.write_text(text)
     assert host_gpus.kernel_driver(file) == version
-
-
-def test_shared_memory():
-    """In bytes; None where there is none."""
-    size, free = environment.shared_memory("/")
-    assert size > free > 0
-    assert environment.shared_memory("/no/such/folder") == (None, None)

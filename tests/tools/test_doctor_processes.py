@@ -1,13 +1,14 @@
 """What `doctor` makes of several processes: of which problems, and what differs between them."""
 
+import dataclasses
 import io
-import json
 
 import pytest
 from rich.console import Console
 
-from ncclsync.tools.doctor.facts import ERROR, WARNING, AllReduce, Host, Problem, ProcessFacts, Report
-from ncclsync.tools.doctor.processes import differences, judged, merged, must_be_alike, read, written
+from ncclsync.communicator import messages
+from ncclsync.tools.doctor.facts import ERROR, WARNING, AllReduce, Host, Problem, ProcessFacts, Report, from_json
+from ncclsync.tools.doctor.processes import differences, judged, merged, must_be_alike
 from ncclsync.tools.doctor.screen import render
 
 VERSIONS = {"ncclsync": "0.1.0", "TensorFlow": "2.21.0", "NCCL": "2.27.5", "CUDA": None}
@@ -57,21 +58,22 @@ def test_processes_tell_each_other_plain_data():
     """What is written is read as it was."""
     problems = [Problem("this", "That is wrong.", "Mend it.")]
     told = process(1, "b", "nccl", problems, {"NCCL_ALGO": "Ring"}, Keras="3.15.1")
-    assert read(written(told), 1, "b") == told
+    assert from_json(ProcessFacts, messages.read(messages.written(dataclasses.asdict(told)))) == told
 
 
 def test_another_version_of_ncclsync_is_understood():
     """One that says less, or more: its version is what differs, and what mends it is said."""
-    less = json.dumps({"versions": {"ncclsync": "0.0.9"}, "problems": [{"severity": ERROR, "text": "That is wrong."}]})
-    more = json.dumps({**json.loads(written(process(2, "c"))), "power_w": 3, "problems": [{"text": "This.", "who": 1}]})
-    everyone = [process(0), read(less, 1, "b"), read(more, 2, "c")]
+    problem = {"severity": ERROR, "text": "That is wrong."}
+    less = {"rank": 1, "host": "b", "versions": {"ncclsync": "0.0.9"}, "problems": [problem]}
+    more = {**dataclasses.asdict(process(2, "c")), "power_w": 3, "problems": [{"text": "This.", "who": 1}]}
+    everyone = [process(0), from_json(ProcessFacts, less), from_json(ProcessFacts, more)]
     found = {one.code: one for one in differences(everyone)}
     assert "0.0.9 in process 1 on b" in found["processes-ncclsync"].text
     assert "pip install 'ncclsync==0.1.0'" in found["processes-ncclsync"].remedy
     assert [one.text for one in merged(everyone)] == ["process 1 on b: That is wrong.", "process 2 on c: This."]
     console = Console(file=io.StringIO(), width=110)
     host = Host("3.11.7", "python", "0.1.0", "ncclsync")
-    console.print(render(judged(host, Report(host, (), (), ""), [], everyone, None)))
+    console.print(render(judged(Report(host, (), ()), [], everyone)))
     assert "0.0.9" in console.file.getvalue()
 
 
@@ -100,9 +102,9 @@ def test_problems_are_told_once():
 def test_a_wrong_sum_is_an_error(backend, way, remedy):
     """On the screen too, with all processes."""
     host = Host("3.11.7", "python", "0.1.0", "ncclsync")
-    report = Report(host, (), (), "")
+    report = Report(host, (), ())
     joint = AllReduce(backend, 2, 8, error="process 1 on b: Expected 3. Received: 4", kind="wrong")
-    found = judged(host, report, [], [process(0), process(1, "b")], joint)
+    found = judged(report, [], [process(0), process(1, "b")], joint)
     assert not found.healthy and "2 processes on 2 hosts." in found.summary
     (problem,) = found.problems
     assert problem.code == "joint-all-reduce-wrong" and "process 1 on b: Expected 3" in problem.text

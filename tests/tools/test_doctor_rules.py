@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 from hosts import CPU, GPUS, broken, changed, check_row, failed, given, links
 
-from ncclsync.tools.doctor.facts import Choice, Library, Trouble
-from ncclsync.tools.doctor.problems import find_problems, summarize
+from ncclsync.tools.doctor.facts import Choice, Library, Report, Trouble
+from ncclsync.tools.doctor.problems import find_problems
 
 NOT_THERE = Library(error="Expected NCCL's library libnccl.so.2. Received: none.")
 NO_EXTENSION = "NcclSyncError: Expected the compiled extension ncclsync._native. Received: none"
@@ -240,7 +240,7 @@ FINE = {
 def test_nothing_is_found(case):
     """A healthy host has no problem."""
     assert find_problems(FINE[case]) == []
-    assert summarize(FINE[case], ()).startswith("Healthy.")
+    assert Report(FINE[case], (), ()).summary.startswith("Healthy.")
 
 
 def test_several_problems():
@@ -248,4 +248,4 @@ def test_several_problems():
     host = given(failed("hang"), NCCL_ALGO="Ring", TF_USE_LEGACY_KERAS="1")
     found = tuple(find_problems(host))
     assert [problem.severity for problem in found] == ["error", "warning", "warning"]
-    assert summarize(host, found) == "Training would fail: 1 error, 2 warnings. 4 GPUs on this machine."
+    assert Report(host, (), found).summary == "Training would fail: 1 error, 2 warnings. 4 GPUs on this machine."

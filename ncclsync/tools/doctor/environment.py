@@ -1,9 +1,8 @@
-"""Read the process' environment: variables that matter, and shared memory."""
+"""Read the process' environment variables that matter."""
 
 import contextlib
 import pathlib
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 
 from ncclsync.tools.doctor.facts import Variable
@@ -68,11 +67,13 @@ EFFECTS = {
 _SHOWN = re.compile("(NCCLSYNC|NCCL|CUDA|TF_(CPP|CUDNN|DETERMINISTIC|DISABLE|ENABLE|FORCE|GPU|NUM|USE|XLA))_")
 
 
-def read_variables(environ: Mapping[str, str], files: tuple[pathlib.Path, ...] = ()) -> tuple[Variable, ...]:
+def read_variables(environ: Mapping[str, str]) -> tuple[Variable, ...]:
     """Return the set variables that matter, by name, and after them the settings of NCCL's files.
 
     An empty value counts as set. Files that cannot be read are left out.
     """
+    own_file = environ.get("NCCL_CONF_FILE") or pathlib.Path.home() / ".nccl.conf"
+    files = (pathlib.Path(own_file), pathlib.Path("/etc/nccl.conf"))  # by precedence, as NCCL reads them
     shown = [(name, environ[name], "environment") for name in sorted(environ) if name in EFFECTS or _SHOWN.match(name)]
     shown += [(*one, str(file)) for file in files for one in _settings(file) if one[0] not in environ]
     return tuple(
@@ -81,25 +82,9 @@ def read_variables(environ: Mapping[str, str], files: tuple[pathlib.Path, ...] =
     )
 
 
-def nccl_files(environ: Mapping[str, str]) -> tuple[pathlib.Path, ...]:
-    """Return the files that NCCL reads its settings from, by precedence."""
-    own = environ.get("NCCL_CONF_FILE")
-    home = pathlib.Path(own) if own else pathlib.Path.home() / ".nccl.conf"
-    return home, pathlib.Path("/etc/nccl.conf")
-
-
 def _settings(file: pathlib.Path) -> Iterator[tuple[str, str]]:
     with contextlib.suppress(OSError):
         for line in file.read_text(errors="replace").splitlines():
             name, equals, value = line.partition("=")
             if equals and not line.lstrip().startswith("#"):
                 yield name.strip(), value.strip()
-
-
-def shared_memory(folder: str = "/dev/shm") -> tuple[int | None, int | None]:
-    """Return the size of a file system and its free part, in bytes; None if it is not there."""
-    try:
-        found = shutil.disk_usage(folder)
-    except OSError:
-        return None, None
-    return found.total, found.free

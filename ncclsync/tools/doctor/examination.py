@@ -6,6 +6,7 @@ import os
 import pathlib
 import platform
 import re
+import shutil
 import socket
 import sys
 
@@ -25,7 +26,7 @@ from ncclsync.tools.doctor.facts import (
     from_json,
 )
 from ncclsync.tools.doctor.libraries import installed
-from ncclsync.tools.doctor.problems import find_problems, summarize
+from ncclsync.tools.doctor.problems import find_problems
 
 CPU_RANKS = 4  # of the known-answer all-reduce where there is no GPU
 _CHATTER = re.compile(r"^[IW]\d{4} |^WARNING: All log messages before")
@@ -51,7 +52,7 @@ def examine(timeout_s: float) -> Report:
     # The whole log, even if the user hides a part; and no more GPU memory than the question needs.
     frameworks, choice = _frameworks(ask("frameworks", TF_CPP_MIN_LOG_LEVEL="0", TF_FORCE_GPU_ALLOW_GROWTH="true"))
     no_libraries = Libraries(nccl=Library(error="the process that loaded the libraries did not end well"))
-    shm_bytes, shm_free_bytes = environment.shared_memory()
+    shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
     host = Host(
         python=platform.python_version(),
         python_path=sys.executable,
@@ -63,16 +64,15 @@ def examine(timeout_s: float) -> Report:
         libraries=from_json(Libraries, libraries.facts) if libraries.facts else no_libraries,
         frameworks=frameworks,
         choice=choice,
-        variables=environment.read_variables(environ, environment.nccl_files(environ)),
-        shm_bytes=shm_bytes,
-        shm_free_bytes=shm_free_bytes,
+        variables=environment.read_variables(environ),
+        shm_bytes=shm and shm.total,
+        shm_free_bytes=shm and shm.free,
         cores=len(os.sched_getaffinity(0)),
         interfaces=tuple(name for _, name in socket.if_nameindex()),
         troubles=tuple(troubles),
     )
     host = dataclasses.replace(host, all_reduce=_all_reduce(host, timeout_s, environ))
-    problems = tuple(find_problems(host))
-    return Report(host, tuple(_versions(host)), problems, summarize(host, problems))
+    return Report(host, tuple(_versions(host)), tuple(find_problems(host)))
 
 
 def _frameworks(answer: probes.Answer) -> tuple[Frameworks, Choice]:
@@ -96,12 +96,11 @@ def _all_reduce(host: Host, timeout_s: float, environ: dict[str, str]) -> AllRed
         backend, devices = "nccl", list(range(len(host.visible_gpus)))
     answer = probes.ask_all_reduce(backend, devices, timeout_s, {"NCCL_DEBUG": "WARN", **environ})
     log = tuple(line for line in answer.output if "NCCL WARN" in line)[-3:]
-    found = {"backend": backend, "ranks": len(devices), "count": probes.COUNT, "log": log, "error": answer.failure}
-    if answer.ended != "well" and "kind" not in answer.facts:
-        found["kind"] = answer.ended
-        if answer.ended == "crash":
-            found["error"] = f"{answer.failure}: {answer.output[-1] if answer.output else ''}"
-    return from_json(AllReduce, {**found, "ok": not answer.failure, **answer.facts})
+    error, kind = answer.failure, answer.facts.get("kind") or answer.ended.removeprefix("well")
+    if kind == "crash":
+        error += f": {answer.output[-1] if answer.output else ''}"
+    found = {"backend": backend, "ranks": len(devices), "count": probes.COUNT, **answer.facts}
+    return from_json(AllReduce, {**found, "ok": not error, "error": error, "kind": kind, "log": log})
 
 
 def _versions(host: Host) -> list[Version]:

@@ -20,7 +20,7 @@ def from_json(kind: type[Facts], given: Mapping[str, Any]) -> Facts:
 
 def _typed(hint: Any, value: Any) -> Any:
     item = next(iter(typing.get_args(hint)), hint)
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):
         return tuple(_typed(item, one) for one in value)
     is_nested = isinstance(item, type) and dataclasses.is_dataclass(item) and isinstance(value, Mapping)
     return from_json(item, value) if is_nested else value
@@ -257,8 +257,7 @@ class Report:
 
     host: Host
     versions: tuple[Version, ...]  # of this process
-    problems: tuple[Problem, ...]  # of all processes
-    summary: str  # the verdict in words
+    problems: tuple[Problem, ...]  # of all processes, errors first
     processes: tuple[ProcessFacts, ...] = ()  # all that a launcher has started, if they are joined; else ()
     joint: AllReduce | None = None  # an all-reduce over all of them
 
@@ -267,10 +266,29 @@ class Report:
         """Return whether training would run."""
         return not any(one.severity == ERROR for one in self.problems)
 
+    @property
+    def summary(self) -> str:
+        """Return the verdict in a sentence or two."""
+        host, count, hosts = self.host, self.host.gpu_count, len({one.host for one in self.processes})
+        severities = [one.severity for one in self.problems]
+        counts = {name: severities.count(name) for name in (ERROR, WARNING)}
+        counted = ", ".join(f"{many} {name}{'s' * (many != 1)}" for name, many in counts.items() if many)
+        verdict = f"Training would run, with {counted}" if counted else "Healthy"
+        gpus = f"{count} GPU{'s' * (count != 1)} on this machine" if count else "No GPU on this machine"
+        if not self.healthy:
+            verdict = f"Training would fail: {counted}"
+        elif host.choice.backend == "nccl":
+            library = f"{host.libraries.nccl.path}, which is not NCCL" if host.libraries.is_other_nccl else "NCCL"
+            gpus += f": towers stand on {len(host.choice.devices)} of them, joined by {library}"
+        else:
+            gpus += f"{', unused' * (count > 0)}: towers stand on the CPU, joined by ncclsync"
+        of_all = f" {len(self.processes)} processes on {hosts} host{'s' * (hosts != 1)}." if self.processes else ""
+        return f"{verdict}. {gpus}.{of_all}"
+
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON takes it."""
         found = dataclasses.asdict(self)
         host, joint = found.pop("host"), found.pop("joint")
         gpus, links = (host["driver"].pop(name) for name in ("gpus", "links"))
         about = {"gpus": gpus, "links": links, "backend": host.pop("choice"), **host, "joint_all_reduce": joint}
-        return {"healthy": self.healthy, **found, **about}
+        return {"healthy": self.healthy, "summary": self.summary, **found, **about}

@@ -1,19 +1,10 @@
 """Find out which GPUs can still be trained on: each alone, then all together."""
 
 import concurrent.futures
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from ncclsync.compat.host_gpus import VISIBLE
 from ncclsync.tools.doctor import probes
-
-
-@dataclasses.dataclass(frozen=True)
-class Health:
-    """Hold the health of some GPUs."""
-
-    healthy: tuple[str, ...]  # the UUIDs of the GPUs that can train together, in the given order
-    left_out: dict[str, str]  # for the UUID of each other GPU, why not
 
 
 def find_gpus(timeout_s: float, environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -26,19 +17,22 @@ def find_gpus(timeout_s: float, environ: Mapping[str, str]) -> tuple[str, ...]:
 
 def check_gpus(
     gpus: Sequence[str], timeout_s: float, environ: Mapping[str, str], is_wanted: Callable[[], bool] = lambda: True
-) -> Health:
+) -> dict[str, str]:
     """Try each GPU alone, and then all that pass, by an all-reduce of known numbers, which a GPU alone copies.
 
-    If that fails, the GPU without which it passes is left out. Without such a GPU, none is healthy.
+    If that fails, the GPU without which it passes is left out; without such a GPU, all are.
 
     Args:
         gpus: UUIDs of the GPUs of `environ`, by `find_gpus`.
         timeout_s: seconds for each question.
         environ: of the processes that try them.
         is_wanted: whether to go on; after False no more questions are asked, and the result is of no use.
+
+    Returns:
+        By the UUID of each GPU that is left out, why. The others can train together.
     """
     if not gpus:
-        return Health((), {})
+        return {}
 
     def failure(some: Sequence[str]) -> str:
         """Return why an all-reduce of some GPUs has not passed; "" if it has."""
@@ -52,9 +46,9 @@ def check_gpus(
         left_out = {gpu: f"alone: {why}" for gpu, why in tried if why}
     healthy = [gpu for gpu in gpus if gpu not in left_out]
     if len(healthy) < 2 or not (failed := failure(healthy)):
-        return Health(tuple(healthy), left_out)
+        return left_out
     for gpu in healthy:
         others = [other for other in healthy if other != gpu]
         if len(others) == 1 or not failure(others):
-            return Health(tuple(others), {**left_out, gpu: f"all-reduce, which passes without it: {failed}"})
-    return Health((), {**left_out, **dict.fromkeys(healthy, f"all-reduce, whichever is left out: {failed}")})
+            return {**left_out, gpu: f"all-reduce, which passes without it: {failed}"}
+    return {**left_out, **dict.fromkeys(healthy, f"all-reduce, whichever is left out: {failed}")}

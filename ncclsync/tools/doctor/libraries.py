@@ -8,7 +8,7 @@ import os
 import pathlib
 import re
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from ncclsync.tools.doctor.facts import Libraries, Library
 
@@ -39,21 +39,16 @@ def read_libraries() -> Libraries:
         nccl_packages=tuple(f"{name} {version}" for name in _NCCL_PACKAGES if (version := installed(name))),
         cuda_runtime=_read("cuda_runtime", "cudaRuntimeGetVersion", "NCCLSYNC_CUDART_LIBRARY"),
         cudnn=_read("cudnn", "cudnnGetVersion"),
-        missing=tuple(file for package, file in _LOADS.items() if not (wheel_file(package, file) or _load(file))),
+        missing=tuple(file for package, file in _LOADS.items() if not (wheel_files(package, file) or _load(file))),
         driver_cuda=_version("libcuda.so.1", "cuDriverGetVersion"),
     )
 
 
-def mapped(part: str) -> str | None:
-    """Return the file of a library that this process has loaded, by part of its name."""
-    lines = pathlib.Path("/proc/self/maps").read_text(errors="replace").splitlines()
-    paths = (line.split(maxsplit=5)[-1] for line in lines if "/" in line)
-    return next((path for path in paths if part in os.path.basename(path)), None)
-
-
-def wheel_file(package: str, file: str) -> str | None:
-    """Return a library's file in NVIDIA's wheels, such as nvidia/cudnn/lib/libcudnn.so.9."""
-    return next(_wheel_files(package, file), None)
+def wheel_files(package: str, file: str) -> list[str]:
+    """Return a library's files in NVIDIA's wheels, such as nvidia/cudnn/lib/libcudnn.so.9."""
+    root = importlib.util.find_spec("nvidia")
+    folders = (root.submodule_search_locations or []) if root else []
+    return [path for folder in folders if os.path.isfile(path := os.path.join(folder, package, "lib", file))]
 
 
 def nccl_files(ldconfig: str = "/sbin/ldconfig") -> list[str]:
@@ -62,19 +57,11 @@ def nccl_files(ldconfig: str = "/sbin/ldconfig") -> list[str]:
     folders = [*os.environ.get("LD_LIBRARY_PATH", "").split(":"), "/usr/local/cuda/lib64"]
     found = [
         *([chosen] if chosen else []),
-        *_wheel_files("nccl", "libnccl.so.2"),
+        *wheel_files("nccl", "libnccl.so.2"),
         *(os.path.join(folder, "libnccl.so.2") for folder in folders if folder),
         *_cached("libnccl.so.2", ldconfig),
     ]
     return list({os.path.realpath(path): path for path in reversed(found) if os.path.isfile(path)}.values())[::-1]
-
-
-def _wheel_files(package: str, file: str) -> Iterator[str]:
-    root = importlib.util.find_spec("nvidia")
-    for folder in (root.submodule_search_locations or []) if root else []:
-        path = pathlib.Path(folder, package, "lib", file)
-        if path.is_file():
-            yield str(path)
 
 
 def _cached(file: str, ldconfig: str) -> Iterable[str]:
@@ -105,20 +92,27 @@ def _read_nccl() -> Library:
         version = ".".join(map(str, library.version()))
     except NcclSyncError as error:  # also: the C extension is missing
         return Library(error=str(error))
-    path = library.path if "/" in library.path else mapped("libnccl") or library.path
+    path = _loaded(library.path)
     return Library(version, path, _built_with(path))
 
 
 def _read(package: str, function: str, variable: str = "") -> Library:
     """Load a library of `_LOADS`, or what a variable names, and ask its function for the version."""
     file = _LOADS[package]
-    path = os.environ.get(variable) or wheel_file(package, file) or file
+    path = os.environ.get(variable) or next(iter(wheel_files(package, file)), file)
     try:
         ctypes.CDLL(path)
     except OSError as error:
         return Library(error=str(error))
-    found = path if "/" in path else mapped(file.partition(".so")[0] + ".") or path
-    return Library(_version(path, function), found)
+    return Library(_version(path, function), _loaded(path))
+
+
+def _loaded(library: str) -> str:
+    """Return the file of a library that was loaded by its name or path."""
+    lines = pathlib.Path("/proc/self/maps").read_text(errors="replace").splitlines()
+    paths = (line.split(maxsplit=5)[-1] for line in lines if "/" in line)
+    name = library.partition(".so")[0]
+    return library if "/" in library else next((path for path in paths if f"/{name}." in path), library)
 
 
 def _version(path: str, function: str) -> str | None:

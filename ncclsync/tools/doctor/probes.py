@@ -176,42 +176,36 @@ def _choose(tell: Tell) -> None:
 
 
 def _all_reduce(tell: Tell, backend: str, devices: Sequence[int], timeout_s: float) -> None:
-    """All-reduce known numbers, between GPUs by NCCL's preflight; the facts are those of `facts.AllReduce`."""
+    def join() -> Any:
+        from ncclsync.communicator import CpuCommunicator, NcclCommunicator
 
-    def reduce() -> str:
-        # Imported here, since it raises if the C extension is missing.
-        from ncclsync.communicator import CpuCommunicator, NcclCommunicator, preflight
+        return NcclCommunicator(devices, timeout_s=timeout_s) if backend == "nccl" else CpuCommunicator(len(devices))
 
-        count = preflight.COUNT if backend == "nccl" else COUNT
-        tell(stage=f"joining {len(devices)} ranks", count=count)
-        began = time.perf_counter()
-        if backend == "nccl":
-            with NcclCommunicator(devices, timeout_s=timeout_s):
-                tell(seconds=time.perf_counter() - began, stage="ending the communicator")
-            return ""
-        with CpuCommunicator(len(devices)) as communicator:
-            tell(stage="reducing")
-            wrong = known_answer(communicator)
-            tell(seconds=time.perf_counter() - began)
-        return wrong
-
-    tell(**outcome(reduce))
+    tell(stage=f"joining {len(devices)} ranks")
+    reduce_known(join, backend == "nccl", tell)
 
 
-def outcome(work: Callable[[], str]) -> dict[str, str]:
-    """Return the `error` and the `kind` of failure of an all-reduce, see `facts.AllReduce`; {} if it does not fail.
+def reduce_known(join: Callable[[], Any], by_nccl: bool, tell: Tell) -> None:
+    """All-reduce known numbers, between GPUs by NCCL's preflight; tell facts of `facts.AllReduce`.
 
-    `work` returns what is wrong with the numbers, "" if nothing is.
+    `join` joins the ranks and returns their communicator.
     """
+    kind = "wrong"
     try:
-        wrong = work()
-    except NcclPreflightError as error:
-        wrong = str(error)
-    except NcclTimeoutError as error:
-        return {"error": str(error), "kind": "hang"}
-    except (NcclSyncError, OSError) as error:
-        return {"error": str(error), "kind": "raised"}
-    return {"error": wrong, "kind": "wrong"} if wrong else {}
+        from ncclsync.communicator import preflight  # raises if the C extension is missing
+
+        tell(count=preflight.COUNT if by_nccl else COUNT)
+        began = time.perf_counter()
+        with join() as communicator:
+            tell(stage="reducing", ranks=communicator.world_size)
+            error = "" if by_nccl else known_answer(communicator)
+            tell(stage="ending the communicator", seconds=time.perf_counter() - began)
+    except NcclPreflightError as found:
+        error = str(found)
+    except (NcclSyncError, OSError) as found:
+        error, kind = str(found), "hang" if isinstance(found, NcclTimeoutError) else "raised"
+    if error:
+        tell(error=error, kind=kind)
 
 
 def _gpus(tell: Tell) -> None:

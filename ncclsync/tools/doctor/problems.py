@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ncclsync.tools.doctor.environment import EFFECTS
-from ncclsync.tools.doctor.facts import ERROR, WARNING, Gpu, Host, Problem
+from ncclsync.tools.doctor.facts import ERROR, WARNING, Host, Problem
 
 SHM_BYTES = 512 << 20  # NCCL's buffers between GPUs without direct transfers; containers start with 64 MiB
 
@@ -33,22 +33,6 @@ def find_problems(host: Host) -> list[Problem]:
 def by_severity(problems: Iterable[Problem]) -> list[Problem]:
     """Return problems with the errors first, otherwise in their order."""
     return sorted(problems, key=lambda problem: problem.severity != ERROR)
-
-
-def summarize(host: Host, problems: tuple[Problem, ...]) -> str:
-    """Return the verdict in a sentence or two."""
-    gpus = f"{host.gpu_count} GPU{'s' * (host.gpu_count != 1)}" if host.gpu_count else "No GPU"
-    errors = sum(problem.severity == ERROR for problem in problems)
-    counts = {ERROR: errors, WARNING: len(problems) - errors}
-    counted = ", ".join(f"{count} {name}{'s' * (count != 1)}" for name, count in counts.items() if count)
-    if errors:
-        return f"Training would fail: {counted}. {gpus} on this machine."
-    by_nccl = host.choice.backend == "nccl"
-    library = f"{host.libraries.nccl.path}, which is not NCCL" if host.libraries.is_other_nccl else "NCCL"
-    where = f"{len(host.choice.devices)} of them, joined by {library}" if by_nccl else "the CPU, joined by ncclsync"
-    unused = ", unused" if host.gpu_count and not by_nccl else ""
-    verdict = f"Training would run, with {counted}" if counted else "Healthy"
-    return f"{verdict}. {gpus} on this machine{unused}: towers stand on {where}."
 
 
 def _frameworks(host: Host) -> Iterator[Problem]:
@@ -247,38 +231,34 @@ def _unseen(host: Host) -> Iterator[Problem]:
 
 
 def _each_gpu(host: Host) -> Iterator[Problem]:
+    built_for, leave = sorted(host.frameworks.build_capabilities, key=_numbers), "leave it out by CUDA_VISIBLE_DEVICES"
     for gpu in host.visible_gpus:
-        yield from _of_gpu(gpu, sorted(host.frameworks.build_capabilities, key=_numbers), host.severity)
-
-
-def _of_gpu(gpu: Gpu, built_for: list[str], severe: str) -> Iterator[Problem]:
-    """Yield the problems of a GPU; TensorFlow is `built_for` these compute capabilities, in ascending order."""
-    name, leave = f"GPU {gpu.index}", "leave it out by CUDA_VISIBLE_DEVICES"
-    if gpu.error:
-        remedy = f"Look into dmesg for Xid errors; restart the machine; {leave}."
-        yield Problem("gpu-lost", f"{name} does not answer ({gpu.error}).", remedy, severe)
-        return
-    if gpu.mig:
-        text = f"{name} is in MIG mode: a process sees one of its instances, and NCCL joins none of them."
-        yield Problem("mig", text, f"sudo nvidia-smi -i {gpu.index} -mig 0, to train on whole GPUs.")
-    if gpu.prohibited:
-        text = f"{name} is in compute mode Prohibited."
-        yield Problem("gpu-prohibited", text, f"sudo nvidia-smi -i {gpu.index} -c DEFAULT", severe)
-    used, memory = gpu.used_bytes or 0, gpu.memory_bytes or 0
-    if memory and used > _BUSY * memory:
-        text = f"{name} has {used / 2**30:.1f} of {memory / 2**30:.1f} GiB in use by other processes."
-        yield Problem("gpu-busy", text, f"End them (nvidia-smi lists them), or {leave}.")
-    capability = gpu.compute_capability
-    if not capability or not built_for:
-        return
-    text = f"{name} has compute capability {capability}; TensorFlow has code"
-    if _below(capability, built_for[0]):
-        remedy = "Leave it out by CUDA_VISIBLE_DEVICES, or build TensorFlow for it."
-        yield Problem("gpu-too-old", f"{text} from {built_for[0]} on.", remedy, severe)
-    elif _numbers(capability)[0] > _numbers(built_for[-1])[0]:
-        text += f" up to {built_for[-1]}, and compiles the rest at its first start, for many minutes."
-        remedy = "Use a newer TensorFlow; keep the cache of compiled kernels (CUDA_CACHE_MAXSIZE=4294967296)."
-        yield Problem("gpu-newer-than-tensorflow", text, remedy)
+        name = f"GPU {gpu.index}"
+        if gpu.error:
+            remedy = f"Look into dmesg for Xid errors; restart the machine; {leave}."
+            yield Problem("gpu-lost", f"{name} does not answer ({gpu.error}).", remedy, host.severity)
+            continue
+        if gpu.mig:
+            text = f"{name} is in MIG mode: a process sees one of its instances, and NCCL joins none of them."
+            yield Problem("mig", text, f"sudo nvidia-smi -i {gpu.index} -mig 0, to train on whole GPUs.")
+        if gpu.prohibited:
+            text = f"{name} is in compute mode Prohibited."
+            yield Problem("gpu-prohibited", text, f"sudo nvidia-smi -i {gpu.index} -c DEFAULT", host.severity)
+        used, memory = gpu.used_bytes or 0, gpu.memory_bytes or 0
+        if memory and used > _BUSY * memory:
+            text = f"{name} has {used / 2**30:.1f} of {memory / 2**30:.1f} GiB in use by other processes."
+            yield Problem("gpu-busy", text, f"End them (nvidia-smi lists them), or {leave}.")
+        capability = gpu.compute_capability
+        if not capability or not built_for:
+            continue
+        text = f"{name} has compute capability {capability}; TensorFlow has code"
+        if _below(capability, built_for[0]):
+            remedy = "Leave it out by CUDA_VISIBLE_DEVICES, or build TensorFlow for it."
+            yield Problem("gpu-too-old", f"{text} from {built_for[0]} on.", remedy, host.severity)
+        elif _numbers(capability)[0] > _numbers(built_for[-1])[0]:
+            text += f" up to {built_for[-1]}, and compiles the rest at its first start, for many minutes."
+            remedy = "Use a newer TensorFlow; keep the cache of compiled kernels (CUDA_CACHE_MAXSIZE=4294967296)."
+            yield Problem("gpu-newer-than-tensorflow", text, remedy)
 
 
 def _all_gpus(host: Host) -> Iterator[Problem]:

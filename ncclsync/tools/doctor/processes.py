@@ -2,21 +2,19 @@
 
 import collections
 import dataclasses
-import json
 import re
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ncclsync.communicator import Communicator, NcclCommunicator, TcpCommunicator, preflight
+from ncclsync.communicator import Communicator, NcclCommunicator, TcpCommunicator
 from ncclsync.communicator.joining import peers_of
 from ncclsync.communicator.peers import Peers
 from ncclsync.communicator.processes import Process
 from ncclsync.errors import NcclSyncError
 from ncclsync.tools.doctor import probes
 from ncclsync.tools.doctor.examination import examine
-from ncclsync.tools.doctor.facts import ERROR, WARNING, AllReduce, Host, Problem, ProcessFacts, Report, from_json
-from ncclsync.tools.doctor.problems import apart, by_severity, summarize
+from ncclsync.tools.doctor.facts import ERROR, WARNING, AllReduce, Problem, ProcessFacts, Report, from_json
+from ncclsync.tools.doctor.problems import apart, by_severity
 from ncclsync.tools.processes import tell_of
 
 _NAMED = 3  # processes that a message names
@@ -57,15 +55,14 @@ def examine_all(process: Process, timeout_s: float) -> Report | None:
             return None
         # It examines itself alone.
         report = examine(timeout_s)
-        problems = by_severity([*report.problems, apart(str(error))])
-        return dataclasses.replace(report, problems=tuple(problems), summary=summarize(report.host, tuple(problems)))
+        return judged(report, [*report.problems, apart(str(error))])
     report = examine(timeout_s)
     problems = [*report.problems]
     everyone: Sequence[ProcessFacts] = ()
     joint = None
     try:
-        reports = joined.exchange(written(_facts(joined, report)), "what doctor has found")
-        everyone = [read(text, rank, joined.hosts[rank]) for rank, text in enumerate(reports)]
+        told = joined.exchange(dataclasses.asdict(_facts(joined, report)), "what doctor has found")
+        everyone = [from_json(ProcessFacts, facts) for facts in told]  # of another version of ncclsync, perhaps
         problems = [*merged(everyone), *differences(everyone)]
         backends = {one.backend for one in everyone}
         if len(backends) == 1:
@@ -78,27 +75,21 @@ def examine_all(process: Process, timeout_s: float) -> Report | None:
         problems = [*problems, Problem("processes-lost", str(error), remedy, ERROR)]
     if process.rank > 0:
         return None
-    return judged(report.host, report, problems, everyone, joint)
+    return judged(report, problems, everyone, joint)
 
 
 def judged(
-    host: Host, report: Report, problems: Sequence[Problem], everyone: Sequence[ProcessFacts], joint: AllReduce | None
+    report: Report, problems: Sequence[Problem], everyone: Sequence[ProcessFacts] = (), joint: AllReduce | None = None
 ) -> Report:
     """Return the report of process 0 with the findings and problems of all, and the all-reduce over all."""
-    if joint is not None and not joint.ok and everyone:
+    if joint is not None and not joint.ok:
         by_tcp = "process 0's name means: MASTER_ADDR"
         way = "NCCL takes: NCCL_SOCKET_IFNAME" if joint.backend == "nccl" else by_tcp
         remedy = f"Look whether the hosts reach each other by the network that {way}."
         text = f"The all-reduce over all {len(everyone)} processes fails: {joint.error.rstrip('.')}."
         problems = [*problems, Problem(f"joint-all-reduce-{joint.kind}", text, remedy, ERROR)]
     ordered = tuple(by_severity(problems))
-    words = summarize(host, ordered)
-    if everyone:
-        hosts = len({one.host for one in everyone})
-        words += f" {len(everyone)} processes on {hosts} host{'s' * (hosts != 1)}."
-    return dataclasses.replace(
-        report, problems=ordered, summary=words, processes=tuple(everyone), joint=joint if everyone else None
-    )
+    return dataclasses.replace(report, problems=ordered, processes=tuple(everyone), joint=joint)
 
 
 def _facts(joined: Peers, report: Report) -> ProcessFacts:
@@ -116,48 +107,25 @@ def _facts(joined: Peers, report: Report) -> ProcessFacts:
     )
 
 
-def written(facts: ProcessFacts) -> str:
-    """Return facts as JSON: another version of ncclsync may read them."""
-    return json.dumps(dataclasses.asdict(facts))
-
-
-def read(text: str, rank: int, host: str) -> ProcessFacts:
-    """Return what `written` has made in a process of this rank and host, perhaps with another version of ncclsync."""
-    return from_json(ProcessFacts, {**json.loads(text), "rank": rank, "host": host})
-
-
 def must_be_alike(name: str) -> bool:
     """Return whether a variable must have the same value in all processes."""
     return bool(_ALIKE.match(name)) and not _OF_A_HOST.fullmatch(name)
 
 
 def _reduce(joined: Peers, report: Report, by_nccl: bool, timeout_s: float) -> AllReduce:
-    """All-reduce known numbers over the towers of all processes. Collective.
-
-    `by_nccl`: the towers of all stand on GPUs, and NCCL's preflight does it; else TCP in host memory.
-
-    Raises:
-        ProcessError: the others cannot be joined.
-    """
+    """All-reduce known numbers over the towers of all processes, by NCCL or by TCP in host memory. Collective."""
     devices = [int(name.split(":")[1]) for name in report.host.choice.devices] or [0]
-    backend, count = ("nccl", preflight.COUNT) if by_nccl else ("cpu", probes.COUNT)
-    found: dict[str, Any] = {"backend": backend, "ranks": len(devices), "count": count}
-    began = time.perf_counter()
+    found: dict[str, Any] = {"backend": "nccl" if by_nccl else "cpu", "ranks": len(devices)}
 
-    def reduce() -> str:
-        communicator: Communicator
+    def join() -> Communicator:
         if by_nccl:
-            communicator = NcclCommunicator.from_peers(joined, devices, timeout_s=timeout_s)
-        else:
-            communicator = TcpCommunicator(joined, len(devices), timeout_s=timeout_s)
-        with communicator:
-            found["ranks"] = communicator.world_size
-            wrong = "" if by_nccl else probes.known_answer(communicator)
-            found["seconds"] = time.perf_counter() - began
-        return f"{joined.name(joined.rank)}: {wrong}" if wrong else ""
+            return NcclCommunicator.from_peers(joined, devices, timeout_s=timeout_s)
+        return TcpCommunicator(joined, len(devices), timeout_s=timeout_s)
 
-    failed = probes.outcome(reduce)
-    return from_json(AllReduce, {**found, "ok": not failed, **failed})
+    probes.reduce_known(join, by_nccl, lambda **facts: found.update(facts))
+    if found.get("kind") == "wrong":
+        found["error"] = f"{joined.name(joined.rank)}: {found['error']}"
+    return from_json(AllReduce, {**found, "ok": "kind" not in found})
 
 
 def merged(everyone: Sequence[ProcessFacts]) -> Iterator[Problem]:
@@ -175,34 +143,30 @@ def merged(everyone: Sequence[ProcessFacts]) -> Iterator[Problem]:
 def differences(everyone: Sequence[ProcessFacts]) -> Iterator[Problem]:
     """Yield a problem for each version and each setting that differs between processes, and for the backend."""
     by_nccl = any(one.backend == "nccl" for one in everyone)
-
-    def differing(
-        code: str, what: str, values: Sequence[str | None], nothing: str, remedy: str, is_error: bool
-    ) -> Iterator[Problem]:
+    remedy = "Let all processes see GPUs, or none: CUDA_VISIBLE_DEVICES=''."
+    # What it is, its values, what None means, the effect, the remedy, and whether it is an error.
+    rows = [("backend", [one.backend for one in everyone], "none", "", remedy, True)]
+    for component in dict.fromkeys(name for one in everyone for name in one.versions):
+        versions = [one.versions.get(component) for one in everyone]
+        remedy = _REMEDIES.get(component, f"Install {component} {{}} on all hosts.")
+        decisive = component in _DECISIVE or (component == "NCCL" and by_nccl)
+        rows.append((component, versions, "none", "", remedy, decisive))
+    for name in sorted({name for one in everyone for name in one.settings}):
+        values = [one.settings.get(name) for one in everyone]
+        of_nccl = name.startswith(("NCCL_", "NCCLSYNC_"))
+        effect = ", NCCL's ranks may then wait for each other" if of_nccl else ", their numbers may then differ"
+        remedy = f"Set {name} alike for all, by mpirun -x {name}, or unset it on all hosts."
+        rows.append((name, values, "not set", effect, remedy, of_nccl and by_nccl))
+    for name, values, nothing, effect, remedy, is_error in rows:
         groups: dict[str, list[ProcessFacts]] = collections.defaultdict(list)
         for one, value in zip(everyone, values, strict=True):
             groups[nothing if value is None else value].append(one)
         if len(groups) > 1:
             said = "; ".join(f"{value} in {_names(who)}" for value, who in groups.items())
             known = next(value for value in values if value is not None)
-            severity = ERROR if is_error else WARNING
-            yield Problem(f"processes-{code}", f"{what}: {said}.", remedy.format(known), severity)
-
-    backends = [one.backend for one in everyone]
-    remedy = "Let all processes see GPUs, or none: CUDA_VISIBLE_DEVICES=''."
-    yield from differing("backend", "The backend differs between processes", backends, "none", remedy, True)
-    for component in dict.fromkeys(name for one in everyone for name in one.versions):
-        decisive = component in _DECISIVE or (component == "NCCL" and by_nccl)
-        remedy = _REMEDIES.get(component, f"Install {component} {{}} on all hosts.")
-        versions = [one.versions.get(component) for one in everyone]
-        yield from differing(component, f"{component} differs between processes", versions, "none", remedy, decisive)
-    for name in sorted({name for one in everyone for name in one.settings}):
-        by_variable = name.startswith(("NCCL_", "NCCLSYNC_"))
-        effect = "NCCL's ranks may then wait for each other" if by_variable else "their numbers may then differ"
-        remedy = f"Set {name} alike for all, by mpirun -x {name}, or unset it on all hosts."
-        values = [one.settings.get(name) for one in everyone]
-        what = f"{name} differs between processes, {effect}"
-        yield from differing(name, what, values, "not set", remedy, by_variable and by_nccl)
+            what = "The backend" if name == "backend" else name
+            text = f"{what} differs between processes{effect}: {said}."
+            yield Problem(f"processes-{name}", text, remedy.format(known), ERROR if is_error else WARNING)
 
 
 def _names(who: Sequence[ProcessFacts]) -> str:

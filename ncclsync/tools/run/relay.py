@@ -15,7 +15,7 @@ _SLICE_S = 0.2
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x08")  # and movements of the cursor
 
 
-class Relay:
+class Relay(threading.Thread):
     """Pass a process' stdout and stderr on to those of this process.
 
     If a stream is a terminal, the process gets a terminal, too, so that a progress bar works; if both are the same
@@ -27,8 +27,11 @@ class Relay:
 
     def __init__(self) -> None:
         """Open the process' streams."""
+        super().__init__(name="ncclsync run: output", daemon=True)
         self._begun: dict[tuple[int, int], int] = {}  # the process' end, by the file
-        self._copies: list[_Copy] = []
+        self._to: dict[int, int] = {}  # this process' stream, by the end that is read
+        self._tails: dict[int, bytes] = {}  # likewise what was last read
+        self._is_over = False
         self.streams = [self._open(descriptor) for descriptor in (1, 2)]
 
     def _open(self, descriptor: int) -> int | None:
@@ -39,62 +42,49 @@ class Relay:
         file = status.st_dev, status.st_ino
         if file not in self._begun:
             source, self._begun[file] = _terminal(descriptor) if os.isatty(descriptor) else os.pipe()
-            self._copies.append(_Copy(source, descriptor))
+            self._to[source], self._tails[source] = descriptor, b""
         return self._begun[file]
 
     def started(self) -> None:
         """Begin, after the process has been given its streams."""
         for end in self._begun.values():
             os.close(end)
-        for copy in self._copies:
-            copy.start()
+        self.start()
 
     def ended(self) -> list[str]:
         """Pass on the rest, after the process has ended; return the last lines."""
-        for copy in self._copies:
-            copy.end()
-        lines = [
-            line for copy in self._copies for line in _COLOURS.sub("", copy.tail.decode(errors="replace")).splitlines()
-        ]
-        return [line.rstrip() for line in lines if line.strip()][-LINES:]
-
-
-class _Copy(threading.Thread):
-    """Copy from one descriptor to another."""
-
-    def __init__(self, source: int, to: int) -> None:
-        super().__init__(name="ncclsync run: output", daemon=True)
-        self._source, self._to = source, to
-        self._is_over = threading.Event()
-        self.tail = b""
+        self._is_over = True
+        self.join()
+        texts = (_COLOURS.sub("", tail.decode(errors="replace")) for tail in self._tails.values())
+        lines = (line.rstrip() for text in texts for line in text.splitlines())
+        return [*filter(None, lines)][-LINES:]
 
     def run(self) -> None:
-        while True:
-            if not select.select([self._source], [], [], _SLICE_S)[0]:
-                if self._is_over.is_set():  # though a process that it has started may write more
-                    break
-                continue
-            try:
-                found = os.read(self._source, 1 << 16)
-                if not found:
-                    break
-                self.tail = (self.tail + found)[-_KEPT_BYTES:]
-                _write(self._to, found)
-            except OSError:  # the terminal's end; or the reader is gone, which the script finds, too
-                break
-        os.close(self._source)
+        """Pass on until the streams end, or the process has ended: what it has started may still hold them."""
+        left = set(self._to)
+        while left:
+            ready = select.select([*left], [], [], _SLICE_S)[0]
+            ended = {source for source in ready if not self._pass_on(source)}
+            if not ready and self._is_over:
+                ended = left
+            for source in ended:
+                os.close(source)
+            left = left - ended
 
-    def end(self) -> None:
-        self._is_over.set()
-        self.join()
-
-
-def _write(to: int, found: bytes) -> None:
-    while found:
+    def _pass_on(self, source: int) -> bool:
+        """Pass on what is there; return whether there may be more."""
         try:
-            found = found[os.write(to, found) :]
-        except BlockingIOError:
-            select.select([], [to], [])
+            found = os.read(source, 1 << 16)
+            self._tails[source] = (self._tails[source] + found)[-_KEPT_BYTES:]
+            more = bool(found)
+            while found:
+                try:
+                    found = found[os.write(self._to[source], found) :]
+                except BlockingIOError:
+                    select.select([], [self._to[source]], [])
+        except OSError:  # the terminal's end; or the reader is gone, which the script finds, too
+            return False
+        return more
 
 
 def _terminal(like: int) -> tuple[int, int]:

@@ -17,12 +17,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from ncclsync.tools.doctor.health import Health, check_gpus, find_gpus
+from ncclsync.tools.doctor.health import check_gpus, find_gpus
 from ncclsync.tools.run.relay import Relay
 from ncclsync.tools.run.script import FORWARDED
 from ncclsync.training import progress
@@ -119,7 +118,9 @@ def supervise(given: argparse.Namespace, signals: "Signals") -> int:
     `signals` are entered before libraries that start threads are imported. Returns the script's exit code; of a signal,
     128 and its number.
     """
-    with tempfile.TemporaryDirectory(prefix="ncclsync-run-") as folder, _adopting():
+    # Become the parent of processes that the script leaves behind, such as workers that read data.
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    with tempfile.TemporaryDirectory(prefix="ncclsync-run-") as folder:
         supervisor = _Supervisor(given, pathlib.Path(folder), signals)
         code = supervisor.run()
     if code or len(supervisor.starts) > 1:
@@ -144,14 +145,14 @@ class _Supervisor:
         gpus = self._unless_asked(lambda: find_gpus(_TIMEOUT_S, self._environ)) or ()
         while self._asked is None:
             start = self._start(gpus)
-            health, then, again = self._judge(start)
-            self._add(dataclasses.replace(start, left_out=health.left_out, then=then))
+            left_out, then, again = self._judge(start)
+            self._add(dataclasses.replace(start, left_out=left_out, then=then))
             if not again:
                 return start.shell_code
             _say(f"start {start.start} {start.words}; {then}")
+            gpus = tuple(gpu for gpu in gpus if gpu not in left_out)
             if gpus:  # by UUID: when a GPU is lost, another gets its number
-                self._environ["CUDA_VISIBLE_DEVICES"] = ",".join(health.healthy)
-            gpus = health.healthy
+                self._environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         # A request to end came while nothing ran.
         return self.starts[-1].shell_code if self.starts else 128 + self._asked
 
@@ -165,30 +166,30 @@ class _Supervisor:
             except OSError as error:  # such as a full disk; go on
                 _say(f"the report is not written: {error}")
 
-    def _judge(self, start: Start) -> tuple[Health, str, bool]:
-        """Return the remaining GPUs, the decision in words, and whether to start the script again."""
-        unchanged = Health(start.gpus, {})
+    def _judge(self, start: Start) -> tuple[dict[str, str], str, bool]:
+        """Return the GPUs to leave out and why, the decision in words, and whether to start the script again."""
         if self._asked is not None:
-            return unchanged, f"not started again: {self._asked.name} was received", False
+            return {}, f"not started again: {self._asked.name} was received", False
         if start.shell_code == 0:
-            return unchanged, "done", False
+            return {}, "done", False
         if not start.died:
             own = "this signal is a request to end" if start.signal else "this is the script's own error or exit code"
-            return unchanged, f"not started again: {own}", False
+            return {}, f"not started again: {own}", False
         self._vain = 0 if start.moved_on or not self.starts else self._vain + 1
         if self._vain >= self._given.restarts:
-            return unchanged, f"given up: {self._vain} restarts in a row without progress", False
+            return {}, f"given up: {self._vain} restarts in a row without progress", False
         _end_left_behind(self._children)
-        health = self._unless_asked(
+        left_out = self._unless_asked(
             lambda: check_gpus(start.gpus, _TIMEOUT_S, self._environ, lambda: self._asked is None)
         )
-        if health is None:
-            return unchanged, "not started again: a signal was received meanwhile", False
-        if start.gpus and not health.healthy:
-            return health, "given up: no GPU is healthy", False
-        where = f" on {len(health.healthy)} of {len(start.gpus)} GPUs" if health.left_out else ""
+        if left_out is None:
+            return {}, "not started again: a signal was received meanwhile", False
+        count = len(start.gpus) - len(left_out)
+        if start.gpus and not count:
+            return left_out, "given up: no GPU is healthy", False
+        where = f" on {count} of {len(start.gpus)} GPUs" if left_out else ""
         vain = f"; restarts without progress so far: {self._vain} of {self._given.restarts}" if self._vain else ""
-        return health, f"started again{where}{vain}", True
+        return left_out, f"started again{where}{vain}", True
 
     def _start(self, gpus: tuple[str, ...]) -> Start:
         """Run the script once."""
@@ -234,11 +235,12 @@ class _Supervisor:
             if received == signal.SIGCHLD:
                 _reap(_children() - self._children - {process.pid})
             elif received is not None:
-                is_first = self._ask(received)
-                if is_first is False:
+                if self._asked is None:
+                    self._asked, self._asked_at = received, time.monotonic()
+                    if not by_keys:
+                        process.send_signal(received)
+                elif time.monotonic() > self._asked_at + _ONE_REQUEST_S:
                     process.kill()
-                elif is_first and not by_keys:
-                    process.send_signal(received)
             if not until and self._told()["device"]:
                 until = time.monotonic() + _GRACE_S
             if until and time.monotonic() > until and not is_killed:
@@ -246,29 +248,14 @@ class _Supervisor:
                 _say(f"the script has raised a GPU's error, and not ended within {_GRACE_S:g} s: it is killed")
                 process.kill()
 
-    def _ask(self, received: signal.Signals) -> bool | None:
-        """Note a request to end; return whether it is the first. None: repeat the first."""
-        if self._asked is None:
-            self._asked, self._asked_at = received, time.monotonic()
-            return True
-        return False if time.monotonic() > self._asked_at + _ONE_REQUEST_S else None
-
     def _unless_asked(self, question: Callable[[], _T]) -> _T | None:
         """Return the answer to a slow question; None if a signal asks to end before."""
-        answer: concurrent.futures.Future[_T] = concurrent.futures.Future()
-
-        def work() -> None:
-            try:
-                answer.set_result(question())
-            except BaseException as error:
-                answer.set_exception(error)
-
         before = _children()
-        threading.Thread(target=work, name=NAME, daemon=True).start()
+        answer = concurrent.futures.ThreadPoolExecutor(1, NAME).submit(question)
         while not answer.done():
             received, _ = self._signals.wait(0.05)
             if received not in (None, signal.SIGCHLD):
-                self._ask(received)
+                self._asked = received
                 until = time.monotonic() + _END_S
                 while not answer.done() and time.monotonic() < until:
                     _end_left_behind(before)
@@ -311,22 +298,11 @@ class Signals:
     def wait(self, seconds: float) -> tuple[signal.Signals | None, bool]:
         """Return the next signal, or None after some time, and whether a terminal's keys have sent it."""
         received = signal.sigtimedwait(self._awaited, 0 if self._taken else seconds)
-        if received is not None and received.si_signo != signal.SIGCHLD:
-            return signal.Signals(received.si_signo), received.si_code == _SI_KERNEL
-        if self._taken:
+        if self._taken and (received is None or received.si_signo == signal.SIGCHLD):
             return self._taken.pop(0), False
-        return (None if received is None else signal.SIGCHLD), False
-
-
-@contextlib.contextmanager
-def _adopting() -> Iterator[None]:
-    """Become the parent of processes that the script leaves behind, such as workers that read data."""
-    prctl = ctypes.CDLL(None).prctl
-    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    try:
-        yield
-    finally:
-        prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        if received is None:
+            return None, False
+        return signal.Signals(received.si_signo), received.si_code == _SI_KERNEL
 
 
 def _children() -> set[int]:

@@ -59,15 +59,10 @@ def tree_all_reduce(size_bytes: float, gpus: int, cluster: Cluster) -> Estimate:
     levels = math.ceil(math.log2(hosts))
     latency_s = 2 * _tree_latency(gpus, cluster)
     chunk_bytes = min(TREE_CHUNK_BYTES, size_bytes / 2)
-    within_s = between_s = fill_s = sent = 0.0
-    if cluster.within is not None:
-        within_s = min(2, chain) * size_bytes / cluster.within.bandwidth
-        fill_s = 2 * chain * chunk_bytes / cluster.within.bandwidth
-    if hosts > 1:
-        sent = min(2, hosts / 2) * size_bytes
-        between_s = sent / cluster.between.bandwidth
-        fill_s += 2 * levels * chunk_bytes / cluster.between.bandwidth
-    return Estimate(latency_s + max(within_s, between_s) + fill_s, latency_s, "tree", sent)
+    sent = min(2, hosts / 2) * size_bytes if hosts > 1 else 0.0
+    carry_s = max(min(2, chain) * size_bytes / cluster.inner.bandwidth, sent / cluster.between.bandwidth)
+    fill_s = 2 * chunk_bytes * (chain / cluster.inner.bandwidth + levels / cluster.between.bandwidth)
+    return Estimate(latency_s + carry_s + fill_s, latency_s, "tree", sent)
 
 
 def collective(kind: str, size_bytes: float, gpus: int, cluster: Cluster) -> Estimate:
@@ -103,15 +98,11 @@ def _ring(rounds: int, size_bytes: float, gpus: int, cluster: Cluster) -> Estima
     """Estimate `rounds` times n-1 hops, from where in the ring most lead between hosts, of so many bytes in all."""
     hops, hosts = rounds * (gpus - 1), cluster.hosts(gpus)
     between = min(rounds * hosts, hops) if hosts > 1 else 0
-    latency_s = between * cluster.between.latency_s
-    if cluster.within is not None:
-        latency_s += (hops - between) * cluster.within.latency_s
+    latency_s = between * cluster.between.latency_s + (hops - between) * cluster.inner.latency_s
     return _sent("ring", size_bytes, latency_s, gpus, cluster)
 
 
 def _tree_latency(gpus: int, cluster: Cluster) -> float:
     """Return the latency of one way: through the chain of a host and the levels of a tree."""
-    latency_s = math.ceil(math.log2(cluster.hosts(gpus))) * cluster.between.latency_s
-    if cluster.within is not None:
-        latency_s += (min(gpus, cluster.gpus_per_host) - 1) * cluster.within.latency_s
-    return latency_s
+    levels, chain = math.ceil(math.log2(cluster.hosts(gpus))), min(gpus, cluster.gpus_per_host) - 1
+    return levels * cluster.between.latency_s + chain * cluster.inner.latency_s

@@ -50,6 +50,11 @@ class Cluster:
                 f"Received: {self.within} for {self.gpus_per_host} per host"
             )
 
+    @property
+    def inner(self) -> Link:
+        """Return the link within a host; nothing passes it where a host has one GPU."""
+        return self.within or self.between
+
     def launching_s(self, exchanges: int, gpus: int) -> float:
         """Return what a host needs to launch so many exchanges, one after another."""
         return exchanges * min(gpus, self.gpus_per_host) * self.launch_s
@@ -60,8 +65,8 @@ class Cluster:
 
     def narrowest(self, gpus: int) -> float:
         """Return the bandwidth that limits a ring or tree through so many GPUs, in bytes per second."""
-        links = [self.within] if gpus <= self.gpus_per_host else [self.within, self.between]
-        return min(link.bandwidth for link in links if link is not None)
+        within = self.inner.bandwidth
+        return within if gpus <= self.gpus_per_host else min(within, self.between.bandwidth)
 
 
 # α: NCCL's own estimate of a hop with its LL128 protocol in a ring, `hwLat` in src/graph/tuning.cc: NVLink

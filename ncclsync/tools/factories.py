@@ -29,6 +29,7 @@ def load(name: str) -> Callable:
     home, _, attribute = name.rpartition(":")
     if not home or not attribute:
         raise UsageError(f"Expected module:function or file.py:function. Received: {name}")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # only errors; read when TensorFlow is imported
     found: Any = _load_file(home) if home.endswith(".py") else _import_module(home)
     for part in attribute.split("."):
         if not hasattr(found, part):

@@ -26,7 +26,7 @@ from ncclsync.tools.bench.all_reduce import HostReducer, NcclReducer, pattern
 from ncclsync.tools.bench.fit import StepParts
 from ncclsync.tools.bench.models import MODELS, rows_of
 from ncclsync.tools.bench.results import SCHEMA, Result, Row, size_text, time_text
-from ncclsync.tools.bench.turns import BenchError, Side, Spread, missing_mpi, ratio, take_turns
+from ncclsync.tools.bench.turns import BenchError, Side, Spread, by_key, missing_mpi, ratio, take_turns
 from ncclsync.tools.cli import main
 
 VIRTUAL_GPUS = pathlib.Path(__file__).parents[1] / "virtual_gpus" / "run.py"
@@ -56,7 +56,7 @@ def test_wrong_elements_are_counted(communicator, wrong):
     """A planted wrong sum is counted by element, also after correct ones have filled the results."""
     reducer = HostReducer(communicator(3))
     for library in reducer.libraries:
-        assert reducer.ask("seconds", library=library, count=100, iterations=2)["seconds"] > 0
+        assert reducer.ask("seconds", library=library, count=100, steps=2)["seconds"] > 0
     assert reducer.ask("wrong", library="ncclsync", count=100) == {"wrong": wrong}
     assert reducer.wrong("memcpy", 100) == 0
     reducer.close()
@@ -378,7 +378,7 @@ def test_sides_by_cpu_time(monkeypatch):
     def turns(sides, variants, rounds, show):
         assert not variants
         figures = {"ncclsync": (2.0, 5.0), "single": (4.0, 4.0)}
-        return {name: [{"seconds": s, "cpu_seconds": cpu, "xla": True}] for name, (s, cpu) in figures.items()}
+        return by_key({name: [{"seconds": s, "cpu_seconds": c, "xla": True}] for name, (s, c) in figures.items()})
 
     monkeypatch.setattr(training, "Side", Told)
     monkeypatch.setattr(training, "_fit_in_turns", turns)

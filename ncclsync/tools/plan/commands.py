@@ -1,13 +1,10 @@
 """Parse the arguments of `python -m ncclsync plan` and run it. TensorFlow is imported to measure."""
 
 import argparse
-import contextlib
 import dataclasses
 import logging
 import math
-import os
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from ncclsync.program.links import CLUSTERS, cluster_of
@@ -15,7 +12,7 @@ from ncclsync.tools.arguments import add_options, at_least, file, link, listed, 
 from ncclsync.tools.bench.results import show, significant, write_json
 from ncclsync.tools.bench.turns import Spread, progress
 from ncclsync.tools.factories import UsageError, add_model_arguments, load, model_and_data
-from ncclsync.tools.plan.results import TABLES, Found, cluster_text, result_of
+from ncclsync.tools.plan.results import Found, cluster_text, result_of
 
 PREDICTED = 0  # exit code; `cli` shows errors, with 2
 
@@ -66,57 +63,51 @@ def _plan(given: argparse.Namespace) -> int:
     cluster = dataclasses.replace(cluster, launch_s=given.launch_us / 1e6)
     if not given.gpus:
         raise UsageError("Expected --gpus to name at least one number of GPUs. Received: none")
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # only errors; read when TensorFlow is imported
     try:
-        found = _measure(given, progress)
+        found = _measure(given)
     finally:
         progress("")
     result = result_of(given.factory, given.link, given.gpus, cluster, found)
-    show(result, TABLES)
+    show(result)
     if given.json:
         write_json(result, sys.argv[1:], given.json)
     return PREDICTED
 
 
-def _measure(given: argparse.Namespace, show: Callable[[str], None]) -> Found:
+def _measure(given: argparse.Namespace) -> Found:
     factory = load(given.factory)
-    show("importing TensorFlow, building the model")
+    progress("importing TensorFlow, building the model")
     model, data, batch_size = model_and_data(given, factory, _BATCH_SIZE, batches=1)
     if model.run_eagerly:
         raise UsageError("Expected a model whose step can be traced. Received: one with run_eagerly=True")
-    from ncclsync.parallel import nccl_parallel
     from ncclsync.tools.plan.measurement import step_seconds, traced_traffic
     from ncclsync.tools.verify.verification import undecorated
     from ncclsync.towers.placement import default_device
-    from ncclsync.training.loop import towers_of
     from ncclsync.training.random_data import fixed_batch_size
 
     if given.step_ms is not None:
-        said = {batch or batch_size: ms / 1e3 for batch, ms in given.step_ms.items()}
-        seconds = {batch: Spread.of([one]) for batch, one in said.items()}
+        seconds = {batch or batch_size: [ms / 1e3] for batch, ms in given.step_ms.items()}
         origin = "as said by --step-ms"
     else:
         sizes = {batch_size} if fixed_batch_size(model) else {-(-batch_size // part) for part in _SIZES}
-        measured = step_seconds(model, data, sorted(sizes), given.rounds, show)
-        seconds = {batch: spread.divided_by(given.compute_speedup) for batch, spread in measured.items()}
+        measured = step_seconds(model, data, sorted(sizes), given.rounds)
+        seconds = {batch: samples / given.compute_speedup for batch, samples in measured.items()}
         taken = f"taken as {significant(given.compute_speedup)} times as fast"
         if given.compute_speedup == 1:
             taken = "taken as it is (--compute-speedup 1): say how much faster the GPUs are, or --step-ms"
         origin = f"measured here on {default_device()}, {taken}"
     del model  # free its memory for the model on a tower
-    show("tracing the step on towers")
+    progress("tracing the step on towers")
     options = getattr(factory, "nccl_parallel_options", {})
     logger = logging.getLogger("ncclsync")
     level = logger.level
     logger.setLevel(logging.ERROR)  # `verify` reports inexact parts
     try:
-        # One tower needs neither NCCL nor a second GPU.
-        on_tower = nccl_parallel(towers=1, backend="cpu", **options)(undecorated(factory))()
-        with towers_of(on_tower) or contextlib.nullcontext():
-            stages, conditional = traced_traffic(on_tower, data, batch_size)
+        stages, conditional = traced_traffic(undecorated(factory), options, data, batch_size)
     finally:
         logger.setLevel(level)
-    return Found(batch_size, seconds, origin, stages, conditional)
+    spreads = {batch: Spread.of(samples) for batch, samples in seconds.items()}
+    return Found(batch_size, spreads, origin, stages, conditional)
 
 
 def _positive(text: str) -> float:

@@ -80,14 +80,10 @@ def fit_compute(seconds: Mapping[int, float]) -> Compute:
     parts = np.array([(1 / s, batch / s) for batch, s in seconds.items()])
     fixed_s, per_sample_s = np.linalg.lstsq(parts, np.ones(len(parts)), rcond=None)[0].tolist()
     # The least squares are at the free optimum if that is not negative, otherwise on one of the axes.
+    fixed_only_s, per_sample_only_s = (parts.sum(axis=0) / (parts**2).sum(axis=0)).tolist()
     if per_sample_s < 0:
-        return Compute(_only(parts[:, 0]), 0.0)
-    return Compute(0.0, _only(parts[:, 1])) if fixed_s < 0 else Compute(fixed_s, per_sample_s)
-
-
-def _only(part: np.ndarray) -> float:
-    """Return the factor of one part that brings it nearest to 1."""
-    return float(part.sum() / (part @ part))
+        return Compute(fixed_only_s, 0.0)
+    return Compute(0.0, per_sample_only_s) if fixed_s < 0 else Compute(fixed_s, per_sample_s)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +116,7 @@ class Prediction:
     # The smallest batch per GPU whose efficiency is `GOOD_EFFICIENCY`; None without such a batch
     good_batch: int | None
     winning_batch: int | None  # the smallest global batch that N GPUs finish before one GPU; None without such a batch
-    one_gpu_because: str  # why one GPU is the better choice; "" if it is not
+    one_gpu_because: str = ""  # why one GPU is the better choice; "" if it is not
 
     @property
     def speedup(self) -> float:
@@ -141,13 +137,16 @@ def predict(workload: Workload, gpus: int, batch: int, cluster: Cluster) -> Pred
     def efficiency(size: int) -> float:
         return compute.of(size) / step_seconds(workload, gpus, size, cluster)
 
+    def wins(size: int) -> bool:
+        """Return whether N GPUs finish their batches before one GPU has finished all of them, beyond rounding."""
+        return step_seconds(workload, gpus, size, cluster) < compute.of(gpus * size) * (1 - 1e-9)
+
     estimates = sorted(_estimates(workload, gpus, batch, cluster), key=lambda e: -e.seconds)
     communication_s = sum(estimate.seconds for estimate in estimates)
-    step_s = step_seconds(workload, gpus, batch, cluster)
-    sequential_s = step_seconds(workload, gpus, batch, cluster, overlap=False)
+    step_s, sequential_s = (step_seconds(workload, gpus, batch, cluster, overlap=one) for one in (True, False))
     exposed_s = step_s - compute.of(batch)
-    winning = _smallest(lambda size: _wins(workload, gpus, size, cluster))
-    return Prediction(
+    winning = _smallest(wins)
+    found = Prediction(
         gpus,
         step_s,
         sequential_s,
@@ -160,8 +159,9 @@ def predict(workload: Workload, gpus: int, batch: int, cluster: Cluster) -> Pred
         compute.of(batch) / sequential_s,
         _smallest(lambda size: efficiency(size) >= GOOD_EFFICIENCY),
         None if winning is None else gpus * winning,
-        _one_gpu_because(workload, gpus, batch, cluster, step_s),
     )
+    latency_s = sum(estimate.latency_s for estimate in estimates)
+    return dataclasses.replace(found, one_gpu_because=_because(found, workload, batch, latency_s, wins(batch)))
 
 
 def step_seconds(workload: Workload, gpus: int, batch: int, cluster: Cluster, *, overlap: bool = True) -> float:
@@ -187,12 +187,6 @@ def _estimates(workload: Workload, gpus: int, batch: int, cluster: Cluster) -> l
     return [collective(one.kind, one.bytes_of(batch), gpus, cluster) for one in workload.messages]
 
 
-def _wins(workload: Workload, gpus: int, batch: int, cluster: Cluster) -> bool:
-    """Return whether N GPUs finish their batches before one GPU has finished all of them, beyond rounding."""
-    alone_s = workload.compute.of(gpus * batch)
-    return step_seconds(workload, gpus, batch, cluster) < alone_s * (1 - 1e-9)
-
-
 def _smallest(holds: Callable[[int], bool]) -> int | None:
     """Return the smallest batch from which on a condition holds; None if there is none."""
     if not holds(_LARGEST_BATCH):
@@ -204,26 +198,26 @@ def _smallest(holds: Callable[[int], bool]) -> int | None:
     return high
 
 
-def _one_gpu_because(workload: Workload, gpus: int, batch: int, cluster: Cluster, step_s: float) -> str:
-    compute, wins = workload.compute, _wins(workload, gpus, batch, cluster)
-    compute_s, efficiency = compute.of(batch), compute.of(batch) / step_s
+def _because(found: Prediction, workload: Workload, batch: int, latency_s: float, wins: bool) -> str:
+    """Return why one GPU is the better choice, given the latency of all messages; "" if it is not."""
+    compute, gpus = workload.compute, found.gpus
+    compute_s, total_s = compute.of(batch), found.communication_s
     reasons = []
     if not wins:
         alone = f"for the same {gpus * batch} samples it takes {compute.of(gpus * batch) * 1e3:.4g} ms"
-        reasons.append(f"{alone}, and {gpus} GPUs {step_s * 1e3:.4g} ms")
-    if efficiency < POOR_EFFICIENCY:
-        times = f"{gpus} GPUs would be {gpus * efficiency:.3g} times as fast"
-        reasons.append(f"{times}, an efficiency of {efficiency:.2g}")
+        reasons.append(f"{alone}, and {gpus} GPUs {found.step_s * 1e3:.4g} ms")
+    if found.efficiency < POOR_EFFICIENCY:
+        times = f"{gpus} GPUs would be {found.speedup:.3g} times as fast"
+        reasons.append(f"{times}, an efficiency of {found.efficiency:.2g}")
     if not reasons:
         return ""
-    estimates = _estimates(workload, gpus, batch, cluster)
-    total_s, latency_s = (sum(getattr(one, name) for one in estimates) for name in ("seconds", "latency_s"))
     beside = f"beside {compute_s * 1e3:.3g} ms of compute"
     if compute.fixed_s > compute_s / 2 and not wins:
         cause = "Too little compute per sample: a step takes one GPU hardly longer for a larger batch "
         cause += f"({compute.fixed_s * 1e3:.3g} of {compute_s * 1e3:.3g} ms do not depend on it)"
-    elif step_s <= cluster.launching_s(len(estimates), gpus):
-        cause = f"Launch-bound: the host needs {step_s * 1e3:.3g} ms to launch {len(estimates)} exchanges, {beside}"
+    elif found.step_s <= found.launching_s:
+        needs = f"{found.step_s * 1e3:.3g} ms to launch {len(workload.messages)} exchanges"
+        cause = f"Launch-bound: the host needs {needs}, {beside}"
     elif latency_s > total_s / 2:
         cause = f"Latency-bound: {latency_s * 1e3:.3g} ms of {total_s * 1e3:.3g} ms of communication would be "
         cause += f"spent on empty messages too, {beside}"

@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ncclsync.program.links import Cluster, Link
-from ncclsync.tools.bench.results import Column, Result, Row, median_text, significant, size_text, time_text
+from ncclsync.tools.bench.results import Result, Row, median_text, significant, size_text
 from ncclsync.tools.bench.turns import Spread
 from ncclsync.tools.plan.prediction import (
-    GOOD_EFFICIENCY,
     POOR_EFFICIENCY,
     Message,
     Prediction,
@@ -52,6 +51,7 @@ def result_of(model: str, link: str, gpus: Sequence[int], cluster: Cluster, foun
     case = {"model": model, "batch_size": batch, "link": link}
     compute = workload.compute
     measured: dict[str, Any] = {
+        "gpus": 1,
         "samples_per_s": batch / compute.of(batch),
         "measured_s": {str(size): dataclasses.asdict(one) for size, one in found.seconds.items()},
         "fixed_s": compute.fixed_s,
@@ -65,12 +65,13 @@ def result_of(model: str, link: str, gpus: Sequence[int], cluster: Cluster, foun
     for one in predictions:
         step = functools.partial(step_seconds, gpus=one.gpus, batch=batch, cluster=cluster)
         figures = dataclasses.asdict(one)
-        del figures["gpus"], figures["step_s"]
+        del figures["step_s"]
         figures |= {
             "speedup": one.speedup,
             "samples_per_s": one.gpus * batch / one.step_s,
             "exchanged_bytes": sum(message.bytes_of(batch) for message in workload.messages),
             "buckets": len(workload.messages),
+            "better": "one GPU" if one.one_gpu_because else f"{one.gpus} GPUs",
         }
         rows.append(Row(case, str(one.gpus), found.spread(step), {}, figures))
     notes = _notes(cluster, found, workload, predictions)
@@ -138,48 +139,6 @@ def _crossings(
     ways = {"ring": ring, "tree": tree}
     named = [way for name, way in ways.items() if any(name in one.algorithms for one in crossing)]
     yield f"How, by NCCL{how}: {'; '.join(named)}."
-
-
-def _better(row: Row) -> str:
-    if row.side == "1":
-        return ""
-    return "one GPU" if row.more["one_gpu_because"] else f"{row.side} GPUs"
-
-
-def _percent(share: float) -> str:
-    return f"{share:.0%}"
-
-
-def _batch(size: int | None) -> str:
-    return "never" if size is None else str(size)
-
-
-def more(name: str, text: Callable[[Any], str]) -> Callable[[Row], str]:
-    """Return the text of a column: one of the further figures; "" if a row has none."""
-    return lambda row: text(row.more[name]) if name in row.more else ""
-
-
-# A row for one GPU, then for each number of GPUs.
-TABLES = [
-    [
-        Column("GPUs", lambda row: row.side),
-        Column("exchanged", more("exchanged_bytes", size_text)),
-        Column("buckets", more("buckets", str)),
-        Column("exchange", more("communication_s", median_text)),
-        Column("by", more("algorithms", " ".join), "left"),
-        Column("leaves\na host", more("crossing_bytes", lambda size: size_text(size) if size else "nothing")),
-        Column("over-\nlapped", more("overlapped", _percent)),
-        Column("step", lambda row: median_text(row.value.median) if row.value.samples == 1 else time_text(row.value)),
-        Column("without\noverlap", more("sequential_s", median_text)),
-        Column("effi-\nciency", more("efficiency", _percent)),
-        Column("without\noverlap", more("sequential_efficiency", _percent)),
-        Column("speed-up", more("speedup", significant)),
-        Column("samples/s", more("samples_per_s", lambda rate: f"{float(f'{rate:.3g}'):.0f}")),
-        Column(f"{GOOD_EFFICIENCY:.0%} from\nbatch/GPU", more("good_batch", _batch)),
-        Column("beats one GPU\nfrom batch", more("winning_batch", _batch)),
-        Column("better", _better, "left"),
-    ]
-]
 
 
 def cluster_text(cluster: Cluster) -> str:

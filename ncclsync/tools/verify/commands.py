@@ -1,7 +1,6 @@
 """Parse the arguments of `python -m ncclsync verify` and run it. TensorFlow is imported to compare."""
 
 import argparse
-import os
 from typing import Any
 
 from ncclsync.tools.arguments import add_options, number, option, switch
@@ -34,7 +33,6 @@ def add_verify(commands: Any) -> None:
 
 
 def _verify(given: argparse.Namespace) -> int:
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # only errors; read when TensorFlow is imported
     factory = load(given.factory)
     from ncclsync.tools.output import show
     from ncclsync.tools.verify.verification import verify

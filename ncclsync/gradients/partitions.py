@@ -99,7 +99,7 @@ class PartitionedSlot(Holder):
         self._ranks = range(len(partitions)) if processes is None else processes.ranks
         self._gather = None if processes is None else processes.gather
         self._is_whole = self._is_written = True
-        self.track_reads()
+        self.track(reads=True, keeps=True)
 
     def divide(self) -> None:
         """Send a written value to the towers, before a step, and free the whole variable."""

@@ -124,7 +124,8 @@ class Partition(Conversions):
         for output, placed in zip(op.outputs, made, strict=True):
             if output.name in self.placed:  # what all towers have from tower 0
                 continue
-            tensor, after = output, self._rows_again(op, call.given[1], output)
+            by_rows = placed.kind is Kind.SHARD
+            tensor, after = output, None if by_rows else self._rows_again(op, call.given[1], output)
             if placed.kind is Kind.PARTIAL:
                 if op.type in rules.ELEMENTWISE:
                     after = next((self.rows_of[name] for name in names if name in self.rows_of), None)
@@ -157,12 +158,19 @@ class Partition(Conversions):
                 call.tensors[0] = tf.where(second, tf.cast(longest, shape.dtype), shape)
 
     def _rows_again(self, op: tf.Operation, given: list[Placement], output: tf.Tensor) -> Placement | None:
-        """Return the placement by rows of a result that all towers have; see `rules.rows_again`."""
-        if not self.is_function(op) or output.dtype in (tf.resource, tf.variant):
-            return rules.rows_again(op, given, output.value_index)
-        lengths = self.axes.lengths(output) if any(one.kind is Kind.SHARD for one in given) else None
-        rowed = [(axis, length.each) for axis, length in enumerate(lengths or ()) if isinstance(length, Rows)]
-        return rules.shard(rowed[0][0], 1, rowed[0][1]) if rowed and rowed[0][1] else None
+        """Return the placement by rows of a result that all towers have; None: it is not known to have rows."""
+        same_shape = rules.SAME_SHAPE & {op.type, f"{op.type}:{output.value_index}"}
+        if same_shape and given[0].kind is Kind.SHARD:
+            return rules.counted(given[0])
+        if output.dtype in (tf.resource, tf.variant) or not (self.is_function(op) or op.type in rules.BACK_TO_ROWS):
+            return None
+        rowed = [one for one in given if one.kind in (Kind.SHARD, Kind.COUNTS)]
+        if of_unit := [one for one in rowed if one.kind is Kind.COUNTS and one.unit]:  # of which `Axes` knows nothing
+            made = rules.counted(rules.counted_by(of_unit[0]))
+            return made if made.kind is Kind.SHARD and op.type in rules.BACK_TO_ROWS - {"TopKV2"} else None
+        lengths = self.axes.lengths(output) if rowed else None
+        found = [(axis, one.each) for axis, one in enumerate(lengths or ()) if isinstance(one, Rows)]
+        return rules.shard(found[0][0], 1, found[0][1]) if found else None  # of [rows, rows], of all pairs, the first
 
     def _made(self, call: Call) -> list[Placement]:
         op, graph = call.op, self.graph

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.semantics.functions import BRANCHES, CALLS, LOOPS, Functions
+from ncclsync.semantics.functions import BRANCHES, CALLS, LOOPS, Functions, in_order
 
 SMALL = 64  # elements of a tensor of integers whose values are followed
 
@@ -117,6 +117,13 @@ class Axes:
         values = self.values(tensor)
         return values[0] if values is not None and _equal(values, (values[0],) * len(values)) else None
 
+    def elements(self, tensor: tf.Tensor) -> tuple[Length, ...]:
+        """Return what each number of a small tensor of integers is; of none, if that is not known."""
+        if tensor.op.type == "Pack" and tensor.shape.rank == 1:
+            each = [self.elements(one) for one in tensor.op.inputs]
+            return tuple(one[0] if one else None for one in each)
+        return tuple(map(length_of, zip(*map(np.ravel, self.values(tensor) or ()), strict=True)))
+
     def learn(self, tensor: tf.Tensor, axis: int, each: int) -> None:
         """Know that an axis has so many rows for each sample. It spares the inference if the others are constants."""
         lengths, shapes = tensor.shape.as_list(), None
@@ -167,15 +174,7 @@ class Axes:
 
     def _settle(self, op: tf.Operation) -> None:
         """Infer what is known of an op's results. Not by recursion: hundreds of ops may lead to it."""
-        stack, met = [(op, iter(self._needed(op)))], {op.name}
-        while stack:
-            one, parents = stack[-1]
-            parent = next((p for p in parents if p.name not in met), None)
-            if parent is not None:
-                met.add(parent.name)
-                stack.append((parent, iter(self._needed(parent))))
-                continue
-            stack.pop()
+        for one in in_order([op], self._needed):
             if not all(_is_defined(output) or output.name in self._states for output in one.outputs):
                 for output, state in zip(one.outputs, self._inferred(one), strict=True):
                     self._states.setdefault(output.name, state)
@@ -270,7 +269,7 @@ class Axes:
         names = self._functions.called_by(op) if chosen is None else self._functions.taken_by(op, chosen)
         entered = [self._entered(op, name, states) for name in names]
         ways = [[(tensor, child._state(tensor)) for tensor in graph.outputs] for graph, child in entered]
-        return [_joined_all([state for _, state in given_by(one)]) for one in zip(*ways, strict=True)]
+        return [functools.reduce(_joined, [state for _, state in given_by(one)]) for one in zip(*ways, strict=True)]
 
     # Lists of tensors, of which loops are made; optional ones, of which branches are; and variables.
 
@@ -295,7 +294,7 @@ class Axes:
             made = Items(item, self.values(tensor) if self._is_small(tensor) and kind != "TensorListSetItem" else None)
             return [made if kind == "OptionalFromValue" else _joined(held[0], made) if held else None]
         if kind in ("Identity", "ZerosLike", "AddN", "StopGradient") and len(held) == len(inputs):
-            return [_joined_all(held)]
+            return [functools.reduce(_joined, held)]
         if not held or held[0].of is None:
             return [_traced(output) for output in op.outputs]
         of = held[0].of
@@ -329,12 +328,11 @@ class Axes:
                 of = held.of if isinstance(held.of, tuple) else ((),) * len(BATCHES)
                 return [None if held.of is None else tuple(np.array(shape, dtype) for shape in of)]
             return [*unknown[1:], held.values]
-        if not self._has_values(op):
+        small = op.inputs and all(map(self._is_small, (*op.inputs, *op.outputs)))
+        if not small or tf_compat.is_stateful(op) or tf_compat.calls_functions(op):
             return unknown
         given = [self._values[tensor.name] for tensor in op.inputs]
-        if any(one is None for one in given):
-            return unknown
-        return self.computed(op, given) or unknown
+        return unknown if any(one is None for one in given) else self.computed(op, given) or unknown
 
     def _is_small(self, tensor: tf.Tensor) -> bool:
         """Return whether a tensor has few numbers, as shapes have and what is computed of them."""
@@ -344,15 +342,6 @@ class Axes:
         numbers = tensor.dtype.is_integer or tensor.dtype.is_floating or tensor.dtype == tf.bool
         known = shape.rank is not None and (shape.rank < 2 or (shape.rank == 2 and shape.is_fully_defined()))
         return numbers and known and math.prod(length or 0 for length in shape.as_list()) <= SMALL
-
-    def _has_values(self, op: tf.Operation) -> bool:
-        """Return whether an op computes small numbers of small numbers."""
-        return (
-            bool(op.inputs)
-            and all(map(self._is_small, (*op.inputs, *op.outputs)))
-            and not tf_compat.is_stateful(op)
-            and not tf_compat.calls_functions(op)
-        )
 
     def computed(self, op: tf.Operation, given: Sequence[Any]) -> Any:
         """Run an op of small integers for its inputs' values, [inputs][cases]; return those of its outputs, or None."""
@@ -432,10 +421,6 @@ def _hashable(given: Any) -> Any:
     if given is None or isinstance(given, list | tuple):
         return type(given), given and tuple(given)
     return given.shape, given.tobytes()
-
-
-def _joined_all(states: Sequence[State]) -> State:
-    return functools.reduce(_joined, states)
 
 
 _MEASURES: dict[str, Callable[[Shape], Any]] = {"Shape": np.array, "ShapeN": np.array, "Size": np.prod, "Rank": len}

@@ -52,12 +52,7 @@ def find_inexact(model: keras.Model, exact_batch_norm: bool = False, exact_rando
     Returns:
         One `Inexact` for each cause; layers of one class with the same cause are named together. Empty for
         a model that does not train: not compiled, without an optimizer, or frozen as a whole.
-
-    Raises:
-        TypeError: `model` is not a Keras model.
     """
-    if not isinstance(model, keras.Model):
-        raise TypeError(f"Expected a keras.Model. Received: {model!r} of type {type(model).__name__}")
     if not model.compiled or getattr(model, "optimizer", None) is None or not model.trainable:
         return ()
     names: dict[tuple[str, tuple[str, str]], list[str]] = {}

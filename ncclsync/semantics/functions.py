@@ -123,24 +123,23 @@ def change_functions(
     return list(added.values())
 
 
-def in_order(roots: Iterable[tf.Operation]) -> list[tf.Operation]:
-    """Return ops and all that they need, inputs before consumers."""
-    order: list[tf.Operation] = []
-    done: set[str] = set()
-    for root in roots:
-        stack = [(root, _parents(root))]
-        while stack:
-            op, parents = stack[-1]
-            parent = None if op.name in done else next((one for one in parents if one.name not in done), None)
-            if parent is not None:
-                stack.append((parent, _parents(parent)))
-                continue
-            stack.pop()
-            if op.name not in done:
-                done.add(op.name)
-                order.append(op)
-    return order
+def parents_of(op: tf.Operation) -> list[tf.Operation]:
+    """Return the ops that must run before an op."""
+    return [*(tensor.op for tensor in op.inputs), *op.control_inputs]
 
 
-def _parents(op: tf.Operation) -> Iterator[tf.Operation]:
-    return iter([*(tensor.op for tensor in op.inputs), *op.control_inputs])
+def in_order(
+    roots: Iterable[tf.Operation], needed: Callable[[tf.Operation], Iterable[tf.Operation]] = parents_of
+) -> list[tf.Operation]:
+    """Return ops and all that they need, inputs before consumers. Not by recursion: hundreds of ops lead to some."""
+    order: dict[str, tf.Operation] = {}
+    stack = [(root, iter(needed(root))) for root in [*roots][::-1]]
+    while stack:
+        op, left = stack[-1]
+        ahead = None if op.name in order else next((one for one in left if one.name not in order), None)
+        if ahead is not None:
+            stack.append((ahead, iter(needed(ahead))))
+            continue
+        stack.pop()
+        order.setdefault(op.name, op)
+    return list(order.values())

@@ -43,19 +43,17 @@ class Holder(abc.ABC):
     def mark_shared(self) -> None:
         """Prepare for another holder of the variable whose steps also write it."""
 
-    def track(self) -> None:
-        """Track writes of the variable from now on. The variable does not keep the holder alive."""
-        self._tracker().add(self, weakref.ref(self))
+    def track(self, reads: bool = False, keeps: bool = False) -> None:
+        """Track writes of the variable from now on.
 
-    def track_reads(self) -> None:
-        """Track reads as well. Since it holds what the variable does not, it lives as long as that."""
+        Args:
+            reads: whether to track reads as well.
+            keeps: whether it lives as long as the variable, since it holds what that does not.
+        """
         tracker = self._tracker()
-        tracker.add(self, lambda: self)
-        tracker.track_reads(self.held)
-
-    def hear_reads(self) -> None:
-        """Track reads as well; the variable does not keep the holder alive."""
-        self._tracker().track_reads(self.held)
+        tracker.add(self, (lambda: self) if keeps else weakref.ref(self))
+        if reads:
+            tracker.track_reads(self.held)
 
     def untrack(self) -> None:
         """Stop tracking. Others go on; if there are none, the variable gets its own methods back."""

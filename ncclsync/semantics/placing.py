@@ -110,16 +110,13 @@ class Placer(abc.ABC):
                 self.axes.refine(output)
         made = self._place(call)
         for i, (output, placed) in enumerate(zip(call.op.outputs, made, strict=True)):
+            lengths = output.shape.as_list() if output.shape.rank is not None else []
             if placed.kind is Kind.SHARD:
-                made[i] = placed = self._with_rows(output, placed)
-            self.refine(output, placed)
+                made[i] = self._with_rows(output, placed)
+                del lengths[placed.axis : placed.axis + 1]
+            if None in lengths:
+                self.axes.refine(output)
         return made
-
-    def refine(self, output: tf.Tensor, placed: Placement) -> None:
-        """Let a tensor know its lengths that no batch changes."""
-        lengths = output.shape.as_list() if output.shape.rank is not None else []
-        if None in lengths[: placed.axis] or None in lengths[placed.axis + (placed.kind is Kind.SHARD) :]:
-            self.axes.refine(output)
 
     def _with_rows(self, output: tf.Tensor, placed: Placement) -> Placement:
         """Return the placement with the number of rows for each sample, if it is known."""
@@ -158,9 +155,7 @@ class Placer(abc.ABC):
                         if placed.kind is Kind.COUNTS:
                             call.require(i, REPLICATE)
                 return [_local_of(call.inputs)] * len(op.outputs)
-            call.local = {i for i, placed in enumerate(call.inputs) if placed.kind is Kind.LOCAL}
-            for i in call.local:
-                call.inputs[i] = REPLICATE
+            call.count_local_as_whole()
         made = self._by_rule(call)
         if made is None:
             call.begin_anew()
@@ -194,18 +189,14 @@ class Placer(abc.ABC):
         units = {
             placed.unit for placed in call.inputs if placed.kind in (Kind.SHARD, Kind.COUNTS, Kind.AXES, Kind.PENDING)
         }
-        if units <= {""}:
-            return self._of_samples(call)
-        if len(units) > 1 or kind not in uneven.OF_ANY_UNIT:
+        if len(units) > 1 or (units - {""} and kind not in uneven.OF_ANY_UNIT):
             return None
-        (call.unit,) = units
-        call.inputs[:] = [placed.of_unit("") for placed in call.inputs]
-        made = self._of_samples(call)
-        call.inputs[:] = [placed.of_unit(call.unit) for placed in call.inputs]
-        return None if made is None else [placed.of_unit(call.unit) for placed in made]
+        call.unit = units.pop() if units else ""
+        made = self._of_one_unit(call)
+        return made and [placed.of_unit(call.unit) if call.unit else placed for placed in made]
 
-    def _of_samples(self, call: Call) -> Sequence[Placement] | None:
-        """Ask the rule of an op that takes rows of samples, or of what is taken for these."""
+    def _of_one_unit(self, call: Call) -> Sequence[Placement] | None:
+        """Ask the rule of an op that takes rows of samples, or of another unit."""
         kind = call.op.type
         if any(placed.kind is Kind.PARTIAL for placed in call.inputs):
             made = rules.LINEAR[kind](call) if kind in rules.LINEAR else None
@@ -228,7 +219,8 @@ class Placer(abc.ABC):
             return [REPLICATE] * len(call.op.outputs)
         if kind not in rules.ELEMENTWISE and kind != "Sum":
             call.inputs[:] = map(rules.counted, call.inputs)
-        rule = rules.RULES.get(kind)
+        known = all(tensor.shape.rank is not None or tensor.dtype == tf.resource for tensor in call.op.inputs)
+        rule = rules.RULES.get(kind) if known or kind in rules.OF_ANY_RANK else None
         return None if rule is None else rule(call)
 
     def _counted(self, call: Call) -> list[Placement] | None:
@@ -255,48 +247,14 @@ class Placer(abc.ABC):
         seeded = call.op.type in rules.SEEDED_DRAWS
         if seeded and not any(placed.kind is Kind.LOCAL for placed in call.inputs):
             return self.whole(call)
-        made = self._drawn_rows(call)
+        call.count_local_as_whole()
+        made = rules.RULES[call.op.type](call)
         if made is None:
             call.begin_anew()
             return self.alike(call)
         if seeded:  # `draws.check_draws` reports draws from a state that TensorFlow hides
             self.draws.append(user_line(call.op.traceback))
-        return [made] * len(call.op.outputs)
-
-    @staticmethod
-    def _drawn_rows(call: Call) -> Placement | None:
-        """Place what is drawn for as many rows as its shape counts, with parameters that have these rows."""
-        names = [argument.name for argument in call.op.op_def.input_arg]
-        shape = call.inputs[names.index("shape")]
-        counted = [axis for axis, count in enumerate(shape.counts) if count]
-        rank = call.op.outputs[0].shape.rank
-        if shape.kind is not Kind.COUNTS or len(counted) != 1 or rank is None:
-            return None
-        (axis,) = counted
-        made = shard(axis, 1, max(shape.counts[axis], 0), shape.unit)
-        apart = call.op.type in rules.DRAWN_APART
-        whole = []
-        for i, name in enumerate(names):
-            placed, of = call.inputs[i], call.op.inputs[i].shape
-            if name in ("shape", "seed", "key", "counter", "alg", "algorithm", "resource"):
-                continue
-            if placed.kind is Kind.COUNTS:
-                call.require(i, REPLICATE)
-            elif placed.kind is Kind.SHARD:
-                if apart or of.rank is None or placed.axis + rank - of.rank != axis:
-                    return None
-                made = made if placed.blocks == 0 else placed.at(axis)
-            elif placed.kind not in (Kind.REPLICATE, Kind.LOCAL):
-                return None
-            elif not apart and (of.rank is None or (axis >= rank - of.rank and of[axis - rank] != 1)):
-                whole.append((i, of.rank))
-        if any(placed.kind is Kind.SHARD and not rules.same_rows(placed, made) for placed in call.inputs):
-            return None
-        for i, of_rank in whole:
-            if of_rank is None or call.inputs[i].kind is Kind.LOCAL:
-                return None
-            call.require(i, made.at(axis - rank + of_rank))
-        return made
+        return list(made)
 
     def _function(self, call: Call) -> list[Placement]:
         """Place a loop, a branch or a call: by each tower's rows if all ops in it have rules, else whole."""
@@ -337,17 +295,14 @@ class Placer(abc.ABC):
                     raise Refused(f"a list begins as {call.inputs[i].of} and becomes {one.of}")
             return after
         if op.type in BRANCHES:
-            if call.inputs[0].kind is not Kind.LOCAL:
-                call.require(0, REPLICATE)
+            if call.inputs[0].kind is Kind.LOCAL:
+                raise Refused("the condition of the branch is local to each tower")
+            call.require(0, REPLICATE)
             names = self.functions.taken_by(op, call.constant(0))
             ways = [self._body(op, name, call.inputs[1:]) for name in names]
             graphs = [self.axes.body(op, name)[0] for name in names]
-            made = [
-                _any_of(ones, [graph.outputs[i] for graph in graphs]) for i, ones in enumerate(zip(*ways, strict=True))
-            ]
-            if call.inputs[0].kind is Kind.LOCAL:
-                raise Refused("the condition of the branch is local to each tower")
-            return made
+            results = zip(*(graph.outputs for graph in graphs), strict=True)
+            return [_any_of(ones, tensors) for ones, tensors in zip(zip(*ways, strict=True), results, strict=True)]
         (name,) = self.functions.called_by(op)
         return self._body(op, name, call.inputs)
 

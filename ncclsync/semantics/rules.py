@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from ncclsync.communicator import native
-from ncclsync.semantics.axes import Axes, Rows, length_of, passed_on
+from ncclsync.semantics.axes import Axes, Rows, passed_on
 from ncclsync.semantics.placements import (
     COUNTER,
     EACH,
@@ -48,7 +48,7 @@ class Call:
         given: the tensors and their placements as they came.
         local: indices of LOCAL inputs, which count as whole meanwhile.
         axes: what is known of the lengths of the op's inputs and outputs.
-        unit: of the rows of its inputs, which are placed as those of samples while its rule is asked; see `Placement`.
+        unit: of the rows of its inputs, and so of its results, whatever a rule says; see `Placement`.
     """
 
     op: tf.Operation
@@ -68,8 +68,7 @@ class Call:
             return
         before = self.given[1][index] if index in self.local else self.inputs[index]
         self.local.discard(index)
-        before, after = (one.of_unit(self.unit) if self.unit else one for one in (before, placement))
-        self.tensors[index] = self.placer.convert(self.tensors[index], before, after, self.op)
+        self.tensors[index] = self.placer.convert(self.tensors[index], before, placement, self.op)
         self.inputs[index] = placement
 
     def constant(self, index: int) -> Any:
@@ -78,8 +77,13 @@ class Call:
 
     def spares(self, index: int) -> bool:
         """Return whether input `index` can be placed otherwise and no rows are gathered: every tower knows all."""
-        placed = self.inputs[index].of_unit(self.unit) if self.unit else self.inputs[index]
-        return self.placer.spares(self.tensors[index], placed)
+        return self.placer.spares(self.tensors[index], self.inputs[index])
+
+    def count_local_as_whole(self) -> None:
+        """Let LOCAL inputs count as whole from now on."""
+        self.local = {i for i, placed in enumerate(self.inputs) if placed.kind is Kind.LOCAL}
+        for i in self.local:
+            self.inputs[i] = REPLICATE
 
     def begin_anew(self) -> None:
         """Take back what was required."""
@@ -100,7 +104,10 @@ TAKING_COUNTS: set[str] = set()  # ops whose rules look at counts of rows
 
 
 def rule_for(*types: str, table: dict[str, Rule] = RULES, counting: bool = False) -> Callable[[Rule], Rule]:
-    """Enter the decorated rule in a table for these types, words of texts; `counting`: in `TAKING_COUNTS`, too."""
+    """Enter the decorated rule in a table for these types, words of texts; `counting`: in `TAKING_COUNTS`, too.
+
+    One of `RULES` is asked if the ranks of all inputs are known, unless it is for `OF_ANY_RANK`.
+    """
 
     def add(rule: Rule) -> Rule:
         table.update(dict.fromkeys(names(" ".join(types)), rule))
@@ -161,14 +168,18 @@ def _by_letters(
 
     Args:
         given: for each input a letter for each axis, the same where inputs have the same rows. Rows may not lie along
-            "-", nor along further axes. An input of `""` must be whole. None: it is taken as it is placed.
+            "-", nor along further axes. An input of `""` must be whole. "#" and letters: it is the shape of what has
+            these axes, and counts the rows. None: it is taken as it is placed.
         made: the same for each result, in which "-" is an axis of its own. None: a result that is whole.
         reduced: how a result is placed that has no axis for the rows. None: there is no such result.
     """
     chosen, placed = "", REPLICATE
-    for i, letters in enumerate(given):
-        one = call.inputs[i]
-        letter = letters[one.axis : one.axis + 1] if letters and one.kind is Kind.SHARD else ""
+    rowed = [
+        counted_by(one) if letters and letters[0] == "#" else one
+        for letters, one in zip(given, call.inputs, strict=True)
+    ]
+    for i, (letters, one) in enumerate(zip(given, rowed, strict=True)):
+        letter = letters.lstrip("#")[one.axis : one.axis + 1] if letters and one.kind is Kind.SHARD else ""
         if letter in ("", "-") or chosen not in ("", letter):
             continue
         if chosen:
@@ -181,8 +192,13 @@ def _by_letters(
     for i, letters in enumerate(given):
         if letters is None:
             continue
-        one, axis, lengths = call.inputs[i], letters.find(chosen), lengths_of(call.op.inputs[i])
-        if one.kind is not Kind.SHARD or one.axis != axis:
+        one, axis, lengths = rowed[i], letters.lstrip("#").find(chosen), lengths_of(call.op.inputs[i])
+        if letters.startswith("#"):
+            if one.kind is not Kind.SHARD or one.axis != axis or not same_rows(one, placed):
+                return None
+        elif one.kind is Kind.ITEMS:  # which cannot be sent
+            return None
+        elif one.kind is not Kind.SHARD or one.axis != axis:
             call.require(i, REPLICATE)  # of f[:, None] - f[None] one is whole, the other by rows
             if axis >= 0 and (lengths is None or lengths[axis] != 1):  # else it is broadcast
                 placed = counted(placed)  # whose rows are not alike
@@ -196,6 +212,18 @@ def _by_letters(
         placed.at(letters.index(chosen)) if letters and chosen in letters else other
         for letters, other in zip(made, others, strict=True)
     ]
+
+
+def only_one(placed: Placement) -> Any:
+    """Return the index of the only element of counts that counts rows; None if there are others, or none."""
+    found = [i for i, count in enumerate(placed.counts) if count and placed.kind is Kind.COUNTS]
+    return found[0] if len(found) == 1 else None
+
+
+def counted_by(shape: Placement) -> Placement:
+    """Return the placement of what has this shape, of rows that are all alike; the shape's own if it counts none."""
+    axis = only_one(shape)
+    return shape if axis is None else shard(axis, 0, max(shape.counts[axis], 0), shape.unit)
 
 
 # Element by element: each row of the result comes from the same row of each operand.
@@ -227,6 +255,12 @@ ALIKE = names("""
 # These keep rows that are all alike so.
 ELEMENTWISE = UNARY | BROADCASTING | ALIKE
 MOVING = names("ExpandDims Reshape Squeeze Transpose")  # elements, of which each stays as it is
+# Of others the inputs' ranks must be known.
+OF_ANY_RANK = UNARY | names("""
+    Bitcast CudnnRNNBackprop CudnnRNNBackpropV2 CudnnRNNBackpropV3 EnsureShape L2Loss OptionalGetValue OptionalHasValue
+    Rank Reshape Shape ShapeN Size TensorListElementShape TensorListFromTensor TensorListGetItem TensorListLength
+    TensorListPopBack TensorListPushBack TensorListSetItem TensorListStack
+""")
 
 
 @rule_for(*UNARY)
@@ -242,7 +276,7 @@ def _broadcast(call: Call) -> Sequence[Placement] | None:
             both = both and either(both, other)
         return None if both is None else [both]
     ranks = [rank_of(call, i) for i in range(len(call.inputs))]
-    if None in ranks or (call.op.type == "Select" and len(set(ranks)) > 1):
+    if call.op.type == "Select" and len(set(ranks)) > 1:
         return None
     rank = max(ranks)
     return _by_letters(call, [_AXES[rank - one : rank] for one in ranks], [_AXES[:rank]])
@@ -357,7 +391,7 @@ def _reduce(call: Call) -> Sequence[Placement] | None:
         return [pending(placed.at(operand.axis))] if kept else [SUM]
     over, dtype = call.constant(1), call.op.inputs[0].dtype
     # Of a single value all axes of length 1 count as broadcast, which no batch that is looked at has shown.
-    if rank is None or over is None or (call.unit and call.op.inputs[1].op.type == "BroadcastGradientArgs"):
+    if over is None or (call.unit and call.op.inputs[1].op.type == "BroadcastGradientArgs"):
         return None
     call.inputs[0] = counted(placed)
     along = {int(axis) % rank for axis in np.ravel(over)}
@@ -369,8 +403,6 @@ def _reduce(call: Call) -> Sequence[Placement] | None:
 @rule_for("BiasAdd BiasAddV1 BiasAddGrad")
 def _bias_add(call: Call) -> Sequence[Placement] | None:
     rank = rank_of(call, 0)
-    if rank is None:
-        return None
     first = call.op.type != "BiasAddV1" and call.op.get_attr("data_format") == b"NCHW"
     channel = _AXES[1 if first else rank - 1]
     if call.op.type == "BiasAddGrad":
@@ -390,7 +422,7 @@ def _along_axes(call: Call) -> Sequence[Placement] | None:
     source, change = _ALONG[call.op.type]
     rank = rank_of(call, 0)
     over = call.constant(source) if isinstance(source, int) else call.op.get_attr(source)
-    if rank is None or over is None:
+    if over is None:
         return None
     over = np.flatnonzero(over) if call.op.type == "Reverse" else np.ravel(over)
     along = {int(axis) % (rank + (change == "more")) for axis in over}
@@ -444,7 +476,7 @@ def _each_by_itself(call: Call) -> Sequence[Placement] | None:
     elif kind in _DIAGONALS:
         lasts = [diagonals]
     ranks = [rank_of(call, i) for i in range(len(lasts))]
-    if None in ranks or len({rank - last for rank, last in zip(ranks, lasts, strict=True)}) > 1:
+    if len({rank - last for rank, last in zip(ranks, lasts, strict=True)}) > 1:
         return None
     letters = _AXES[: ranks[0] - lasts[0]]
     given = [letters] * len(lasts) + [""] * (len(call.inputs) - len(lasts))
@@ -470,8 +502,6 @@ def _product_of(call: Call) -> Sequence[Placement] | None:
     equation = equation_of(call.op)
     operands, result = equation.split("->")
     letters, ranks = operands.split(","), [rank_of(call, i) for i in range(len(call.inputs))]
-    if None in ranks:
-        return None
     dots = [rank - (len(names) - 3) if "..." in names else 0 for names, rank in zip(letters, ranks, strict=True)]
     spare = "".join([c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in equation][: max(dots)])
     given = [names.replace("...", spare[len(spare) - own :]) for names, own in zip(letters, dots, strict=True)]
@@ -484,8 +514,8 @@ def _product_of(call: Call) -> Sequence[Placement] | None:
 # Convolutions, pooling and images: the samples lie along the first axis, and filters are whole; recurrent networks.
 
 # Where each input, and each result, has the samples, as `_by_letters` has it: b, along the first axis, -b, along the
-# second one. Others are w, whole; s, the shape of what has samples; +, a sum over the samples; *, a kernel's own, of
-# no known order. The last ones stand for all further ones.
+# second one; #b is the shape of what has them. Others are w, whole; +, a sum over the samples; *, a kernel's own, of no
+# known order. The last ones stand for all further ones.
 _LETTERS = {
     "b w -> b": """
         AdjustContrastv2 AdjustHue AdjustSaturation AvgPool AvgPool3D Conv Conv2D Conv3D DepthToSpace
@@ -503,8 +533,8 @@ _LETTERS = {
     "b w b -> +": """
         Conv2DBackpropFilter Conv3DBackpropFilterV2 DepthwiseConv2dNativeBackpropFilter Dilation2DBackpropFilter
         """,
-    "s b -> b": "AvgPool3DGrad AvgPoolGrad",
-    "s w b -> b": "Conv2DBackpropInput Conv3DBackpropInputV2 DepthwiseConv2dNativeBackpropInput",
+    "#b b -> b": "AvgPool3DGrad AvgPoolGrad",
+    "#b w b -> b": "Conv2DBackpropInput Conv3DBackpropInputV2 DepthwiseConv2dNativeBackpropInput",
     "b w -> b w": "FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3",
     # GPUs' own recurrent networks. Source: TensorFlow's documentation of CudnnRNNV3.
     "-b -b -b w -> -b -b -b *": "CudnnRNN CudnnRNNV2",
@@ -513,7 +543,7 @@ _LETTERS = {
     "-b -b -b w b -b -b -b -b -b -b * -> -b -b -b +": "CudnnRNNBackpropV3",
 }
 _OF_SAMPLES = {kind: letters for letters, kinds in _LETTERS.items() for kind in kinds.split()}
-TAKING_COUNTS.update(kind for kind, letters in _OF_SAMPLES.items() if "s" in letters)
+TAKING_COUNTS.update(kind for kind, letters in _OF_SAMPLES.items() if "#" in letters)
 
 
 @rule_for(*_OF_SAMPLES)
@@ -526,10 +556,10 @@ def _by_samples(call: Call) -> Sequence[Placement] | None:
     given, made = (letters.split() + letters.split()[-1:] * 9 for letters in table.split(" -> "))
     taken: list[str | None] = []
     for i, (letters, one) in enumerate(zip(given, call.inputs, strict=False)):
-        if (letters == "s" and not _sizes(call, i)) or (letters == "*" and one != pending(None)):
+        if letters == "*" and one != pending(None):
             return None
         has_rows = "b" in letters and rank_of(call, i) != 0  # without a cell's state, input_c is a scalar
-        taken.append(None if letters in "s*" else letters if has_rows else "")
+        taken.append(None if letters == "*" else letters if has_rows else "")
     results = [
         None if letters in "w*" or output.shape.rank == 0 else letters
         for letters, output in zip(made, op.outputs, strict=False)
@@ -568,17 +598,9 @@ def _space_to_batch(call: Call) -> Sequence[Placement] | None:
     return [shard(0, placed.blocks // count, placed.each)] if placed.blocks % count == 0 else None
 
 
-def _sizes(call: Call, index: int) -> bool:
-    """Return whether input `index` is the shape of a tensor that has the rows along its first axis."""
-    placed = call.inputs[index]
-    return placed.kind is Kind.COUNTS and bool(placed.counts[0]) and not any(placed.counts[1:])
-
-
 @rule_for("ReverseSequence")
 def _reverse_sequence(call: Call) -> Sequence[Placement] | None:
     rank, rows_along, turned = rank_of(call, 0), call.op.get_attr("batch_dim"), call.op.get_attr("seq_dim")
-    if rank is None:
-        return None
     letters = _AXES[:rank].replace(_AXES[turned], "-")
     return _by_letters(call, [letters, _AXES[rows_along]], [letters])
 
@@ -632,20 +654,15 @@ COMPARING = {"Max": 1, "Min": 1, "Maximum": 2, "Minimum": 2}
 
 @rule_for("StridedSlice", counting=True)
 def _strided_slice(call: Call) -> Sequence[Placement] | None:
-    placed = call.inputs[0]
-    for i in (1, 3):
-        if call.inputs[i].kind is Kind.COUNTS:
-            call.require(i, REPLICATE)
-    if placed.kind is not Kind.SHARD:
-        return None
+    placed, _, ends, _ = call.inputs
     spec = slice_spec(call)
-    if call.inputs[2].kind is Kind.COUNTS and (spec is None or not _ends_with_rows(spec, call.inputs[2], placed)):
+    if ends.kind is Kind.COUNTS and (spec is None or not _ends_with_rows(spec, ends, placed)):
         call.require(2, REPLICATE)
         spec = slice_spec(call)
     if spec is None:
         return None
     operand, result = _letters_of_slice(spec)
-    return _by_letters(call, [operand, None, None, None], [result])
+    return _by_letters(call, [operand, "", None, ""], [result])
 
 
 def _ends_with_rows(spec: list[Any], ends: Placement, placed: Placement) -> bool:
@@ -695,26 +712,15 @@ def _letters_of_slice(spec: list[Any]) -> tuple[str, str]:
 
 @rule_for("StridedSliceGrad", counting=True)
 def _strided_slice_back(call: Call) -> Sequence[Placement] | None:
-    shape, placed = call.inputs[0], call.inputs[4]
-    axis = only_one(shape)
-    spec = None if axis is None or placed.kind is not Kind.SHARD else slice_spec(call)
-    if spec is None or any(not p.whole for p in call.inputs[1:4]):
+    spec = slice_spec(call)
+    if spec is None:
         return None
     operand, result = _letters_of_slice(spec)
-    made = _by_letters(call, [*[None] * 4, result], [operand])
-    return made if made and made[0].axis == axis else None
-
-
-def only_one(placed: Placement) -> Any:
-    """Return the index of the only element of counts that counts rows; None if there are others, or none."""
-    found = [i for i, count in enumerate(placed.counts) if count and placed.kind is Kind.COUNTS]
-    return found[0] if len(found) == 1 else None
+    return _by_letters(call, [f"#{operand}", "", "", "", result], [operand])
 
 
 @rule_for("Pack")
 def _pack(call: Call) -> Sequence[Placement] | None:
-    if any(one.kind not in (Kind.SHARD, Kind.REPLICATE) for one in call.inputs):
-        return None
     rank = call.op.outputs[0].shape.rank
     if rank is None:
         return None
@@ -727,15 +733,13 @@ def _concat(call: Call) -> Sequence[Placement] | None:
     at = len(call.inputs) - 1 if call.op.type == "ConcatV2" else 0
     indices = [i for i in range(len(call.inputs)) if i != at]
     parts, axis, rank = [call.inputs[i] for i in indices], call.constant(at), rank_of(call, indices[0])
-    shards = [one for one in parts if one.kind is Kind.SHARD]
-    if axis is None or rank is None or not shards or any(one.kind not in (Kind.SHARD, Kind.REPLICATE) for one in parts):
+    if axis is None:
         return None
-    if any(one.axis == int(axis) % rank for one in shards):
+    axis, each = int(axis) % rank, {one.each for one in parts}
+    if all(one.kind is Kind.SHARD and one.axis == axis for one in parts):
         # One batch after another: blocks of as many rows each.
-        (first, *others), blocks = parts, sum(one.blocks for one in shards)
-        like = len(shards) == len(parts) and all((p.axis, p.each) == (first.axis, first.each) for p in others)
-        return [shard(first.axis, blocks, first.each)] if like and first.each else None
-    letters = _AXES[:rank].replace(_AXES[int(axis) % rank], "-")
+        return [shard(axis, sum(one.blocks for one in parts), *each)] if len(each) == 1 and 0 not in each else None
+    letters = _AXES[:rank].replace(_AXES[axis], "-")
     return _by_letters(call, [letters if i in indices else None for i in range(len(call.inputs))], [letters])
 
 
@@ -759,13 +763,8 @@ def _slice(call: Call) -> Sequence[Placement] | None:
 
 def _constant_element(call: Call, index: int, element: int) -> int | None:
     """Return an element of an input that is a vector, if no batch changes it."""
-    made = call.op.inputs[index].op
-    if made.type == "Pack" and made.outputs[0].shape.rank == 1:
-        one = call.axes.constant(made.inputs[element])
-        return None if one is None else int(one)
-    values = call.axes.values(call.op.inputs[index])
-    found = set() if values is None else {int(value[element]) for value in values}
-    return found.pop() if len(found) == 1 else None
+    elements = call.axes.elements(call.op.inputs[index])
+    return found if elements and isinstance(found := elements[element], int) else None
 
 
 def _count_rows(call: Call, index: int) -> None:
@@ -773,8 +772,9 @@ def _count_rows(call: Call, index: int) -> None:
 
     So it has that of a state, which all towers have all rows of.
     """
-    values = None if call.unit or not call.inputs[index].whole else call.axes.values(call.op.inputs[index])
-    lengths = [] if values is None else [length_of(element) for element in zip(*map(np.ravel, values), strict=True)]
+    if call.unit or not call.inputs[index].whole:
+        return
+    lengths = call.axes.elements(call.op.inputs[index])
     counts = tuple(length.each if isinstance(length, Rows) else 0 for length in lengths)
     if any(counts) and Rows(0) not in lengths:
         call.require(index, rows(counts))
@@ -788,20 +788,17 @@ def _broadcast_axes(call: Call) -> Sequence[Placement] | None:
     for i in range(len(call.inputs)):
         _count_rows(call, i)
     lengths = [(lengths_of(tensor) or [None])[0] for tensor in call.op.inputs]
-    found = [only_one(placed) for placed in call.inputs]
-    if None in lengths or any(
-        placed.kind is Kind.COUNTS and axis is None for placed, axis in zip(call.inputs, found, strict=True)
-    ):
+    operands = list(map(counted_by, call.inputs))
+    if None in lengths or any(one.kind is Kind.COUNTS for one in operands):
         return None
-    places = {axis - length for axis, length in zip(found, lengths, strict=True) if axis is not None}
+    places = {one.axis - length for one, length in zip(operands, lengths, strict=True) if not one.whole}
     if len(places) != 1:
         return None
     (place,) = places
-    for i, (axis, length) in enumerate(zip(found, lengths, strict=True)):
+    for i, (one, length) in enumerate(zip(operands, lengths, strict=True)):
         # It must be known whether it was broadcast along the rows.
-        if axis is None and length + place >= 0 and _constant_element(call, i, length + place) != 1:
+        if one.whole and length + place >= 0 and _constant_element(call, i, length + place) != 1:
             return None
-    operands = [REPLICATE if axis is None else shard(axis, 1, 0) for axis in found]
     return [axes(operand, max(lengths) + place) for operand in operands]
 
 
@@ -815,7 +812,8 @@ def _reshape(call: Call) -> Sequence[Placement] | None:
     before, after = call.axes.lengths(call.op.inputs[0]), call.axes.lengths(call.op.outputs[0])
     if placed.kind is not Kind.SHARD or before is None or after is None:
         return None
-    axis = only_one(shape) if shape.kind is Kind.COUNTS else _open_element(call, 1)
+    elements = call.axes.elements(call.op.inputs[1])
+    axis = only_one(shape) if shape.kind is Kind.COUNTS else elements.index(-1) if -1 in elements else None
     if axis is None:
         return None
     outer, ahead, length = _product(before[: placed.axis]), _product(after[:axis]), after[axis]
@@ -842,13 +840,6 @@ def _product(lengths: Sequence[Any]) -> int | None:
     return math.prod(lengths) if all(isinstance(one, int) for one in lengths) else None
 
 
-def _open_element(call: Call, index: int) -> int | None:
-    """Return the place of the -1 in an input that is a shape."""
-    values = call.axes.values(call.op.inputs[index])
-    places = {tuple(np.flatnonzero(np.ravel(value) == -1)) for value in values or ()}
-    return int(places.pop()[0]) if len(places) == 1 and all(places) else None
-
-
 @rule_for("Transpose", "ConjugateTranspose")
 def _transpose(call: Call) -> Sequence[Placement] | None:
     placed, order = call.inputs[0], call.constant(1)
@@ -861,7 +852,7 @@ def _transpose(call: Call) -> Sequence[Placement] | None:
 def _split(call: Call) -> Sequence[Placement] | None:
     given, along = (1, 0) if call.op.type == "Split" else (0, 2)
     placed, axis, rank, count = call.inputs[given], call.constant(along), rank_of(call, given), len(call.op.outputs)
-    if axis is None or rank is None or placed.kind is not Kind.SHARD:
+    if axis is None or placed.kind is not Kind.SHARD:
         return None
     if int(axis) % rank == placed.axis:
         if call.op.type == "SplitV" or placed.blocks % count:
@@ -873,50 +864,31 @@ def _split(call: Call) -> Sequence[Placement] | None:
 @rule_for("Pad", "PadV2", "MirrorPad", "MirrorPadGrad")
 def _pad(call: Call) -> Sequence[Placement] | None:
     rank, widths = rank_of(call, 0), call.axes.values(call.op.inputs[1])
-    if rank is None or widths is None:
+    if widths is None:
         return None
     letters = [c if not any(one[axis].any() for one in widths) else "-" for axis, c in enumerate(_AXES[:rank])]
     return _by_letters(call, ["".join(letters)] + [""] * (len(call.inputs) - 1), ["".join(letters)])
 
 
-@rule_for("Fill", "Empty", counting=True)
-def _fill(call: Call) -> Sequence[Placement] | None:
-    dims = call.inputs[0]
-    axis = only_one(dims)
-    if axis is None or not all(value.whole for value in call.inputs[1:]):
-        return None
-    return [shard(axis, 0, max(dims.counts[axis], 0))]
-
-
-@rule_for("BroadcastTo", counting=True)
+@rule_for("Fill", "Empty", "BroadcastTo", counting=True)
 def _broadcast_to(call: Call) -> Sequence[Placement] | None:
-    placed, shape = call.inputs
-    before, rank, axis = lengths_of(call.op.inputs[0]), call.op.outputs[0].shape.rank, only_one(shape)
-    if before is None or rank is None or axis is None:
+    rank, fills = call.op.outputs[0].shape.rank, call.op.type != "BroadcastTo"
+    before = 0 if fills else rank_of(call, 0)
+    if rank is None:
         return None
-    here = axis - (rank - len(before))
-    count = max(shape.counts[axis], 0)
-    if placed.kind is Kind.SHARD:
-        known = {placed.each * max(placed.blocks, 1), count} - {0}
-        return [placed.at(axis)] if placed.axis == here and len(known) < 2 else None
-    alike = placed.kind is Kind.REPLICATE and (here < 0 or before[here] == 1)
-    return [shard(axis, 0, count)] if alike else None
+    given = [_AXES[rank - before : rank], f"#{_AXES[:rank]}"]
+    return _by_letters(call, given[:: -1 if fills else 1][: len(call.inputs)], [_AXES[:rank]])
 
 
 @rule_for("Tile", counting=True)
 def _tile(call: Call) -> Sequence[Placement] | None:
     placed, times = call.inputs
     before = lengths_of(call.op.inputs[0])
-    if before is None:
-        return None
     if times.kind is Kind.COUNTS:
-        axis = only_one(times)
-        if axis is None or placed.kind is not Kind.REPLICATE or before[axis] != 1:
-            return None
-        return [shard(axis, 0, max(times.counts[axis], 0))]
-    if placed.kind is not Kind.SHARD:
-        return None
-    count = _constant_element(call, 1, placed.axis)
+        made = counted_by(times)
+        fits = made.kind is Kind.SHARD and placed.whole and before is not None and before[made.axis] == 1
+        return [made] if fits else None
+    count = _constant_element(call, 1, placed.axis) if placed.kind is Kind.SHARD else None
     return [shard(placed.axis, placed.blocks * count, placed.each)] if count and (count == 1 or placed.each) else None
 
 
@@ -924,7 +896,7 @@ def _tile(call: Call) -> Sequence[Placement] | None:
 def _gather(call: Call) -> Sequence[Placement] | None:
     axis, skipped = (0, 0) if call.op.type == "Gather" else (call.constant(2), call.op.get_attr("batch_dims"))
     ranks = rank_of(call, 0), rank_of(call, 1)
-    if axis is None or None in ranks:
+    if axis is None:
         return None
     axis = int(axis) % max(ranks[0], 1)
     skipped += ranks[1] if skipped < 0 else 0
@@ -937,7 +909,7 @@ def _gather(call: Call) -> Sequence[Placement] | None:
 def _found(call: Call) -> Sequence[Placement] | None:
     """Place what each row takes from a table, by its indices."""
     kind, rank, made = call.op.type, rank_of(call, 1), call.op.outputs[0].shape.rank
-    if rank is None or (kind == "ResourceGather" and call.op.get_attr("batch_dims")):
+    if kind == "ResourceGather" and call.op.get_attr("batch_dims"):
         return None
     # The values of a table may be vectors.
     letters = _AXES[: 1 if kind.startswith("Lookup") and rank != made else rank - kind.endswith("Nd")]
@@ -957,7 +929,7 @@ def _range(call: Call) -> Sequence[Placement] | None:
 def _tensor_scatter(call: Call) -> Sequence[Placement] | None:
     """Place a tensor of which elements change that have the same indices for each row."""
     depth, rank = lengths_of(call.op.inputs[1]), rank_of(call, 1)
-    if not call.inputs[1].whole or not depth or depth[-1] is None or rank_of(call, 0) is None:
+    if not call.inputs[1].whole or not depth or depth[-1] is None:
         return None
     letters = _AXES[: rank_of(call, 0) - depth[-1]]
     given = ["-" * depth[-1] + letters, "", "-" * (rank - 1) + letters]  # updates have an axis for each of indices
@@ -971,16 +943,14 @@ SEGMENTS |= {"UnsortedSegmentProd": "prod"}
 @rule_for(*SEGMENTS, counting=True)
 def _segments(call: Call) -> Sequence[Placement] | None:
     ranks = rank_of(call, 0), rank_of(call, 1)
-    if None in ranks:
-        return None
     letters, further = _AXES[: ranks[1]], _AXES[ranks[1] : ranks[0]]
     return _by_letters(call, [letters + further, letters, ""], ["-" + further], partial(SEGMENTS[call.op.type]))
 
 
 @rule_for("ScatterNd", counting=True)
 def _scatter_nd(call: Call) -> Sequence[Placement] | None:
-    rank = rank_of(call, 0)
-    return None if rank is None else _by_letters(call, [_AXES[: rank - 1], _AXES[: rank - 1], ""], ["-"], SUM)
+    letters = _AXES[: rank_of(call, 0) - 1]
+    return _by_letters(call, [letters, letters, ""], ["-"], SUM)
 
 
 @rule_for("Bincount", "DenseBincount")
@@ -1014,55 +984,45 @@ DRAWS = names("""
 """)
 
 # As many numbers for each parameter as the shape says, its axes before the parameters'; others broadcast.
-DRAWN_APART = names("RandomGamma RandomPoisson RandomPoissonV2")
+_DRAWN_APART = names("RandomGamma RandomPoisson RandomPoissonV2")
+
+
+@rule_for(*DRAWS)
+def _draw(call: Call) -> Sequence[Placement] | None:
+    """Place what is drawn for as many rows as its shape counts, with parameters that have these rows."""
+    rank, apart = call.op.outputs[0].shape.rank, call.op.type in _DRAWN_APART
+    if rank is None:
+        return None
+    given: list[str | None] = []
+    for argument, tensor in zip(call.op.op_def.input_arg, call.op.inputs, strict=True):
+        before = 0 if apart else tensor.shape.rank
+        if argument.name in ("seed", "key", "counter", "alg", "algorithm", "resource"):
+            given.append(None)
+        elif argument.name == "shape":
+            given.append(f"#{_AXES[:rank]}")
+        elif before is None:
+            return None
+        else:
+            given.append(_AXES[rank - before : rank])
+    made = _by_letters(call, given, [_AXES[:rank]])
+    return made and [counted(made[0])]
+
 
 # From a state or a seed that the trace has; the others' state is hidden by TensorFlow.
 SEEDED_DRAWS = frozenset(name for name in DRAWS if name.startswith("State"))
 
-# Results that are whole go back to rows where a length is known to be theirs: a tower takes its own.
-
-# The inputs that are the result's shape, or the length of an axis: (input, axis; None: all axes).
-_SHAPED: dict[str, tuple[int, int | None]] = dict.fromkeys(DRAWS, (0, None))
-_SHAPED |= dict.fromkeys(names("StatefulUniform StatefulStandardNormalV2 StatefulTruncatedNormal"), (2, None))
-_SHAPED |= dict.fromkeys(names("StatefulUniformInt StatefulUniformFullInt StatefulRandomBinomial"), (2, None))
-_SHAPED |= {"Reshape": (1, None), "BroadcastTo": (1, None), "Fill": (0, None), "ScatterNd": (2, None)}
-_SHAPED |= {"StridedSliceGrad": (0, None), "SparseToDense": (1, None), "TopKV2": (1, -1)}
-_SHAPED |= dict.fromkeys(SEGMENTS, (2, 0))
-# Where the first input has rows along that axis, the results have them along these.
-_SAME_ROWS: dict[str, tuple[int, tuple[int | None, ...]]] = dict.fromkeys(names("CTCLoss CTCLossV2"), (1, (0, 1)))
-_SAME_ROWS |= dict.fromkeys(names("Unique UniqueWithCounts"), (0, (None, 0)))  # which of them each is
-_SAME_ROWS |= dict.fromkeys(
-    names("""
-        StatelessMultinomial ImageProjectiveTransformV2 ImageProjectiveTransformV3 FusedBatchNorm FusedBatchNormV2
-        FusedBatchNormV3 FusedBatchNormGrad FusedBatchNormGradV2 FusedBatchNormGradV3
-    """),
-    (0, (0,)),
-)
-# Their results have the shape of their first input.
+# Where all towers compute these alike, and a length of a result is known to count rows, a tower goes on with its own.
+BACK_TO_ROWS = DRAWS.union(SEGMENTS) | names("""
+    BroadcastTo CTCLoss CTCLossV2 Fill FusedBatchNorm FusedBatchNormGrad FusedBatchNormGradV2 FusedBatchNormGradV3
+    FusedBatchNormV2 FusedBatchNormV3 ImageProjectiveTransformV2 ImageProjectiveTransformV3 Reshape ScatterNd
+    SparseToDense StatelessMultinomial StridedSliceGrad TopKV2
+""")
+# Their results, or those of that index, have the shape of their first input.
 SAME_SHAPE = names("""
     Cumsum Cumprod CumulativeLogsumexp ReverseV2 Roll StatelessShuffle Softmax LogSoftmax IsotonicRegression FFT IFFT
     FFT2D IFFT2D FFT3D IFFT3D Cholesky CholeskyGrad MatrixInverse MatrixSquareRoot MatrixLogarithm MatrixExponential
-    MatrixBandPart MatrixSetDiag MatrixSetDiagV2 MatrixSetDiagV3
+    MatrixBandPart MatrixSetDiag MatrixSetDiagV2 MatrixSetDiagV3 Unique:1 UniqueWithCounts:1
 """)
-
-
-def rows_again(op: tf.Operation, given: Sequence[Placement], index: int) -> Placement | None:
-    """Return the placement by rows of result `index`, which all towers have; None: it is not known to have rows.
-
-    The inputs are placed as `given` before they are made whole.
-    """
-    if op.type in SAME_SHAPE and given[0].kind is Kind.SHARD:
-        return counted(given[0])
-    of_input, of_results = _SAME_ROWS.get(op.type, (0, ()))
-    along = of_results[index] if index < len(of_results) else None
-    if along is not None and given[0].kind is Kind.SHARD and given[0].axis == of_input:
-        return counted(given[0]).at(along)
-    at, along = _SHAPED.get(op.type, (0, None))
-    shape, rank = given[at] if given else REPLICATE, op.outputs[index].shape.rank
-    if op.type not in _SHAPED or shape.kind is not Kind.COUNTS or not rank:
-        return None
-    axis = next(i for i, count in enumerate(shape.counts) if count)  # of [rows, rows], as of all pairs, the first
-    return shard(axis if along is None else along % rank, 1, max(shape.counts[axis], 0), shape.unit)
 
 
 # Lists of tensors, of which loops are made, and optional ones, of which branches are: an element has the rows
@@ -1081,10 +1041,8 @@ def _list_from(call: Call) -> Sequence[Placement] | None:
 @rule_for("TensorListStack", counting=True)
 def _list_stack(call: Call) -> Sequence[Placement] | None:
     placed = call.inputs[0]
-    if placed.kind is not Kind.ITEMS:
-        return None
     of = placed.of or REPLICATE
-    if not _shapes_item(call, 1, of) or placed.op == "row":
+    if placed.kind is not Kind.ITEMS or not _shapes_item(call, 1, of) or placed.op == "row":
         return None
     if of.kind is Kind.SHARD:
         return [of.at(of.axis + 1)]
@@ -1119,13 +1077,9 @@ def _shapes_item(call: Call, index: int, of: Placement) -> bool:
 @rule_for("TensorListGetItem", "TensorListPopBack", counting=True)
 def _list_get(call: Call) -> Sequence[Placement] | None:
     placed = call.inputs[0]
-    if placed.kind is not Kind.ITEMS or any(
-        p.kind not in (Kind.REPLICATE, Kind.COUNTS, Kind.LOCAL) for p in call.inputs[1:]
-    ):
-        return None
     of = placed.of or REPLICATE
     pops = call.op.type == "TensorListPopBack"
-    if not _shapes_item(call, 1 if pops else 2, of):
+    if placed.kind is not Kind.ITEMS or not _shapes_item(call, 1 if pops else 2, of):
         return None
     if pops:
         return [placed, of]

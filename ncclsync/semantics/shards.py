@@ -48,15 +48,7 @@ def shard_sizes(batch_size: int, towers: int, weights: Sequence[int] | None = No
         batch_size: rows.
         towers: how many shards.
         weights: [towers] at least 1. None: evenly.
-
-    Raises:
-        ValueError: if `batch_size` is negative or `towers` is less than one.
     """
-    if batch_size < 0 or towers < 1:
-        raise ValueError(
-            "Expected batch_size of at least 0 and towers of at least 1. "
-            f"Received: batch_size={batch_size}, towers={towers}"
-        )
     if weights is not None:
         total = sum(weights)
         ends = [-(-batch_size * weight // total) for weight in itertools.accumulate(weights, initial=0)]
@@ -304,13 +296,8 @@ def components_of(batch: Any) -> list[Any]:
 def packed(specs: Any, components: Sequence[Any]) -> Any:
     """Return a batch of these `tf.TypeSpec`s, made of what `components_of` gives."""
     left = iter(components)
-
-    def pack(spec: Any) -> Any:
-        if spec is None:
-            return None
-        return tf.nest.pack_sequence_as(spec, [next(left) for _ in components_of(spec)], expand_composites=True)
-
-    return tf.nest.map_structure(pack, specs)
+    leaves = [None if leaf is None else next(left) for leaf in tf.nest.flatten(specs, expand_composites=True)]
+    return tf.nest.pack_sequence_as(specs, leaves, expand_composites=True)
 
 
 def _has_rows(leaf: Any) -> bool:

@@ -79,7 +79,7 @@ def _moved_numbers(call: Call) -> Sequence[Placement] | None:
         return [placed]
     if placed.kind is Kind.INDICES and (kind != "Squeeze" or lengths_of(call.op.inputs[0])[1] != 1):
         return None
-    call.inputs[0], call.unit = before.of_unit(""), before.unit
+    call.inputs[0], call.unit = before, before.unit
     made = RULES[kind](call)
     call.inputs[0], call.unit = placed, ""
     if made is None or made[0].kind is not Kind.SHARD or made[0].blocks != 1:

@@ -47,11 +47,7 @@ class Copies(Holder):
         self._pending = pending  # the variable's id is added when the copies are stale
         self._shared = shared  # the variable's id is added when other towers hold copies of it too
         self._is_whole = False  # what this process' first tower holds, of parts
-        self.track()
-        if role is Role.PARTIAL:
-            self.track_reads()
-        elif session.communicator.enqueues:
-            self.hear_reads()
+        self.track(reads=role is Role.PARTIAL or session.communicator.enqueues, keeps=role is Role.PARTIAL)
 
     def take_role(self, role: Role) -> None:
         """Give the copies another role from the next step on, since a trace uses them so."""
@@ -60,7 +56,7 @@ class Copies(Holder):
         if role is Role.PARTIAL:
             for copy in self.copies:
                 copy.assign(tf.zeros_like(copy))
-            self.track_reads()
+            self.track(reads=True, keeps=True)
         else:
             self._pending.add(self._key)
 

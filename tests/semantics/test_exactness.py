@@ -149,9 +149,3 @@ def test_nothing_is_created():
     assert not model.built
     with tf.Graph().as_default():
         assert len(find_inexact(model)) == 1
-
-
-def test_not_a_model():
-    """Said before anything is looked at."""
-    with pytest.raises(TypeError, match=r"Expected a keras.Model. Received: 3 of type int"):
-        find_inexact(3)

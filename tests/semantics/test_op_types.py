@@ -398,7 +398,7 @@ def test_op_types_without_a_rule_have_a_reason(record_property):
 
 @pytest.mark.parametrize("example", [one for one in EXAMPLES if one.op in rules.SAME_SHAPE], ids=lambda one: one.name)
 def test_results_of_the_first_inputs_shape(example):
-    """`rules.rows_again` relies on it: whole results go back to the rows that the first input has."""
+    """`Partition` relies on it: whole results go back to the rows that the first input has."""
     with tf.Graph().as_default() as graph:
         example.call(*(tf.constant(one.value(ROWS, 0)) for one in example.inputs))
     made = [op for op in graph.get_operations() if op.type == example.op]

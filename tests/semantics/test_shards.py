@@ -17,13 +17,6 @@ def test_shard_sizes(towers):
     assert shard_sizes(10, 4) == (3, 3, 2, 2)
 
 
-@pytest.mark.parametrize("arguments", [(-1, 2), (3, 0), (3, -1)])
-def test_bad_shard_sizes(arguments):
-    """Refused by its message."""
-    with pytest.raises(ValueError, match=r"Expected batch_size of at least 0.* Received: batch_size="):
-        shard_sizes(*arguments)
-
-
 def everything(rows):
     """A batch of all that a batch can hold; the values tell the row that they come from."""
     number = tf.range(rows, dtype=tf.float32)

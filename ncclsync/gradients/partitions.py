@@ -17,9 +17,7 @@ class Place(NamedTuple):
 
     Attributes:
         begin: index in every tower's partition.
-        length: the elements of it that each tower holds: the N-th part, rounded up. If N parts are more than the whole,
-            the last part ends with the last element and overlaps the part before it; further towers hold the same
-            part again.
+        length: the elements of it that each tower holds: the N-th part, rounded up. Zeros follow the weight's last.
         elements: of the whole weight.
         towers: N.
     """
@@ -34,33 +32,26 @@ class Place(NamedTuple):
         """Return the index after it."""
         return self.begin + self.length
 
-    @property
-    def full(self) -> int:
-        """Return how many towers hold `length` elements that no tower before them holds."""
-        return self.elements // self.length if self.length else self.towers  # an empty weight has empty parts
-
     def rows(self, tensor: tf.Tensor) -> tf.Tensor:
         """Return the towers' parts of a tensor of the weight's shape: [N, length]."""
-        if self.full == self.towers:
-            return tf.reshape(tensor, [self.towers, self.length])
-        flat = tf.reshape(tensor, [-1])
-        last = flat[-self.length :]
-        flat = tf.concat([flat[: self.full * self.length], *[last] * (self.towers - self.full)], 0)
-        return tf.reshape(flat, [self.towers, self.length])
+        return tf.reshape(self._filled(tensor), [self.towers, self.length])
 
     def part(self, tensor: tf.Tensor, tower: Any) -> tf.Tensor:
         """Return a tower's part of a tensor of the weight's shape: [length]."""
-        first = tf.minimum(tower * self.length, self.elements - self.length)
-        return tf.slice(tf.reshape(tensor, [-1]), [first], [self.length])
+        return tf.slice(self._filled(tensor), [tower * self.length], [self.length])
 
     def whole(self, rows: tf.Tensor, shape: tf.TensorShape) -> tf.Tensor:
         """Return the weight, given the towers' parts, [N, length]; the inverse of `rows`."""
-        if self.full == self.towers:
-            return tf.reshape(rows, shape)
-        flat = tf.reshape(rows[: self.full], [-1])
-        if rest := self.elements % self.length:
-            flat = tf.concat([flat, rows[self.full, self.length - rest :]], 0)
-        return tf.reshape(flat, shape)
+        flat = tf.reshape(rows, [-1])
+        return tf.reshape(flat[: self.elements] if self._zeros else flat, shape)
+
+    @property
+    def _zeros(self) -> int:
+        return self.towers * self.length - self.elements
+
+    def _filled(self, tensor: tf.Tensor) -> tf.Tensor:
+        flat = tf.reshape(tensor, [-1])
+        return tf.concat([flat, tf.zeros([self._zeros], flat.dtype)], 0) if self._zeros else flat
 
 
 class Processes(NamedTuple):

@@ -3,11 +3,16 @@
 On devices that only enqueue, a launch after each segment is where towers wait for each other, with whatever they send;
 what it brings is delivered to a tower where a segment takes it, after all that is to overlap with it. Elsewhere the
 towers' tensors are joined at once, and an op that waits for all of them is what the next segment waits for.
+
+A tower may compute several shards. If their number was given, bits belong to it, and there is one tree, whatever tower
+has which shard: a tower adds up its own shards' part of the tree (`ops/tree.py`), and all towers compute the rest of it
+alike. If a step was split for lack of memory, a tower adds each shard to the sum of those before it, so that one sum
+takes memory.
 """
 
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,13 +22,21 @@ from ncclsync.communicator import AllGather, AllReduce, AnyCollective, Broadcast
 from ncclsync.ops import Collective, CollectiveKind, device_ops
 from ncclsync.ops.group_ops import Turns, agree, gather_rows, group_exchange
 from ncclsync.ops.spans import COMMUNICATION, Begun, Meter, begin, hold
+from ncclsync.ops.tree import Node, nodes_within, reduce_nodes, reduce_tree
 from ncclsync.program.program import Bucket, Sent
 from ncclsync.semantics.shards import Shards, digest_of_rows
-from ncclsync.towers.shard_sums import join_shard_tensors, nodes_of_towers, sums_of_towers, total_of_gathered
+from ncclsync.towers.layout import Layout
 from ncclsync.towers.state import TowerState
 
 # For each of this process' n towers, the ops and tensors that it waits for: [n] lists.
 After = list[list[Any]]
+
+_COMBINE: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
+    "sum": tf.add,
+    "prod": tf.multiply,
+    "max": tf.maximum,
+    "min": tf.minimum,
+}
 
 
 class _Call(NamedTuple):
@@ -140,7 +153,7 @@ class Exchanges:
                 tower, launched, column = received
                 received = [launched.deliver(tower, after, waits=waits)[column]]
                 if self._divided and not self._layout.adds_up:
-                    received = [total_of_gathered(received[0], bucket.wire.op, self._layout, tower)]
+                    received = [_total_of_gathered(received[0], bucket.wire.op, self._layout, tower)]
             tensors.append(received)
         return tensors
 
@@ -148,10 +161,10 @@ class Exchanges:
         """Launch buckets as a group; return what each tower waits for."""
         columns, collectives = call.columns, call.collectives
         if self._layout.adds_up:
-            columns = [sums_of_towers(column, self._layout) for column in columns]
+            columns = [_sums_of_towers(column, self._layout) for column in columns]
         elif self._divided:
             ops = [bucket.wire.op for bucket in call.buckets]
-            columns = [nodes_of_towers(column, op, self._layout) for column, op in zip(columns, ops, strict=True)]
+            columns = [_stacked_nodes(column, op, self._layout) for column, op in zip(columns, ops, strict=True)]
             collectives = [AllGather((), (), label) for label in call.labels]
         span = self._begin(call)
         launched = self._launch(columns, collectives, call.done, in_place=self._layout.adds_up)
@@ -215,7 +228,7 @@ class Exchanges:
         rows = first.wire.concatenates and not _is_grouped(first)
         if self._divided or (rows and not self._layout.meets_processes):
             pairs = zip(call.buckets, columns, strict=True)
-            return [join_shard_tensors(bucket, column, self._layout) for bucket, column in pairs]
+            return [_join_shard_tensors(bucket, column, self._layout) for bucket, column in pairs]
         # The communicator joins bucket after bucket.
         travelling = [tensor for row in self._received for tensors in row.values() for tensor in tensors]
         with tf.control_dependencies([] if self._enqueues else travelling):
@@ -292,3 +305,84 @@ def _collective(wire: Collective, label: str) -> AnyCollective:
         return AllGather((), (), label)
     kind = ReduceScatter if wire.kind == CollectiveKind.REDUCE_SCATTER else AllReduce
     return kind((), (), wire.op, label)
+
+
+def add_up(buckets: Sequence[Bucket], total: Sent, given: Sent) -> Sent:
+    """Return what a tower's shards give together: the `total` of some, and what the next one has `given`.
+
+    What is not reduced is of the next shard.
+    """
+    return [
+        list(map(_COMBINE[bucket.wire.op], before, new)) if _adds_up(bucket) else new
+        for bucket, before, new in zip(buckets, total, given, strict=True)
+    ]
+
+
+def _adds_up(bucket: Bucket) -> bool:
+    """Return whether a tower may add up what its shards give for a bucket, before the towers meet."""
+    return not bucket.wire.concatenates and bucket.wire.kind != CollectiveKind.BROADCAST and bucket.when is None
+
+
+def _sums_of_towers(values: Sequence[tf.Tensor], layout: Layout) -> list[tf.Tensor]:
+    """Return [n] what each tower has of all of its shards, of [s] what `add_up` has returned."""
+    return [values[own[-1]] for own in layout.places]
+
+
+def _nodes_of_towers(values: Sequence[tf.Tensor], op: str, layout: Layout) -> list[dict[Node, tf.Tensor]]:
+    """Reduce each tower's shards, of [s] values, as far as the tree does; return [n] the nodes of each."""
+    nodes = []
+    for device, own in zip(layout.devices, layout.places, strict=True):
+        with tf.device(f"/{device}"):
+            nodes.append(reduce_nodes(_COMBINE[op], len(values), own[0], [values[shard] for shard in own]))
+    return nodes
+
+
+def _stacked_nodes(values: Sequence[tf.Tensor], op: str, layout: Layout) -> list[tf.Tensor]:
+    """Return [n] tensors [m, ...] of as many nodes each, of what `_nodes_of_towers` returns."""
+    each = [list(nodes.values()) for nodes in _nodes_of_towers(values, op, layout)]
+    most = max(map(len, each))
+    stacked = []
+    for device, nodes in zip(layout.devices, each, strict=True):
+        with tf.device(f"/{device}"):
+            stacked.append(tf.stack(nodes + [tf.zeros_like(nodes[0])] * (most - len(nodes))))
+    return stacked
+
+
+def _total_of_gathered(gathered: tf.Tensor, op: str, layout: Layout, tower: int) -> tf.Tensor:
+    """Return, on a tower's device, the reduction of what `_stacked_nodes` has made, gathered: [n * m, ...]."""
+    shards = layout.shards
+    each = [nodes_within(shards, own[0], own[-1] + 1) for own in layout.places]
+    most = max(map(len, each))
+    with tf.device(f"/{layout.devices[tower]}"):
+        values = {node: gathered[most * place + i] for place, nodes in enumerate(each) for i, node in enumerate(nodes)}
+        return reduce_tree(_COMBINE[op], shards, values)
+
+
+def _join_shard_tensors(bucket: Bucket, values: Sequence[tf.Tensor], layout: Layout) -> list[tf.Tensor]:
+    """Join one tensor of each shard, [s] in, [s] out, by TensorFlow's ops, which copy between devices where they must.
+
+    It is computed once for all towers of one device; all towers are in this process.
+    """
+    wire, shards = bucket.wire, len(values)
+    if wire.kind == CollectiveKind.BROADCAST:
+        return [values[wire.root]] * shards
+    nodes: dict[Node, tf.Tensor] = {}
+    leaves = shards
+    if layout.adds_up and _adds_up(bucket):
+        leaves = len(layout.devices)
+        nodes = {Node(0, tower): value for tower, value in enumerate(_sums_of_towers(values, layout))}
+    elif not wire.concatenates:
+        for of_tower in _nodes_of_towers(values, wire.op, layout):
+            nodes |= of_tower
+    received: dict[str, tf.Tensor] = {}
+    for device in layout.devices:
+        if device not in received:
+            with tf.device(f"/{device}"):
+                if wire.concatenates:
+                    received[device] = tf.concat(values, 0)
+                else:
+                    received[device] = reduce_tree(_COMBINE[wire.op], leaves, nodes)
+    results = [received[device] for device in layout.shard_devices]
+    if wire.kind != CollectiveKind.REDUCE_SCATTER:
+        return results
+    return [tf.split(result, shards)[shard] for shard, result in enumerate(results)]

@@ -1,26 +1,27 @@
 """Lay a program out on every tower: the body of the one graph that is a step.
 
 Called while a graph is built, or outside one to run the same parts one after another. `program.py` says what
-is laid out, `state.py` on what, `exchange.py` how towers meet, `results.py` what the step returns.
+is laid out, `state.py` on what, `exchange.py` how towers meet.
 """
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.errors import NcclSyncError
+from ncclsync.ops.group_ops import gather_rows
 from ncclsync.ops.spans import STEP, STEPS, Meter, begin
-from ncclsync.program.program import Program, Segment, Sent
+from ncclsync.program.program import Program, Results, Segment, Sent
 from ncclsync.program.trace import Site
 from ncclsync.semantics.shards import Shards, components_of
 from ncclsync.towers.audit import Audit, Call
-from ncclsync.towers.exchange import After, Exchanges
+from ncclsync.towers.exchange import After, Exchanges, add_up
 from ncclsync.towers.feeding import split_batch
 from ncclsync.towers.recovery import Rollback
-from ncclsync.towers.results import combine
-from ncclsync.towers.shard_sums import add_up
 from ncclsync.towers.state import TowerState
 
 
@@ -62,7 +63,7 @@ def lay_out(
     recorded = run.recorded
     ends = [*recorded, *step.end([done, *recorded], samples=shards.shares[0].total)]
     with tf.control_dependencies([done, *ends]):
-        return combine(program, run.values, shards, towers, run.exchanges.turns)
+        return run.results()
 
 
 class _Run:
@@ -171,6 +172,50 @@ class _Run:
         with tf.device(f"/{self._towers.layout.devices[0]}"):
             return rollback.end(tf.group(*after[0]), finite, self._shards.sizes)
 
+    def results(self) -> Any:
+        """Return the results of the step, as `Program.outputs` and `Program.results` say."""
+        program, outputs = self._program, iter(self._program.outputs)
+        each: list[list[Any]] = []  # [results][s]
+        combined: list[Any] = []  # [results]
+        for leaf in tf.nest.flatten(program.structure):
+            parts = [next(outputs) for _ in components_of(leaf)]
+            if not parts:
+                each.append([None] * len(self.values))
+                combined.append(None)
+                continue
+            columns = [[tf.identity(tower[name]) for tower in self.values] for name, _ in parts]
+            hows = [how for _, how in parts]
+            made = [tf.nest.pack_sequence_as(leaf, one, expand_composites=True) for one in zip(*columns, strict=True)]
+            each.append(made)
+            if isinstance(leaf, tf.IndexedSlices):  # values and places, each as it is placed
+                both = [self._joined(column, how) for column, how in zip(columns, hows, strict=True)]
+                combined.append(tf.nest.pack_sequence_as(leaf, both, expand_composites=True))
+            else:
+                combined.append(self._joined(made, hows[0]))
+        if program.results is Results.EACH:
+            shards = range(len(self.values))
+            return [tf.nest.pack_sequence_as(program.structure, [one[i] for one in each]) for i in shards]
+        return tf.nest.pack_sequence_as(program.structure, combined)
+
+    def _joined(self, pieces: Sequence[Any], how: str) -> Any:
+        """Return one device's result, of [s] those of the shards of this process' towers."""
+        layout = self._towers.layout
+        if how != "concat" or layout.shards == 1:
+            return pieces[0]
+        sizes = [self._shards.sizes[shard] for shard in layout.own_shards]
+        if len(pieces) == layout.shards:
+            return _concat_rows(pieces, sizes)
+        if not all(isinstance(piece, tf.Tensor) for piece in pieces):
+            raise NcclSyncError(
+                "Expected a step on towers of several processes to return dense tensors. "
+                f"Received: {type(pieces[0]).__name__}. Return it dense, by to_tensor() or tf.sparse.to_dense"
+            )
+        kept = []
+        for device, piece, size in zip(layout.devices, pieces, sizes, strict=True):
+            with tf.device(f"/{device}"):
+                kept.append(_concat_rows([piece], [size]))
+        return gather_rows(kept, self._towers.communicator, "results", self.exchanges.turns)[0]
+
 
 def _checked_rows(program: Program, shards: Shards) -> list[Any]:
     """Check that the batch has as many rows as a state or a constant of the step that is divided like it."""
@@ -196,3 +241,22 @@ def _checked_rows(program: Program, shards: Shards) -> list[Any]:
 def segment_name(program: Program, number: int) -> str:
     """Return what a segment is called in a timeline; the last one, which writes the weights, "apply"."""
     return "apply" if 1 < number == len(program.segments) else f"segment_{number}"
+
+
+def _concat_rows(pieces: Sequence[Any], sizes: Sequence[Any]) -> Any:
+    """Concatenate the towers' results of one row per sample, without those of a stand-in row.
+
+    Args:
+        pieces: [N] tensors, dense, sparse or ragged.
+        sizes: [N] samples of each tower; where it is 0, the piece is left out.
+    """
+    kept = []
+    for piece, size in zip(pieces, sizes, strict=True):
+        if isinstance(piece, tf.SparseTensor):
+            rows = tf.where(size > 0, piece.dense_shape[0], 0)
+            shape = tf.concat([[rows], piece.dense_shape[1:]], 0)
+            kept.append(tf.sparse.slice(piece, tf.zeros_like(shape), shape))
+        else:
+            rows = piece.nrows() if isinstance(piece, tf.RaggedTensor) else tf.shape(piece)[0]
+            kept.append(piece[: tf.where(size > 0, rows, tf.zeros_like(rows))])
+    return tf.sparse.concat(0, kept) if isinstance(kept[0], tf.SparseTensor) else tf.concat(kept, 0)

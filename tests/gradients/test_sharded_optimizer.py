@@ -12,8 +12,8 @@ from parity import assert_close, assert_towers_agree, data, on_towers, state
 
 import ncclsync
 from ncclsync import NcclSyncError
-from ncclsync.gradients.elementwise import find_coupling
 from ncclsync.gradients.partitions import Place
+from ncclsync.gradients.sharded_optimizer import find_coupling
 
 X, Y = data(rows=61)
 mlp = functools.partial(parity.mlp, metrics=None)  # quicker to trace; sharding has no part in metrics

@@ -19,7 +19,6 @@ from ncclsync.compat import keras_optimizers
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError
 from ncclsync.semantics.shards import count_rows
-from ncclsync.towers.step_function import leaves_of
 from ncclsync.towers.traced_step import python_step
 
 _RATE, _VARIABLES = "_ncclsync_rate", "_ncclsync_rate_variables"
@@ -121,15 +120,6 @@ class ScaledRate:
         part = tf.cast(left, tf.float32) / tf.cast(tf.maximum(self._warmup, 1), tf.float32)
         return tf.where(self.active, k - (k - tf.minimum(k, 1.0)) * part, 1.0)
 
-    def settle(self) -> None:
-        """Correct the velocities for the optimizer's current rate, as the next update would."""
-        if not self._corrects() or keras_optimizers.schedule_of(self._optimizer) is not None:
-            return
-        reference = self._reference()
-        if float(reference) != float(self._previous.numpy()):
-            self._correct(reference, self._previous)
-            self._previous.assign(reference)
-
     def _wrap(self, apply: Callable) -> Callable:
         def scaled_apply(gradients, variables):
             if self.always and not self._open and not (self.known and self.rule.batch_size):
@@ -190,7 +180,12 @@ class ScaledRate:
         return self._optimizer.gradient_accumulation_steps or 1
 
     def _save_settled(self, save: Callable, store: Any) -> None:
-        self.settle()
+        """Correct the velocities for the optimizer's current rate, as the next update would, before they are saved."""
+        reference = self._reference()
+        by_schedule = keras_optimizers.schedule_of(self._optimizer) is not None
+        if self._corrects() and not by_schedule and float(reference) != float(self._previous.numpy()):
+            self._correct(reference, self._previous)
+            self._previous.assign(reference)
         save(store)
 
     def _load_and_note(self, load: Callable, store: Any) -> None:
@@ -251,7 +246,7 @@ def _batch_rows(data: Any) -> tf.Tensor:
     """Return the rows of the whole batch."""
     context = ops.current_context()
     if context is None:
-        return count_rows(next(leaf for leaf in leaves_of(data) if leaf.shape.rank != 0))
+        return count_rows(next(leaf for leaf in tf.nest.flatten(data) if leaf is not None and leaf.shape.rank != 0))
     return tf.identity(context.share.total)
 
 

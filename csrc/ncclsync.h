@@ -2,7 +2,7 @@
  *
  * Every function that may fail returns a status (ncclSuccess is 0); outputs come last. Nothing prints or exits. The
  * only mutable statics are TensorFlow's symbols. Pointers to buffers are borrowed for the call only, unless a comment
- * says otherwise. Nothing here knows Python or TensorFlow.
+ * says otherwise. Nothing here knows Python, and only csrc/tf/ knows TensorFlow.
  *
  * The part between the two "cdef" marks is also what the Python binding reads: keep it free of preprocessor lines.
  */

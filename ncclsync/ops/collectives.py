@@ -23,9 +23,9 @@ class CollectiveKind(str, enum.Enum):
 
     ALL_REDUCE = "all_reduce"  # the sum, maximum, … of the towers' tensors
     BROADCAST = "broadcast"  # the root's tensor
-    ALL_GATHER = "all_gather"  # all towers' rows, in their order, the same number for each sample
-    STACK = "stack"  # the same of tensors with one row per tower
-    REDUCE_SCATTER = "reduce_scatter"  # its row of the sum of tensors with one row per tower
+    ALL_GATHER = "all_gather"  # all towers' rows, in the order of the batch
+    STACK = "stack"  # an all-gather of one row of each tower
+    REDUCE_SCATTER = "reduce_scatter"  # its row of a sum; the tensors that are added have a row for each tower
 
 
 class Purpose(str, enum.Enum):
@@ -38,7 +38,7 @@ class Purpose(str, enum.Enum):
     SLICES_PART = "slices part"  # the same of values and indices
     LOCAL = "local"  # they are this tower's alone
     ADDENDS = "addends"  # a gradient, of which each tower takes its addend
-    ROWS = "rows"  # what is local are this tower's rows of the batch
+    ROWS = "rows"  # local values are this tower's rows of the batch again
     OWN_ROW = "own row"  # of one row for each tower, this tower's
 
 

@@ -146,7 +146,7 @@ class Conversions(Placer):
             return placed.kind is Kind.COUNTS and not placed.unit
         return all(self.spares(*self.placed[name], depth - 1) for name in given)
 
-    # What follows makes ops, where `_building` takes them over.
+    # What follows makes ops, where `building` takes them over.
 
     def _convert(self, tensor: tf.Tensor, before: Placement, after: Placement, op: tf.Operation) -> tf.Tensor:
         if after.whole:

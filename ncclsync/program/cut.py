@@ -52,8 +52,8 @@ def cut(
     plans = _plan_segments(graph, scheduled, target, forms)
     if trace.jit_compile and (uncrossable := next(find_uncrossable(graph, plans), None)):
         warnings[
-            "XLA does not compile this step, since towers meet in the middle of it, and XLA cannot give on "
-            f"{uncrossable}. compile(jit_compile=False) says so from the start"
+            "XLA does not compile this step: towers meet in the middle of it, and a program of XLA's cannot pass on "
+            f"{uncrossable}. Write compile(jit_compile=False) to say so yourself, without this warning"
         ] = None
         forms = Forms(graph, jit_compile=False)
         plans = _plan_segments(graph, scheduled, target, forms)

@@ -43,8 +43,8 @@ def pack_all(
         values: by name; the exchanges' sources among them.
         fraction: the tower's share of the samples, float64; 0 for a tower without.
         has_samples: whether that is not 0; int32, by which the host can branch without waiting for a GPU.
-        branches: whether a tower without samples takes a branch; else what it sends is selected. A branch copies
-            nothing, but for its condition, which TensorFlow moves to a GPU after all that this computes.
+        branches: whether `tf.cond` chooses what a tower without samples sends; else `tf.where` does. A branch copies no
+            tensor, but on a GPU TensorFlow copies its condition, after all that this computes.
         meter, tower: see `unpack_all`.
     """
     packed = any(bucket.packed for bucket in buckets)

@@ -396,7 +396,7 @@ class Partition(Conversions):
             raise Unshared({handle for handle, role in handles.items() if role is not Role.SAME})
         return [REPLICATE] * len(op.outputs)
 
-    # Marks and results, whose ops `_building` takes over.
+    # Marks and results, whose ops `building` takes over.
 
     def _mark(self, op: tf.Operation, mark: Mark, call: Call) -> None:
         names, when = self.graph.inputs[op.name], None

@@ -4,8 +4,8 @@ A *phase* is a part of a segment. It runs for each shard, on the shard's rows, r
 once for a tower, on what is the same for all shards, as every write of a weight is. Per-shard values reach
 once-per-tower ops only through exchanges, so an op's inputs determine its phase.
 
-The phases of a segment alternate: once, shards, once, … Mostly there are two, and one of them is empty: what
-shards need of the towers is computed with them.
+The phases of a segment alternate: once, shards, once, … Most segments have one phase of either sort, and one of the two
+is empty: what shards need of a tower's is computed in their phase.
 """
 
 from collections.abc import Iterator

@@ -38,10 +38,9 @@ class InFlight:
         self.lost: set[int] = set()  # the ids of the variables that are lost
 
     def add(self, written: frozenset[int], results: Any = None) -> None:
-        """Add a step that has been enqueued, or a part of it, if the step has failed on its way.
+        """Note that what was launched so far writes the variables of these ids, and belongs to one step.
 
-        It writes the variables of these ids. To read a tensor of its `results` is an error if its collectives have
-        failed.
+        If one of its collectives fails, so does a read of these variables, or of a tensor of `results`.
         """
         launched, ended = self._communicator.groups()
         self._steps = [step for step in self._steps if step.last > ended]

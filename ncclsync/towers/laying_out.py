@@ -127,8 +127,8 @@ class _Run:
             [s] what each shard sends, or, if towers add up, what a tower's shards up to it send together; and [n] the
             tower's ops of the segment, and what else ends it.
         """
-        # Before weights are written the host waits for the sums, where they must not be lost with a failure. A step
-        # may write more than once: a divided optimizer its state before weights are gathered, a GAN for each optimizer.
+        # With `emergency_checkpoint` the host waits for the sums before every write. A step may write several times: a
+        # sharded optimizer its state, then the weights; a GAN once for each optimizer.
         waits = self._towers.session.model.save is not None and bool(segment.written)
         if self._towers.layout.meets_processes and segment.written:
             after = self.exchanges.agree(after)

@@ -227,9 +227,9 @@ def _checked_rows(program: Program, shards: Shards) -> list[Any]:
             tf.debugging.Assert(
                 tf.equal(total, rows),
                 [
-                    f"{tf_compat.OWN_WORDS}Expected the global batch size that the step declares, {rows}, by a "
-                    "stateful RNN or by a tensor of so many rows: as batch_size= counts for MirroredStrategy's fit "
-                    "(for Horovod, each process has its own). Received:",
+                    f"{tf_compat.OWN_WORDS}Expected a batch of {rows} rows: a stateful RNN, or a tensor of that length, "
+                    "fixes them in this step. batch_size counts the rows of all towers together, as in "
+                    "MirroredStrategy's fit; a script for Horovod gives those of one process. Received:",
                     total,
                 ],
             )

@@ -206,9 +206,9 @@ def test_batch_size_of_one_process():
     for rows in (8, 2):
         with pytest.raises(NcclSyncError) as caught:
             model.train_on_batch(x[:rows], y[:rows])
-        words = "Expected the global batch size that the step declares, 4, by a stateful RNN or"
+        words = "Expected a batch of 4 rows: a stateful RNN, or a tensor of that length, fixes them in this step."
         assert str(caught.value).startswith(words)
-        assert f"for Horovod, each process has its own). Received: {rows}\n\nTensorFlow: " in str(caught.value)
+        assert f"a script for Horovod gives those of one process. Received: {rows}\n\n" in str(caught.value)
     for one, other in zip(before, model.get_weights(), strict=True):
         np.testing.assert_array_equal(one, other)
     model.train_on_batch(x[:4], y[:4])

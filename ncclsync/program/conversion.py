@@ -183,7 +183,7 @@ class Conversions(Placer):
         if before.kind is Kind.SHARD:
             if not self.spares(tensor, before):
                 return self._gathered(tensor, before, op)
-            self.costs.repeat(tensor.op)
+            self.costs.alike.append(tensor.op)  # besides what each does for its own rows
             return self.anew(tensor)
         if before.kind is Kind.PARTIAL:
             addend = tf.cast(tensor, tf.int32) if tensor.dtype == tf.bool else tensor

@@ -89,10 +89,6 @@ class Costs:
         """Record that all towers have all rows of these results."""
         self._rows.update(one.name for one in op.outputs if one.dtype != tf.resource and one.shape.rank != 0)
 
-    def repeat(self, op: tf.Operation) -> None:
-        """Count an op that every tower does for all rows, besides what it does for its own."""
-        self.alike.append(op)
-
     def leave_out(self, op: tf.Operation) -> None:
         """Count nothing that is done with these, the slices of sparse gradients: it is the weights' update."""
         self._slices.update(tensor.name for tensor in op.outputs)

@@ -88,7 +88,7 @@ def test_missing_peers_are_told(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     given = argparse.Namespace(against=["mpi"], towers=[2], sizes=[4], rounds=1)
-    found = all_reduce.bench_all_reduce(given, lambda text: None)
+    found = all_reduce.bench_all_reduce(given)
     assert [row.side for row in found.rows] == ["ncclsync", "memcpy"]
     (note,) = found.notes
     assert note.startswith("mpi is left out") and "mpi4py" in note and "\n" not in note
@@ -212,7 +212,7 @@ def test_exit_code_tells_of_wrong_elements(monkeypatch, capsys, wrong, code):
     case = {"towers": 2, "size_bytes": 16, "count": 4, "dtype": "float32"}
     row = Row(case, "ncclsync", Spread.of([1.0]), {}, {"wrong": wrong})
     result = Result("all-reduce", "s", (row,), ("A note.",))
-    monkeypatch.setattr(all_reduce, "bench_all_reduce", lambda given, tell: result)
+    monkeypatch.setattr(all_reduce, "bench_all_reduce", lambda given: result)
     assert main(["bench", "all-reduce"]) == code
     out = capsys.readouterr().out
     assert "A note." in out and re.search(rf"float32 +ncclsync +1.00 s .* {wrong} ", out)
@@ -375,7 +375,7 @@ def test_sides_by_cpu_time(monkeypatch):
         def __init__(self, name, kind, arguments, launcher=(), environment=None):
             started.append((arguments["library"], arguments["feed"], arguments["batch_size"], environment))
 
-    def turns(sides, variants, rounds, show):
+    def turns(model, sides, variants, rounds):
         assert not variants
         figures = {"ncclsync": (2.0, 5.0), "single": (4.0, 4.0)}
         return by_key({name: [{"seconds": s, "cpu_seconds": c, "xla": True}] for name, (s, c) in figures.items()})
@@ -384,7 +384,7 @@ def test_sides_by_cpu_time(monkeypatch):
     monkeypatch.setattr(training, "_fit_in_turns", turns)
     asked = {"model": ["mlp"], "towers": 4, "against": ["mirrored"], "split": True}
     asked |= {"watched": False, "shards": [], "xla": False}
-    found = training.bench_step(argparse.Namespace(**asked, rounds=1, cpu=True), print)
+    found = training.bench_step(argparse.Namespace(**asked, rounds=1, cpu=True))
     one_thread = {"TF_NUM_INTRAOP_THREADS": "1"}
     many = training._MANY_ROWS["mlp"]  # of which the arithmetic outweighs what each tower does whatever the batch
     assert started == [("ncclsync", "constant", many, one_thread), ("single", "constant", many, one_thread)]
@@ -392,9 +392,7 @@ def test_sides_by_cpu_time(monkeypatch):
     assert found.rows[0].more["cpu_of_single"] == Spread.of([1.25])
     assert found.notes == ("mlp: XLA compiles the steps of ncclsync, single.",)
     started.clear()
-    training.bench_step(
-        argparse.Namespace(**{**asked, "against": ["single"], "split": False}, rounds=1, cpu=False), print
-    )
+    training.bench_step(argparse.Namespace(**{**asked, "against": ["single"], "split": False}, rounds=1, cpu=False))
     assert started == [(side, "tf.data", training.BATCH_SIZES["mlp"], None) for side in ("ncclsync", "single")]
 
 
@@ -504,7 +502,7 @@ def test_memory_beyond_activations(monkeypatch):
     tell_peaks(monkeypatch, lambda of: peaks[of["library"], of["towers"], of["rows"]])
     asked = {"model": ["language"], "towers": [1, 4], "against": [], "shards": [], "batch_size": None, "rounds": 1}
     given = argparse.Namespace(**asked, benchmark="memory", activations=True)
-    rows = {(row.side, row.case["towers"]): row for row in training.bench_memory(given, print).rows}
+    rows = {(row.side, row.case["towers"]): row for row in training.bench_memory(given).rows}
     assert rows["ncclsync", 4].more["beyond"] == Spread.of([(136 - 100 - 3 * 10) / (100 - 60)])
     assert [key for key, row in rows.items() if "beyond" in row.more] == [("ncclsync", 4)]
 
@@ -516,7 +514,7 @@ def test_share_of_the_rows(monkeypatch):
     tell_peaks(monkeypatch, lambda of: peaks[of.get("shards"), of["rows"]])
     asked = {"model": ["cnn"], "towers": [2], "against": [], "shards": [8], "batch_size": None, "rounds": 1}
     given = argparse.Namespace(**asked, benchmark="memory", activations=False)
-    rows = {row.side: row.more for row in training.bench_memory(given, print).rows}
+    rows = {row.side: row.more for row in training.bench_memory(given).rows}
     assert rows["8 shards a tower"]["of_rows"] == Spread.of([(150 - 100) / (300 - 100)])
     assert [side for side, more in rows.items() if "of_rows" in more] == ["8 shards a tower"]
 

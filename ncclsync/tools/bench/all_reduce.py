@@ -35,6 +35,7 @@ from ncclsync.tools.bench.turns import (
     joined,
     launched,
     missing_mpi,
+    progress,
 )
 from ncclsync.tools.processes import join
 
@@ -46,20 +47,20 @@ _ITEM_BYTES = 4  # float32
 Ask = Callable[..., dict[str, Any]]  # has a reducer work, see `HostReducer.ask`, perhaps in other processes
 
 
-def bench_all_reduce(given: argparse.Namespace, show: Callable[[str], None]) -> Result:
+def bench_all_reduce(given: argparse.Namespace) -> Result:
     """Time every number of towers and every size; under a launcher, between its processes, with one tower each.
 
     A peer that cannot be run only leaves a note.
     """
     process = find_process()
     if process is not None:
-        return _between_processes(given, show, process)
+        return _between_processes(given, process)
     by_nccl = bool(glob.glob("/dev/nvidia[0-9]*")) and os.environ.get(VISIBLE) != ""
     why = "it works on host memory, and ncclsync on that of GPUs" if by_nccl else missing_mpi()
     rows, notes = [], [f"mpi is left out: {why}."] if given.against and why else []
     for towers in given.towers or (2, 4, 8):
         with contextlib.ExitStack() as stack:
-            show(f"{towers} towers: starting")
+            progress(f"{towers} towers: starting")
             reducer = NcclReducer(towers) if by_nccl else HostReducer(CpuCommunicator(towers))
             stack.callback(reducer.close)
             sides: dict[str, Ask] = dict.fromkeys(reducer.libraries, reducer.ask)
@@ -71,11 +72,11 @@ def bench_all_reduce(given: argparse.Namespace, show: Callable[[str], None]) -> 
                 except BenchError as error:
                     notes.append(f"Left out with {towers} towers: {error}")
             for size in given.sizes:
-                rows += _time_case(towers, size, sides, given.rounds, show)
+                rows += _time_case(towers, size, sides, given.rounds)
     return Result("all-reduce", "s", tuple(rows), tuple(notes))
 
 
-def _between_processes(given: argparse.Namespace, show: Callable[[str], None], process: Process) -> Result:
+def _between_processes(given: argparse.Namespace, process: Process) -> Result:
     """Do the same in all processes, which all know the joined figures. Collective."""
     if given.towers:
         raise BenchError(
@@ -89,17 +90,18 @@ def _between_processes(given: argparse.Namespace, show: Callable[[str], None], p
         return joined(peers, reducer.ask(do, **details))
 
     sides = dict.fromkeys(reducer.libraries, ask)
-    tell = show if process.rank == 0 else lambda text: None
-    rows = [row for size in given.sizes for row in _time_case(process.size, size, sides, given.rounds, tell)]
+    rows: list[Row] = []
+    for size in given.sizes:
+        rows += _time_case(process.size, size, sides, given.rounds, shown=process.rank == 0)
     hosts = len(set(peers.hosts))
     notes = [f"{process.size} processes on {hosts} host{'s' * (hosts != 1)}, {process.launcher}: one tower of each."]
     notes += [f"mpi is left out: {why}."] if given.against and why else []
     return Result("all-reduce", "s", tuple(rows), tuple(notes))
 
 
-def _time_case(towers: int, size: int, sides: Mapping[str, Ask], rounds: int, show: Callable[[str], None]) -> list[Row]:
+def _time_case(towers: int, size: int, sides: Mapping[str, Ask], rounds: int, shown: bool = True) -> list[Row]:
     """Time the libraries, each by what has it work, on buffers of `size` bytes."""
-    show = about(f"{towers} towers, {size_text(size)}", show)
+    show = about(f"{towers} towers, {size_text(size)}") if shown else lambda text: None
     count = max(1, size // _ITEM_BYTES)
     asks = {library: functools.partial(ask, "seconds", library=library, count=count) for library, ask in sides.items()}
     answers = fill_turns(asks, _TURN_S, _MOST_STEPS, rounds, show)

@@ -184,7 +184,7 @@ def _run(given: argparse.Namespace, home: str) -> int:
         if home == "on_gpus":
             progress("importing TensorFlow")
         module = importlib.import_module(f"ncclsync.tools.bench.{home}")
-        result = getattr(module, f"bench_{given.benchmark.replace('-', '_')}")(given, progress)
+        result = getattr(module, f"bench_{given.benchmark.replace('-', '_')}")(given)
     except (BenchError, NcclSyncError) as error:
         progress("")
         if process is None:

@@ -23,7 +23,7 @@ from ncclsync.parallel import nccl_parallel
 from ncclsync.program.links import Cluster, Link
 from ncclsync.tools.bench.fit import StepParts
 from ncclsync.tools.bench.results import Result, Row, compare
-from ncclsync.tools.bench.turns import BenchError, Spread, about, device_seconds, take_turns
+from ncclsync.tools.bench.turns import BenchError, Spread, about, device_seconds, progress, take_turns
 from ncclsync.tools.plan.commands import LAUNCH_US
 from ncclsync.tools.plan.measurement import traced_traffic
 from ncclsync.tools.plan.prediction import Compute, Workload, step_seconds
@@ -69,15 +69,15 @@ def on(device: str, tensor: Any) -> Any:
         return tf.identity(tensor)
 
 
-def bench_exchange(given: argparse.Namespace, show: Callable[[str], None]) -> Result:
+def bench_exchange(given: argparse.Namespace) -> Result:
     """Time an exchange for every number of towers: host time of each tower of a process."""
     own = [check_gpus(towers) for towers in given.towers]
     rows: list[Row] = []
     for towers, here in zip(given.towers, own, strict=True):
-        tell = about(f"{towers} towers", show)
-        tell("joining GPUs")
+        show = about(f"{towers} towers")
+        show("joining GPUs")
         with Towers(here) as joined:
-            rows += _time_exchanges(towers, joined, given.rounds, tell)
+            rows += _time_exchanges(towers, joined, given.rounds, show)
     return Result("exchange", "s", tuple(rows))
 
 
@@ -121,7 +121,7 @@ def _time_exchanges(towers: int, joined: Any, rounds: int, show: Callable[[str],
     return compare(case, take_turns(timers, rounds, show), wrong)
 
 
-def bench_overlap(given: argparse.Namespace, show: Callable[[str], None]) -> Result:
+def bench_overlap(given: argparse.Namespace) -> Result:
     """Time a step with and without its exchanges, and these alone."""
     here = check_gpus(given.towers)
     bucket_bytes = 4 * _LAYERS_OF_BUCKET * _WIDTHS[-1] ** 2 + 1024  # with the bytes that the loss sends
@@ -129,7 +129,7 @@ def bench_overlap(given: argparse.Namespace, show: Callable[[str], None]) -> Res
     batch = tuple(tf.zeros([given.towers * _OVERLAP_ROWS, width]) for width in (_WIDTHS[0], _WIDTHS[-1]))
     with model.towers as towers:
         parts = StepParts(model, batch)
-        show("first steps")
+        progress("first steps")
         for variant in ("whole", "local"):
             parts.seconds(variant, 2)
         sizes = [sum(spec.shape.num_elements() * spec.dtype.size for spec in one.specs) for one in parts.buckets]
@@ -138,7 +138,7 @@ def bench_overlap(given: argparse.Namespace, show: Callable[[str], None]) -> Res
             "without": functools.partial(parts.seconds, "local", _OVERLAP_STEPS),
             "exchange": _exchange_timer(towers, sizes),
         }
-        seconds = take_turns(timers, given.rounds, show)
+        seconds = take_turns(timers, given.rounds, progress)
         leads = [parts.lead() for _ in range(given.rounds)]
     turns = zip(seconds["without"], seconds["exchange"], seconds["step"], strict=True)
     figures: dict[str, Any] = {

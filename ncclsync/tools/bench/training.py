@@ -29,11 +29,10 @@ _MOST_STEPS = 100
 _TO_DIVIDE = 64  # times a model's own batch, for shards that divide its memory
 _ONE_ROW = "one row a tower"
 
-Show = Callable[[str], None]
 Answers = dict[str, dict[str, np.ndarray]]  # of sides by name, by key: [rounds]
 
 
-def bench_step(given: argparse.Namespace, show: Show) -> Result:
+def bench_step(given: argparse.Namespace) -> Result:
     """Time a step inside `fit`, and the parts of ncclsync's."""
     libraries = ["ncclsync", *(["single"] if given.cpu else given.against)]
     if "processes" in libraries:  # before anything is started
@@ -52,7 +51,7 @@ def bench_step(given: argparse.Namespace, show: Show) -> Result:
         how |= {"batch_size": batch_size, "xla": given.xla, "one_thread": given.cpu}
         sides = {library: _fit_side(library, **how) for library in libraries}
         sides |= {name: _fit_side("ncclsync", **how, **more) for name, more in others.items()}
-        answers = _fit_in_turns(sides, variants, given.rounds, about(model, show))
+        answers = _fit_in_turns(model, sides, variants, given.rounds)
         notes += _compiled(model, {name: name for name in sides}, answers)
         case = {"model": model, "towers": given.towers, "batch_size": batch_size}
         for name in sides:
@@ -77,7 +76,7 @@ def _split(answers: Answers) -> dict[str, Spread]:
     return {f"{name}_s": Spread.of(samples) for name, samples in zip(PARTS, parts, strict=True)}
 
 
-def bench_feed(given: argparse.Namespace, show: Show) -> Result:
+def bench_feed(given: argparse.Namespace) -> Result:
     """Time a step inside `fit` on data of several kinds, and on a constant batch."""
     rows: list[Row] = []
     notes: list[str] = []
@@ -85,7 +84,7 @@ def bench_feed(given: argparse.Namespace, show: Show) -> Result:
     names = {pair: ", ".join(pair).removeprefix("ncclsync, ") for pair in pairs}
     for model in given.model:
         sides = {names[pair]: _fit_side(pair[0], model, pair[1], towers=given.towers) for pair in pairs}
-        answers = _fit_in_turns(sides, (), given.rounds, about(model, show))
+        answers = _fit_in_turns(model, sides, (), given.rounds)
         notes += _compiled(model, {name: name for name in sides}, answers)
         case = {"model": model, "towers": given.towers, "batch_size": BATCH_SIZES[model]}
         for (library, _), name in names.items():
@@ -107,7 +106,7 @@ def _fit_side(library: str, model: str, feed: str, *, one_thread: bool = False, 
     return Side(name, "fit.fit_in_turns", arguments, environment=environment)
 
 
-def _fit_in_turns(sides: Mapping[str, Side], variants: Sequence[str], rounds: int, show: Show) -> Answers:
+def _fit_in_turns(model: str, sides: Mapping[str, Side], variants: Sequence[str], rounds: int) -> Answers:
     """Have the sides, and variants of the first side's step, take turns; return the answers, means of a step."""
     with contextlib.ExitStack() as stack:
         for side in sides.values():
@@ -115,20 +114,20 @@ def _fit_in_turns(sides: Mapping[str, Side], variants: Sequence[str], rounds: in
         first = next(iter(sides.values()))
         asks = {name: functools.partial(side.ask, "fit") for name, side in sides.items()}
         asks |= {variant: functools.partial(first.ask, variant) for variant in variants}
-        return fill_turns(asks, _TURN_S, _MOST_STEPS, rounds, show)
+        return fill_turns(asks, _TURN_S, _MOST_STEPS, rounds, about(model))
 
 
-def bench_start(given: argparse.Namespace, show: Show) -> Result:
+def bench_start(given: argparse.Namespace) -> Result:
     """Time from the factory's call to the end of the first step, each in a fresh process."""
     sides = {library: {"library": library, "xla": given.xla} for library in ("ncclsync", *given.against)}
 
     def figures_of(answers: Answers, side: str, towers: int) -> dict[str, Any]:
         return {key: Spread.of(answers[f"{side} × {towers}"][key]) for key in ("build_seconds", "cpu_seconds")}
 
-    return _in_fresh_processes(given, show, "fit.first_step", "seconds", lambda model, towers: sides, figures_of)
+    return _in_fresh_processes(given, "fit.first_step", "seconds", lambda model, towers: sides, figures_of)
 
 
-def bench_memory(given: argparse.Namespace, show: Show) -> Result:
+def bench_memory(given: argparse.Namespace) -> Result:
     """Measure the peak resident memory, each in a fresh process.
 
     With `shards` the batch is 64 times the model's own: few rows take less memory than the weights' gradients.
@@ -158,12 +157,11 @@ def bench_memory(given: argparse.Namespace, show: Show) -> Result:
             figures["of_rows"] = ratio(values(side) - one_row, values("ncclsync") - one_row)
         return figures
 
-    return _in_fresh_processes(given, show, "fit.peak_memory", "bytes", sides_of, figures_of)
+    return _in_fresh_processes(given, "fit.peak_memory", "bytes", sides_of, figures_of)
 
 
 def _in_fresh_processes(
     given: argparse.Namespace,
-    show: Show,
     kind: str,
     key: str,
     sides_of: Callable[[str, int], dict[str, dict[str, Any]]],
@@ -180,7 +178,7 @@ def _in_fresh_processes(
                 names[name := f"{side} × {towers}"] = side, towers
                 arguments = {"model": model, "towers": towers, **arguments}
                 turns[name] = functools.partial(_answer, f"{name}, {model}", kind, arguments)
-        answers = by_key(take_turns(turns, given.rounds, about(model, show)))
+        answers = by_key(take_turns(turns, given.rounds, about(model)))
         for name, (side, towers) in names.items():
             bases = {other: f"{other} × {towers}" for other in libraries if side in libraries and other != side}
             if 1 in given.towers and towers > 1:

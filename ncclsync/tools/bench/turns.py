@@ -228,9 +228,9 @@ def progress(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def about(what: str, show: Callable[[str], None]) -> Callable[[str], None]:
+def about(what: str) -> Callable[[str], None]:
     """Return what reports progress with a few words before it."""
-    return lambda text: show(f"{what}: {text}")
+    return lambda text: progress(f"{what}: {text}")
 
 
 def take_turns(timers: Mapping[K, Callable[[], T]], rounds: int, show: Callable[[str], None]) -> dict[K, list[T]]:

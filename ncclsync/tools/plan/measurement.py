@@ -19,7 +19,7 @@ from ncclsync.program.program import Outcome, Segment
 from ncclsync.program.roofline import OPERATIONS_PER_BYTE, Roofline
 from ncclsync.semantics.axes import Axes
 from ncclsync.semantics.functions import Functions
-from ncclsync.tools.bench.turns import about, device_seconds, fill_turns, progress
+from ncclsync.tools.bench.turns import about, device_seconds, fill_turns
 from ncclsync.tools.plan.prediction import Message, Stage
 from ncclsync.towers.laying_out import lay_out
 from ncclsync.towers.recovery import Rollback
@@ -46,7 +46,7 @@ def step_seconds(model: keras.Model, data: Any, batches: Sequence[int], rounds: 
         batches_in_memory = tf.data.Dataset.from_tensor_slices(_first_rows(data, batch)).batch(batch).cache()
         iterator = iter(batches_in_memory.repeat())
         sides[batch] = functools.partial(_timed, model, iterator)
-    found = fill_turns(sides, _TURN_S, _MOST_STEPS, rounds, about("batches of so many samples", progress))
+    found = fill_turns(sides, _TURN_S, _MOST_STEPS, rounds, about("batches of so many samples"))
     return {batch: answers["seconds"] for batch, answers in found.items()}
 
 

@@ -35,18 +35,17 @@ def read_cdef(header: pathlib.Path = HEADER) -> str:
 class BuildNative(build_ext):
     """Generate the binding's C file and compile it with the C library into one extension."""
 
-    def build_extensions(self) -> None:
-        """Compile, or say in one sentence which compiler is missing."""
+    def build_extension(self, ext) -> None:
+        """Compile all of ``csrc`` and the generated file; again if any of them, or a header, is newer.
+
+        Or say in one sentence which compiler is missing.
+        """
         command = getattr(self.compiler, "compiler_so", None) or ["cc"]
         if shutil.which(command[0]) is None:
             raise SetupError(
                 f"Expected a C compiler to build ncclsync. Received: none ({command[0]!r} is not "
                 "on the PATH). Install one, e.g. by 'apt-get install gcc', or name it in CC."
             )
-        super().build_extensions()
-
-    def build_extension(self, ext) -> None:
-        """Compile all of ``csrc`` and the generated file; again if any of them, or a header, is newer."""
         ffi = cffi.FFI()
         ffi.cdef(read_cdef())
         ffi.set_source(ext.name, f'#include "{HEADER.name}"')

@@ -7,9 +7,8 @@
 import collections
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -51,13 +50,13 @@ class TimedSpan(NamedTuple):
     end_ns: int
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class MeasuredStep:
     """Hold the recorded spans of one step."""
 
-    complete: bool  # whether it ended; False if it failed, or if there was no batch for it
-    samples: int  # the rows of its batch; 0 if it is not complete
-    spans: tuple[TimedSpan, ...]  # that ended, in the order of their ends
+    complete: bool = False  # whether it ended; False if it failed, or if there was no batch for it
+    samples: int = 0  # the rows of its batch; 0 if it is not complete
+    spans: list[TimedSpan] = dataclasses.field(default_factory=list)  # that ended, in the order of their ends
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,17 +65,39 @@ class Measured:
 
     traced: bool  # whether the graph was made for this call, which takes most of such a call
     failed: bool  # whether the call raised
-    completed: int  # steps that ended
-    samples: int  # the rows of their batches
-    step_ns: int  # how long these steps took, without waiting for data
-    waiting_ns: int  # how long the call waited for batches
-    communicating_ns: int  # how long at least one collective was under way
-    _expand: Callable[[], tuple[MeasuredStep, ...]]
+    steps: tuple[MeasuredStep, ...]
 
-    @functools.cached_property
-    def steps(self) -> tuple[MeasuredStep, ...]:
-        """Return the recorded spans, step by step; computed on first use, since it is slow."""
-        return self._expand()
+    @property
+    def completed(self) -> int:
+        """Return how many steps ended."""
+        return sum(step.complete for step in self.steps)
+
+    @property
+    def samples(self) -> int:
+        """Return the rows of their batches."""
+        return sum(step.samples for step in self.steps)
+
+    @property
+    def step_ns(self) -> int:
+        """Return how long these steps took, without waiting for data."""
+        return sum(one.end_ns - one.begin_ns for one in self._spans(STEPS) if one.span.name == STEP)
+
+    @property
+    def waiting_ns(self) -> int:
+        """Return how long the call waited for batches."""
+        return sum(one.end_ns - one.begin_ns for one in self._spans(STEPS) if one.span.name == WAIT)
+
+    @property
+    def communicating_ns(self) -> int:
+        """Return how long at least one collective was under way."""
+        total = until = 0
+        for one in sorted(self._spans(COMMUNICATION), key=lambda one: one.begin_ns):
+            total += max(0, one.end_ns - max(one.begin_ns, until))
+            until = max(one.end_ns, until)
+        return total
+
+    def _spans(self, row: str) -> list[TimedSpan]:
+        return [one for step in self.steps for one in step.spans if one.span.row == row]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,10 +112,6 @@ class Begun:
 
     ops: list[tf.Operation]
     end: Callable[..., list[tf.Operation]]
-
-
-# What one timestamp, or both of a feeding span, say: the span's number, the value, when it began and ended, in ns.
-_Recorded: TypeAlias = tuple[int, int, int | None, int | None]
 
 
 def hold(structure: Any, ops: Sequence[tf.Operation]) -> Any:
@@ -121,7 +138,6 @@ class Meter:
         """Begin with none."""
         self._timestamps = native.Timestamps()
         self._spans: list[Span] = []
-        self._kinds: list[str | None] = []  # [spans] the total that a span counts in
         self._of_any_tower: set[int] = set()  # spans whose timestamps have the tower as their value
         self._by_python: dict[tuple[Any, str], int] = {}  # numbers of the spans that Python records
         self._feeding: dict[int, collections.deque[int]] = {}  # `SHARD`s and `COPY`s: when those under way began
@@ -130,8 +146,6 @@ class Meter:
     def _add(self, span: Span) -> int:
         number = len(self._spans)
         self._spans.append(span)
-        kinds = {STEPS: span.name, COMMUNICATION: COMMUNICATION}
-        self._kinds.append(kinds[span.row] if isinstance(span.row, str) else None)
         if span.name in (SHARD, COPY):
             self._feeding[number] = collections.deque()
         return number
@@ -151,56 +165,33 @@ class Meter:
 
     def take(self, traced: bool, failed: bool) -> Measured:
         """Return the recording since the last call."""
-        recorded: list[_Recorded] = []
-        totals = {STEP: 0, WAIT: 0, COMMUNICATION: 0}
-        begins, under_way = dict(totals), dict(totals)
-        completed = samples = 0
+        steps: list[MeasuredStep] = []
+        early: list[TimedSpan] = []  # that ended before the first step began
+        pending: dict[Any, collections.deque[tuple[MeasuredStep, int]]] = collections.defaultdict(collections.deque)
+        began = False  # whether the last step's `STEP` has begun
         for time_ns, value, number, ends in self._timestamps.take():
-            feeding = self._feeding.get(number)
+            span, feeding = self._span(number, value), self._feeding.get(number)
+            under_way = pending[number, span.row]
             if feeding is not None:  # perhaps for a later step: it counts for the step in which it ends
                 if not ends:
                     feeding.append(time_ns)
                 elif feeding:
-                    recorded.append((number, value, feeding.popleft(), time_ns))
-                continue
-            recorded.append((number, value, None, time_ns) if ends else (number, value, time_ns, None))
-            kind = self._kinds[number]
-            if kind is None:
-                continue
-            under_way[kind] += -1 if ends else 1
-            if not ends and under_way[kind] == 1:
-                begins[kind] = time_ns
-            elif ends and under_way[kind] == 0:
-                totals[kind] += time_ns - begins[kind]
-                if kind == STEP:
-                    completed, samples = completed + 1, samples + value
-        expand = functools.partial(self._expand, recorded)
-        times = totals[STEP], totals[WAIT], totals[COMMUNICATION]
-        return Measured(traced, failed, completed, samples, *times, expand)
-
-    def _expand(self, recorded: Sequence[_Recorded]) -> tuple[MeasuredStep, ...]:
-        steps: list[_Step] = []
-        early: list[TimedSpan] = []  # that ended before the first step began
-        pending: dict[Any, collections.deque[tuple[_Step, int]]] = collections.defaultdict(collections.deque)
-        for number, value, begin_ns, end_ns in recorded:
-            span = self._span(number, value)
-            key = number, span.row
-            if begin_ns is not None and end_ns is not None:
-                (steps[-1].spans if steps else early).append(TimedSpan(span, begin_ns, end_ns))
-            elif begin_ns is not None:
+                    (steps[-1].spans if steps else early).append(TimedSpan(span, feeding.popleft(), time_ns))
+            elif not ends:
                 # A step begins with waiting for a batch, if it waits at all; the other spans are within `STEP`.
-                if not steps or span.name == WAIT or (span.name == STEP and steps[-1].began):
-                    steps.append(_Step())
-                steps[-1].began |= span.name == STEP
-                pending[key].append((steps[-1], begin_ns))
-            elif end_ns is not None and pending[key]:
-                step, begin_ns = pending[key].popleft()
-                step.spans.append(TimedSpan(span, begin_ns, end_ns))
+                if not steps or span.name == WAIT or (span.name == STEP and began):
+                    steps.append(MeasuredStep())
+                    began = False
+                began |= span.name == STEP
+                under_way.append((steps[-1], time_ns))
+            elif under_way:
+                step, begin_ns = under_way.popleft()
+                step.spans.append(TimedSpan(span, begin_ns, time_ns))
                 if span.name == STEP:
                     step.complete, step.samples = True, value
         if steps:
             steps[0].spans[:0] = early
-        return tuple(MeasuredStep(step.complete, step.samples, tuple(step.spans)) for step in steps)
+        return Measured(traced, failed, tuple(steps))
 
     def forget(self) -> None:
         """Drop timestamps that were not taken."""
@@ -241,16 +232,6 @@ class Meter:
             shown.append(tf.profiler.experimental.Trace(span.full_name))
         elif shown:
             shown.popleft().__exit__(None, None, None)
-
-
-@dataclasses.dataclass
-class _Step:
-    """Collect the spans of a `MeasuredStep`."""
-
-    began: bool = False
-    complete: bool = False
-    samples: int = 0
-    spans: list[TimedSpan] = dataclasses.field(default_factory=list)
 
 
 def begin(

@@ -155,7 +155,7 @@ def measured_step(times, samples=64, parts=(1.0,)):
 
 def measured(*steps, traced=False):
     """A call of these steps."""
-    return Measured(traced, False, len(steps), sum(step.samples for step in steps), 0, 0, 0, lambda: steps)
+    return Measured(traced, False, tuple(steps))
 
 
 @pytest.mark.parametrize("parts", [(1.0,), (0.25, 0.75)])

@@ -32,12 +32,11 @@ class Launched:
 
     def passed(self, tower: int) -> tf.Operation:
         """Return an op on a tower's device that runs once all towers have arrived; it waits for no GPU."""
-        return self._deliver(tower, [], passes=1)
+        return self._deliver(tower, [], self._devices[tower], passes=1)
 
     def ended(self) -> tf.Operation:
         """Return an op on the CPU that ends with the group; it blocks its thread until then."""
-        attributes = {"rank": 0, "waits": 1, "passes": 1, "T": []}
-        return _create("NcclsyncDeliver", [self.token], [], attributes, "CPU:0")
+        return self._deliver(0, [], "CPU:0", waits=1, passes=1)
 
     def deliver(self, tower: int, after: Sequence[Any] = (), *, waits: bool = False) -> list[tf.Tensor]:
         """Return the tensors that a tower receives, [B]; later calls return the same tensors.
@@ -49,17 +48,19 @@ class Launched:
                 always does.
         """
         if tower not in self._delivered:
-            waits = waits or "CPU" in self._devices[tower]
+            device, dtypes = self._devices[tower], [column[tower].dtype for column in self._columns]
             with tf.control_dependencies(after):
-                op = self._deliver(tower, [column[tower].dtype for column in self._columns], waits=int(waits))
+                op = self._deliver(tower, dtypes, device, waits=int(waits or "CPU" in device))
             for result, shape in zip(op.outputs, self._shapes, strict=True):
                 result.set_shape(shape)
             self._delivered[tower] = list(op.outputs)
         return self._delivered[tower]
 
-    def _deliver(self, tower: int, dtypes: Sequence[tf.DType], waits: int = 0, passes: int = 0) -> tf.Operation:
-        attributes = {"rank": tower, "waits": waits, "passes": passes, "T": list(dtypes)}
-        return _create("NcclsyncDeliver", [self.token], dtypes, attributes, self._devices[tower])
+    def _deliver(
+        self, tower: int, dtypes: list[tf.DType], device: str, *, waits: int = 0, passes: int = 0
+    ) -> tf.Operation:
+        attributes = {"rank": tower, "waits": waits, "passes": passes, "T": dtypes}
+        return _create("NcclsyncDeliver", [self.token], dtypes, attributes, device)
 
 
 def launch(
@@ -76,7 +77,7 @@ def launch(
 
     Args:
         columns: [B][n] tensors, tensor i on tower i's device. Of no column: a barrier of these towers.
-        communicator: of n ranks here, by NCCL; see `takes`.
+        communicator: of n ranks here, by NCCL.
         collectives: [B] the collective of each column.
         devices: [n] the towers', such as "GPU:0".
         after: [n] for each tower, ops and tensors on its device that it arrives after.
@@ -109,24 +110,6 @@ def launch(
     pairs = zip(columns, collectives, strict=True)
     shapes = [shape_received(collective, column[0].shape, communicator.world_size) for column, collective in pairs]
     return Launched(op.outputs[0], columns, devices, shapes)
-
-
-def broadcast(
-    tensors: Sequence[tf.Tensor],
-    communicator: Communicator,
-    devices: Sequence[str],
-    label: str,
-    *,
-    in_place: bool = False,
-) -> list[tf.Tensor]:
-    """Give every tower tower 0's tensor, in a graph; [n] in, [n] out. See `launch`."""
-    launched = launch([tensors], communicator, [Broadcast((), 0, label)], devices, in_place=in_place)
-    return [launched.deliver(tower)[0] for tower in range(len(devices))]
-
-
-def takes(communicator: Any) -> bool:
-    """Return whether these ops can join towers by this communicator: NCCL's."""
-    return isinstance(communicator, NcclCommunicator)
 
 
 def shape_received(collective: AnyCollective, sent: tf.TensorShape, ranks: int) -> tf.TensorShape:

@@ -15,6 +15,7 @@ from ncclsync.communicator import (
     AnyCollective,
     Broadcast,
     Communicator,
+    NcclCommunicator,
     ReduceScatter,
     empty_aligned,
     native,
@@ -62,7 +63,7 @@ def group_exchange(
     """
     if not columns:
         return []
-    if device_ops.takes(communicator):
+    if isinstance(communicator, NcclCommunicator):
         return _enqueued(columns, communicator, collectives, turns)
     if communicator.world_size > communicator.size:
         return _join_on_host(columns, communicator, collectives, turns)
@@ -73,7 +74,7 @@ def group_exchange(
 
 def _enqueued(
     columns: Sequence[Sequence[tf.Tensor]],
-    communicator: Communicator,
+    communicator: NcclCommunicator,
     collectives: Sequence[AnyCollective],
     turns: Turns | None,
 ) -> list[list[tf.Tensor]]:
@@ -116,7 +117,7 @@ def gather_rows(tensors: Sequence[tf.Tensor], communicator: Communicator, label:
     for tensor in tensors:
         with tf.device(tensor.device):
             rows.append(tf.shape(tensor, tf.int64)[:1])
-    if device_ops.takes(communicator):
+    if isinstance(communicator, NcclCommunicator):
         counts = [agree(communicator, f"the numbers of rows ({label})", turns, rows)] * len(rows)
     else:
         counts = group_exchange([rows], communicator, [AllGather((), (), label)], turns)[0]

@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ncclsync.communicator.base import AllReduce
+from ncclsync.communicator import AllReduce, Broadcast, NcclCommunicator
 from ncclsync.communicator.messages import MOST_BYTES
 from ncclsync.communicator.timeouts import interruptible
 from ncclsync.compat import tensorflow as tf_compat
@@ -167,7 +167,7 @@ class Session:
     @functools.cached_property
     def enqueues(self) -> bool:
         """Return whether towers are joined by ops that only enqueue; see `ops.device_ops`."""
-        return device_ops.takes(self.communicator)
+        return isinstance(self.communicator, NcclCommunicator)
 
     def interruptible(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which Ctrl-C ends collectives, where they can hang."""
@@ -265,11 +265,13 @@ class Session:
         Raises:
             Exception: what `cause_of` says of an error.
         """
-        key = what, values[0].dtype
+        key, devices = (what, values[0].dtype), self.layout.devices
         if key not in self._broadcasts:
 
             def body(*own: tf.Tensor) -> list[tf.Tensor]:
-                return device_ops.broadcast(own, self.communicator, self.layout.devices, what, in_place=in_place)
+                collective = Broadcast((), 0, what)
+                launched = device_ops.launch([own], self.communicator, [collective], devices, in_place=in_place)
+                return [launched.deliver(tower)[0] for tower in range(len(devices))]
 
             self._broadcasts[key] = tf_compat.unordered_function(body, [tf.TensorSpec(None, key[1])] * len(values))
         try:

@@ -27,25 +27,11 @@ enum { NCS_FILL = NCS_RELU + 1 }; /* a loop that is no operation of an expressio
 
 typedef void (*ncs_loop)(void* out, const void* a, const void* b, size_t count);
 
-#define T float
-#define NCS_SQRT_OF sqrtf
-#define NCS_KERNEL(name) baseline_float_##name
-#define NCS_TARGET
-#include "cpu/arithmetic_kernels.h"
-#define T double
-#define NCS_SQRT_OF sqrt
-#define NCS_KERNEL(name) baseline_double_##name
+#define NCS_KERNEL(name) baseline_##name
 #define NCS_TARGET
 #include "cpu/arithmetic_kernels.h"
 #if defined(__x86_64__)
-#define T float
-#define NCS_SQRT_OF sqrtf
-#define NCS_KERNEL(name) avx2_float_##name
-#define NCS_TARGET __attribute__((target("avx2")))
-#include "cpu/arithmetic_kernels.h"
-#define T double
-#define NCS_SQRT_OF sqrt
-#define NCS_KERNEL(name) avx2_double_##name
+#define NCS_KERNEL(name) avx2_##name
 #define NCS_TARGET __attribute__((target("avx2")))
 #include "cpu/arithmetic_kernels.h"
 #endif

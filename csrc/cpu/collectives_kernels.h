@@ -65,40 +65,9 @@
     }                                                                                                            \
   }
 
-/* U: T's unsigned twin, in which overflow wraps instead of being undefined. */
-#define NCS_INTEGER(ours, T, U, W)                       \
-  NCS_COMBINE(ours##_sum, T, T, NCS_AS_IS, (U)x + (U)y)  \
-  NCS_COMBINE(ours##_prod, T, T, NCS_AS_IS, (U)x * (U)y) \
-  NCS_COMBINE(ours##_max, T, T, NCS_AS_IS, x > y ? x : y) \
-  NCS_COMBINE(ours##_min, T, T, NCS_AS_IS, x < y ? x : y) \
-  NCS_DIVIDE(ours##_divide, T, W)
+/* ---- 16-bit floats, which are added up in float32 ---- */
 
-/* x != x: a NaN so far stays; a NaN in y is taken because no comparison with it is true. */
-#define NCS_MAX_OF(x, y) (((x) > (y)) | ((x) != (x)) ? (x) : (y))
-#define NCS_MIN_OF(x, y) (((x) < (y)) | ((x) != (x)) ? (x) : (y))
-
-#define NCS_FLOATING(ours, T, W, LOAD)                     \
-  NCS_COMBINE(ours##_sum, T, W, LOAD, x + y)               \
-  NCS_COMBINE(ours##_prod, T, W, LOAD, x * y)              \
-  NCS_COMBINE(ours##_max, T, W, LOAD, NCS_MAX_OF(x, y))    \
-  NCS_COMBINE(ours##_min, T, W, LOAD, NCS_MIN_OF(x, y))    \
-  NCS_SCALE(ours, T, W, LOAD)
-
-NCS_INTEGER(int8, int8_t, uint8_t, int32_t)
-NCS_INTEGER(uint8, uint8_t, uint8_t, int32_t)
-NCS_INTEGER(int32, int32_t, uint32_t, int32_t)
-NCS_INTEGER(uint32, uint32_t, uint32_t, uint32_t)
-NCS_INTEGER(int64, int64_t, uint64_t, int64_t)
-NCS_INTEGER(uint64, uint64_t, uint64_t, uint64_t)
-NCS_FLOATING(float32, float, float, NCS_AS_IS)
-NCS_SUM_LINES(float32, float)
-NCS_DIVIDE(float32_divide, float, float)
-NCS_FLOATING(float64, double, double, NCS_AS_IS)
-NCS_SUM_LINES(float64, double)
-NCS_DIVIDE(float64_divide, double, double)
-
-/* 16-bit floats are added up in float32. */
-NCS_TARGET static inline float NCS_KERNEL(from_float16)(uint16_t half) {
+NCS_TARGET static inline float NCS_KERNEL(from_Float16)(uint16_t half) {
   const uint32_t shifted = (uint32_t)(half & 0x7fffu) << 13;
   const uint32_t exponent = shifted & 0x0f800000u;
   /* A subnormal half is a normal float: set 2^-14's exponent, which counts the mantissa once too much, and subtract
@@ -110,7 +79,7 @@ NCS_TARGET static inline float NCS_KERNEL(from_float16)(uint16_t half) {
   return ncs_bits_float(bits | (uint32_t)(half & 0x8000u) << 16);
 }
 
-NCS_TARGET static inline uint16_t NCS_KERNEL(to_float16)(float value) {
+NCS_TARGET static inline uint16_t NCS_KERNEL(to_Float16)(float value) {
   const uint32_t all = ncs_float_bits(value);
   const uint32_t bits = all & 0x7fffffffu;
   /* Adding 0.5 leaves the half's subnormal mantissa in the low bits, rounded to nearest even by the addition. */
@@ -122,52 +91,74 @@ NCS_TARGET static inline uint16_t NCS_KERNEL(to_float16)(float value) {
   return (uint16_t)(half | (all >> 16 & 0x8000u));
 }
 
-NCS_TARGET static inline float NCS_KERNEL(from_bfloat16)(uint16_t half) {
+NCS_TARGET static inline float NCS_KERNEL(from_Bfloat16)(uint16_t half) {
   return ncs_bits_float((uint32_t)half << 16);
 }
 
 /* Rounding cannot carry a NaN into infinity: the low half is zero in every NaN here, as each comes from a bfloat16 or
  * is the processor's own. */
-NCS_TARGET static inline uint16_t NCS_KERNEL(to_bfloat16)(float value) {
+NCS_TARGET static inline uint16_t NCS_KERNEL(to_Bfloat16)(float value) {
   const uint32_t bits = ncs_float_bits(value);
   return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-#define NCS_HALF(ours)                                                                                  \
-  NCS_FLOATING(ours, uint16_t, float, NCS_KERNEL(from_##ours))                                          \
-  NCS_TARGET static void NCS_KERNEL(ours##_narrow)(void* out_, const void* acc_, size_t count) {        \
-    uint16_t* out = out_;                                                                               \
-    const float* acc = acc_;                                                                            \
-    NCS_INDEPENDENT for (size_t i = 0; i < count; ++i) out[i] = NCS_KERNEL(to_##ours)(acc[i]);          \
+/* ---- All dtypes ---- */
+
+/* U: T itself, or an integer's unsigned twin, in which overflow wraps instead of being undefined. x != x: a NaN so far
+ * stays; a NaN in y is taken because no comparison with it is true. */
+#define NCS_COMBINES(ours, T, W, U, LOAD)                         \
+  NCS_COMBINE(ours##_sum, T, W, LOAD, (U)x + (U)y)                \
+  NCS_COMBINE(ours##_prod, T, W, LOAD, (U)x * (U)y)               \
+  NCS_COMBINE(ours##_max, T, W, LOAD, (x > y) | (x != x) ? x : y) \
+  NCS_COMBINE(ours##_min, T, W, LOAD, (x < y) | (x != x) ? x : y)
+
+#define NCS_INTEGER(ours, T, U, W)       \
+  NCS_COMBINES(ours, T, T, U, NCS_AS_IS) \
+  NCS_DIVIDE(ours##_divide, T, W)
+
+#define NCS_FLOATING(ours, T)            \
+  NCS_COMBINES(ours, T, T, T, NCS_AS_IS) \
+  NCS_SCALE(ours, T, T, NCS_AS_IS)       \
+  NCS_SUM_LINES(ours, T)                 \
+  NCS_DIVIDE(ours##_divide, T, T)
+
+#define NCS_HALF(ours)                                                                           \
+  NCS_COMBINES(ours, uint16_t, float, float, NCS_KERNEL(from_##ours))                            \
+  NCS_SCALE(ours, uint16_t, float, NCS_KERNEL(from_##ours))                                      \
+  NCS_DIVIDE(ours##_divide, float, float)                                                        \
+  NCS_TARGET static void NCS_KERNEL(ours##_narrow)(void* out_, const void* acc_, size_t count) { \
+    uint16_t* out = out_;                                                                        \
+    const float* acc = acc_;                                                                     \
+    NCS_INDEPENDENT for (size_t i = 0; i < count; ++i) out[i] = NCS_KERNEL(to_##ours)(acc[i]);   \
   }
 
-NCS_HALF(float16)
-NCS_HALF(bfloat16)
+/* As NCCL's enum names them. */
+#define NCS_DTYPES(INTEGER, FLOATING, HALF)     \
+  INTEGER(Int8, int8_t, uint8_t, int32_t)       \
+  INTEGER(Uint8, uint8_t, uint8_t, int32_t)     \
+  INTEGER(Int32, int32_t, uint32_t, int32_t)    \
+  INTEGER(Uint32, uint32_t, uint32_t, uint32_t) \
+  INTEGER(Int64, int64_t, uint64_t, int64_t)    \
+  INTEGER(Uint64, uint64_t, uint64_t, uint64_t) \
+  FLOATING(Float32, float)                      \
+  FLOATING(Float64, double)                     \
+  HALF(Float16)                                 \
+  HALF(Bfloat16)
+
+NCS_DTYPES(NCS_INTEGER, NCS_FLOATING, NCS_HALF)
 
 /* Indexed by ncclDataType_t; `combine` by ncclRedOp_t. */
-#define NCS_ENTRY(ours, divider, ...)                                                               \
-  {{NCS_KERNEL(ours##_sum), NCS_KERNEL(ours##_prod), NCS_KERNEL(ours##_max), NCS_KERNEL(ours##_min)}, \
-   NCS_KERNEL(divider), __VA_ARGS__}
-#define NCS_INTEGER_ENTRY(ours) NCS_ENTRY(ours, ours##_divide, NULL, NULL, NULL, NULL)
-#define NCS_FLOATING_ENTRY(ours)                                                          \
-  NCS_ENTRY(ours, ours##_divide, NCS_KERNEL(ours##_scale), NCS_KERNEL(ours##_add_scaled), \
-            NCS_KERNEL(ours##_sum_lines), NULL)
-#define NCS_HALF_ENTRY(ours)                                                               \
-  NCS_ENTRY(ours, float32_divide, NCS_KERNEL(ours##_scale), NCS_KERNEL(ours##_add_scaled), NULL, \
-            NCS_KERNEL(ours##_narrow))
+#define NCS_ENTRY(ours, ...)                                                                           \
+  [nccl##ours] = {.combine = {NCS_KERNEL(ours##_sum), NCS_KERNEL(ours##_prod), NCS_KERNEL(ours##_max), \
+                              NCS_KERNEL(ours##_min)},                                                 \
+                  .divide = NCS_KERNEL(ours##_divide), __VA_ARGS__},
+#define NCS_INTEGER_ENTRY(ours, T, U, W) NCS_ENTRY(ours, .scale = NULL)
+#define NCS_SCALED_ENTRY(ours, ...) \
+  NCS_ENTRY(ours, .scale = NCS_KERNEL(ours##_scale), .add_scaled = NCS_KERNEL(ours##_add_scaled), __VA_ARGS__)
+#define NCS_FLOATING_ENTRY(ours, T) NCS_SCALED_ENTRY(ours, .sum_lines = NCS_KERNEL(ours##_sum_lines))
+#define NCS_HALF_ENTRY(ours) NCS_SCALED_ENTRY(ours, .narrow = NCS_KERNEL(ours##_narrow))
 
-static const ncs_kernels NCS_KERNEL(table)[] = {
-    [ncclInt8] = NCS_INTEGER_ENTRY(int8),
-    [ncclUint8] = NCS_INTEGER_ENTRY(uint8),
-    [ncclInt32] = NCS_INTEGER_ENTRY(int32),
-    [ncclUint32] = NCS_INTEGER_ENTRY(uint32),
-    [ncclInt64] = NCS_INTEGER_ENTRY(int64),
-    [ncclUint64] = NCS_INTEGER_ENTRY(uint64),
-    [ncclFloat16] = NCS_HALF_ENTRY(float16),
-    [ncclFloat32] = NCS_FLOATING_ENTRY(float32),
-    [ncclFloat64] = NCS_FLOATING_ENTRY(float64),
-    [ncclBfloat16] = NCS_HALF_ENTRY(bfloat16),
-};
+static const ncs_kernels NCS_KERNEL(table)[] = {NCS_DTYPES(NCS_INTEGER_ENTRY, NCS_FLOATING_ENTRY, NCS_HALF_ENTRY)};
 
 /* The other macros are the same each time. */
 #undef NCS_KERNEL

@@ -16,33 +16,31 @@ enum { NCS_ALIGNMENT = 64 }; /* of a tensor's buffer, else TensorFlow copies it 
 
 /* ---- Tokens ---- */
 
+/* A tensor's buffer, of which TensorFlow knows the first member alone. */
 typedef struct {
-  void* owned;
+  int64_t owned;
   void (*release)(void*);
 } token;
 
-static void free_token(void* data, size_t size, void* token_) {
-  token* ended = token_;
+static void free_token(void* data, size_t size, void* unused) {
+  const token* ended = data;
   (void)size;
-  ended->release(ended->owned);
-  free(ended);
+  (void)unused;
+  ended->release((void*)(intptr_t)ended->owned);
   free(data);
 }
 
 /* Makes output 0 the owner of an object; on failure the object is released. */
 static void hand_over(TF_OpKernelContext* context, void* owned, void (*release)(void*), TF_Status* status) {
   TF_Tensor* tensor = NULL;
-  token* made = malloc(sizeof(*made));
   void* data = NULL;
-  if (made == NULL || posix_memalign(&data, NCS_ALIGNMENT, sizeof(int64_t)) != 0) {
-    free(made);
+  if (posix_memalign(&data, NCS_ALIGNMENT, sizeof(token)) != 0) {
     release(owned);
     ncs_tf_fail(status, TF_RESOURCE_EXHAUSTED, "no memory");
     return;
   }
-  *made = (token){owned, release};
-  *(int64_t*)data = (int64_t)(intptr_t)owned;
-  tensor = ncs_tf.TF_NewTensor(TF_INT64, NULL, 0, data, sizeof(int64_t), free_token, made);
+  *(token*)data = (token){(int64_t)(intptr_t)owned, release};
+  tensor = ncs_tf.TF_NewTensor(TF_INT64, NULL, 0, data, sizeof(int64_t), free_token, NULL);
   ncs_tf.TF_SetOutput(context, 0, tensor, status);
   ncs_tf.TF_DeleteTensor(tensor);
 }

@@ -1,8 +1,8 @@
 /* The whole C surface of ncclsync: collectives over N ranks that this process owns.
  *
- * Every function returns a status (ncclSuccess is 0); outputs come last. Nothing prints or exits. The only mutable
- * statics are TensorFlow's symbols. Pointers to buffers are borrowed for the call only, unless a
- * comment says otherwise. Nothing here knows Python or TensorFlow.
+ * Every function that may fail returns a status (ncclSuccess is 0); outputs come last. Nothing prints or exits. The
+ * only mutable statics are TensorFlow's symbols. Pointers to buffers are borrowed for the call only, unless a comment
+ * says otherwise. Nothing here knows Python or TensorFlow.
  *
  * The part between the two "cdef" marks is also what the Python binding reads: keep it free of preprocessor lines.
  */
@@ -76,7 +76,7 @@ typedef enum {
  * this machine cannot run. The end blocks until the workers have ended; no job may be running; NULL is allowed. */
 typedef struct ncs_pool ncs_pool;
 ncclResult_t ncs_pool_create(int threads, int instruction_set, /*outputs*/ ncs_pool** pool);
-ncclResult_t ncs_pool_destroy(ncs_pool* pool);
+void ncs_pool_destroy(ncs_pool* pool);
 
 /* recvs[r][i] = op over all ranks s of sends[s][i], for every rank r. Blocks until done.
  *
@@ -155,26 +155,24 @@ typedef struct {
 } ncs_timestamp;
 
 ncclResult_t ncs_meter_create(/*outputs*/ ncs_meter** meter);
-ncclResult_t ncs_meter_destroy(ncs_meter* meter);
+void ncs_meter_destroy(ncs_meter* meter);
 
 /* Records that a span begins or ends, now; timestamps are in the order of their times. ncclSystemError: no memory. */
 ncclResult_t ncs_meter_record(ncs_meter* meter, int span, int ends, int64_t value);
 
 /* Calls `listener` with `context` for every timestamp, on the thread that records it; NULL: no listener. A timestamp
  * that is being recorded may still go to the former listener. */
-ncclResult_t ncs_meter_listen(ncs_meter* meter, void (*listener)(void* context, int span, int ends, int64_t value),
-                              void* context);
+void ncs_meter_listen(ncs_meter* meter, void (*listener)(void* context, int span, int ends, int64_t value),
+                      void* context);
 
-/* Moves at most the first `most` timestamps to `timestamps`, in their order; *taken is their number. */
-ncclResult_t ncs_meter_take(ncs_meter* meter, size_t most, /*outputs*/ ncs_timestamp* timestamps, size_t* taken);
+/* Moves at most the first `most` timestamps to `timestamps`, in their order; returns their number. */
+size_t ncs_meter_take(ncs_meter* meter, size_t most, /*outputs*/ ncs_timestamp* timestamps);
 
 /* ---- The beat (cpu/beat.c) ---- */
 
-enum { NCS_MOST_BEAT = 1024 };
-
 /* Starts a thread that sends `size` bytes on a socket, now and every so many seconds, until the other side closes it; if
  * the socket's buffer is full, a beat is left out. The descriptor is duplicated, the message copied; no thread survives
- * fork(). ncclInvalidArgument: no socket, 0 bytes, more than NCS_MOST_BEAT, an interval that is not positive.
+ * fork(). ncclInvalidArgument: no socket, 0 bytes, an interval that is not positive.
  * ncclSystemError: no memory, no thread. */
 ncclResult_t ncs_beat(int fd, const void* message, size_t size, double interval_s);
 
@@ -347,37 +345,37 @@ typedef struct {
  * take; 0: no limit. */
 ncclResult_t ncs_launcher_create(int n_ranks, double timeout_s, /*outputs*/ ncs_launcher** launcher);
 
-/* Lends it a communicator, and clears an earlier failure. *blocks: whether the host waits. */
-ncclResult_t ncs_launcher_open(ncs_launcher* launcher, ncs_nccl_comm* comm, /*outputs*/ int* blocks);
+/* Lends it a communicator, and clears an earlier failure. Returns whether the host waits. */
+int ncs_launcher_open(ncs_launcher* launcher, ncs_nccl_comm* comm);
 
 /* Takes the communicator back, and ends its reservation; no group is launched any more. Groups under way fail with
  * `status`. The caller has reserved the communicator, and must end it even if it has failed meanwhile; or nothing is
  * being launched. Blocks until the polling thread does not use it. */
-ncclResult_t ncs_launcher_close(ncs_launcher* launcher, int status);
+void ncs_launcher_close(ncs_launcher* launcher, int status);
 
 /* Keeps launches and the polling thread away from the communicator until it is released. A failure meanwhile is aborted
  * only then. ncclInvalidUsage: it has failed, or is closed. */
 ncclResult_t ncs_launcher_reserve(ncs_launcher* launcher);
-ncclResult_t ncs_launcher_release(ncs_launcher* launcher);
+void ncs_launcher_release(ncs_launcher* launcher);
 
-/* Counts collectives that the caller runs without the launcher; *first is the first one's number. */
-ncclResult_t ncs_launcher_count(ncs_launcher* launcher, int n_collectives, /*outputs*/ int64_t* first);
+/* Counts collectives that the caller runs without the launcher; returns the first one's number. */
+int64_t ncs_launcher_count(ncs_launcher* launcher, int n_collectives);
 
 /* The numbers of groups that were launched, and that have ended well. Never blocks. */
-ncclResult_t ncs_launcher_get_groups(const ncs_launcher* launcher, /*outputs*/ int64_t* launched, int64_t* ended);
+void ncs_launcher_get_groups(const ncs_launcher* launcher, /*outputs*/ int64_t* launched, int64_t* ended);
 
 /* Waits, at most slice_s seconds, until all launched groups have ended: ncclInProgress if they have not. */
 ncclResult_t ncs_launcher_wait(ncs_launcher* launcher, double slice_s);
 
 /* The first failure; its status is ncclSuccess if there is none. */
-ncclResult_t ncs_launcher_get_failure(ncs_launcher* launcher, /*outputs*/ ncs_launch_failure* failure);
+ncs_launch_failure ncs_launcher_get_failure(ncs_launcher* launcher);
 
 /* The group that NCCL is launching, or the first that has not ended, and how long it has been in its stage; status 0:
  * there is none. */
-ncclResult_t ncs_launcher_get_pending(ncs_launcher* launcher, /*outputs*/ ncs_launch_failure* pending);
+ncs_launch_failure ncs_launcher_get_pending(ncs_launcher* launcher);
 
 /* Requests cancellation: fails the launcher unless a group ends within a second, or none is under way. */
-ncclResult_t ncs_launcher_interrupt(ncs_launcher* launcher);
+void ncs_launcher_interrupt(ncs_launcher* launcher);
 
 /* Waits, at most slice_s, for the end of a failure's abort, which may wait for the GPUs' own work. */
 ncclResult_t ncs_launcher_wait_for_abort(ncs_launcher* launcher, double slice_s);

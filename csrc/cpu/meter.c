@@ -25,21 +25,19 @@ ncclResult_t ncs_meter_create(/*outputs*/ ncs_meter** meter) {
   return ncclSuccess;
 }
 
-ncclResult_t ncs_meter_destroy(ncs_meter* meter) {
-  if (meter == NULL) return ncclSuccess;
+void ncs_meter_destroy(ncs_meter* meter) {
+  if (meter == NULL) return;
   pthread_mutex_destroy(&meter->mutex);
   free(meter->timestamps);
   free(meter);
-  return ncclSuccess;
 }
 
-ncclResult_t ncs_meter_listen(ncs_meter* meter, void (*listener)(void* context, int span, int ends, int64_t value),
-                              void* context) {
+void ncs_meter_listen(ncs_meter* meter, void (*listener)(void* context, int span, int ends, int64_t value),
+                      void* context) {
   pthread_mutex_lock(&meter->mutex);
   meter->listener = listener;
   meter->context = context;
   pthread_mutex_unlock(&meter->mutex);
-  return ncclSuccess;
 }
 
 ncclResult_t ncs_meter_record(ncs_meter* meter, int span, int ends, int64_t value) {
@@ -67,12 +65,13 @@ ncclResult_t ncs_meter_record(ncs_meter* meter, int span, int ends, int64_t valu
   return ncclSuccess;
 }
 
-ncclResult_t ncs_meter_take(ncs_meter* meter, size_t most, /*outputs*/ ncs_timestamp* timestamps, size_t* taken) {
+size_t ncs_meter_take(ncs_meter* meter, size_t most, /*outputs*/ ncs_timestamp* timestamps) {
+  size_t taken;
   pthread_mutex_lock(&meter->mutex);
-  *taken = meter->count < most ? meter->count : most;
-  if (*taken > 0) memcpy(timestamps, meter->timestamps, *taken * sizeof(*timestamps));
-  meter->count -= *taken;
-  if (meter->count > 0) memmove(meter->timestamps, meter->timestamps + *taken, meter->count * sizeof(*timestamps));
+  taken = meter->count < most ? meter->count : most;
+  if (taken > 0) memcpy(timestamps, meter->timestamps, taken * sizeof(*timestamps));
+  meter->count -= taken;
+  if (meter->count > 0) memmove(meter->timestamps, meter->timestamps + taken, meter->count * sizeof(*timestamps));
   pthread_mutex_unlock(&meter->mutex);
-  return ncclSuccess;
+  return taken;
 }

@@ -143,7 +143,6 @@ ncclResult_t ncs_pool_create(int threads, int instruction_set, ncs_pool** out) {
   return ncclSuccess;
 }
 
-ncclResult_t ncs_pool_destroy(ncs_pool* pool) {
+void ncs_pool_destroy(ncs_pool* pool) {
   if (pool != NULL) release(pool, pool->workers);
-  return ncclSuccess;
 }

@@ -137,6 +137,9 @@ ncclResult_t ncs_check_nccl(const ncs_nccl* nccl, ncclResult_t status, const cha
 ncclResult_t ncs_check_begun(const ncs_nccl* nccl, ncclResult_t status, const char* call, ncs_failure* failure);
 /* A CUDA error is what NCCL would make of it. */
 ncclResult_t ncs_check_cuda(const ncs_cuda* cuda, cudaError_t error, const char* call, ncs_failure* failure);
+/* Make a call, whose arguments are in parentheses, and check it, by the caller's `cuda` or `nccl`, and `failure`. */
+#define NCS_CUDA(call, arguments) ncs_check_cuda(cuda, cuda->call arguments, #call, failure)
+#define NCS_NCCL(call, arguments) ncs_check_nccl(nccl, nccl->call arguments, #call, failure)
 /* Loads CUDA's calls from its runtime and its driver. They stay loaded, like NCCL: TensorFlow uses the same
  * libraries. */
 ncclResult_t ncs_load_cuda(const char* runtime_path, const char* driver_path, ncs_cuda* library, ncs_failure* failure);
@@ -148,6 +151,9 @@ void ncs_nap(double waited_s);
  * one. */
 ncclResult_t ncs_poll(ncclResult_t (*look)(void* of, ncs_failure* failure), void* of, double slice_s,
                       ncs_failure* failure);
+/* The same of a communicator, with the context of one of its GPUs current. */
+ncclResult_t ncs_poll_comm(ncclResult_t (*look)(void* comm, ncs_failure* failure), ncs_nccl_comm* comm, double slice_s,
+                           ncs_failure* failure);
 /* Makes a context current, and returns the one before; after ncclSuccess the caller must restore it. */
 ncclResult_t ncs_enter(const ncs_cuda* cuda, CUcontext context, ncs_failure* failure, CUcontext* before);
 /* Makes an event in the current context. */

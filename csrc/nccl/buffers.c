@@ -86,10 +86,9 @@ static ncclResult_t check_place(const ncs_nccl_comm* comm, const extent* one, nc
   int type = 0, is_managed = 0, device = -1;
   void* data[] = {&type, &is_managed, &device};
   const int expected = comm->devices[one->rank];
+  const ncs_cuda* cuda = &comm->cuda;
   char where[64];
-  const ncclResult_t status =
-      ncs_check_cuda(&comm->cuda, comm->cuda.cuPointerGetAttributes(3, attributes, data, one->begin),
-                     "cuPointerGetAttributes", failure);
+  const ncclResult_t status = NCS_CUDA(cuPointerGetAttributes, (3, attributes, data, one->begin));
   if (status != ncclSuccess || is_managed) return status;
   if (type != NCS_CU_NO_MEMORY && type != NCS_CU_HOST && device == expected) return ncclSuccess;
   if (type == NCS_CU_NO_MEMORY) snprintf(where, sizeof(where), "memory that CUDA does not know");

@@ -43,16 +43,11 @@ static ncclResult_t release(ncs_nccl_comm* comm, ncclResult_t (*end)(ncclComm_t)
 static ncclResult_t create_stream(ncs_nccl_comm* comm, int r, ncs_failure* failure) {
   const ncs_cuda* cuda = &comm->cuda;
   int least = 0, greatest = 0;
-  ncclResult_t status = ncs_check_cuda(cuda, cuda->cudaSetDevice(comm->devices[r]), "cudaSetDevice", failure);
+  ncclResult_t status = NCS_CUDA(cudaSetDevice, (comm->devices[r]));
+  if (status == ncclSuccess) status = NCS_CUDA(cudaDeviceGetStreamPriorityRange, (&least, &greatest));
   if (status == ncclSuccess)
-    status = ncs_check_cuda(cuda, cuda->cudaDeviceGetStreamPriorityRange(&least, &greatest),
-                            "cudaDeviceGetStreamPriorityRange", failure);
-  if (status == ncclSuccess)
-    status = ncs_check_cuda(
-        cuda, cuda->cudaStreamCreateWithPriority(&comm->streams[r], NCS_CUDA_STREAM_NON_BLOCKING, greatest),
-        "cudaStreamCreateWithPriority", failure);
-  if (status == ncclSuccess)
-    status = ncs_check_cuda(cuda, cuda->cuCtxGetCurrent(&comm->contexts[r]), "cuCtxGetCurrent", failure);
+    status = NCS_CUDA(cudaStreamCreateWithPriority, (&comm->streams[r], NCS_CUDA_STREAM_NON_BLOCKING, greatest));
+  if (status == ncclSuccess) status = NCS_CUDA(cuCtxGetCurrent, (&comm->contexts[r]));
   if (status == ncclSuccess && cuda->cuCtxRecordEvent != NULL)
     status = ncs_make_event(cuda, &comm->events[r], failure);
   return status;
@@ -61,8 +56,8 @@ static ncclResult_t create_stream(ncs_nccl_comm* comm, int r, ncs_failure* failu
 /* NCCL takes the rank's GPU from what is current. */
 static ncclResult_t join(const ncs_nccl_comm* comm, int r, const void* id, ncs_failure* failure) {
   ncclConfig_t config = {sizeof(config), NCS_NCCL_API_MAGIC, NCS_CONFIG_VERSION, 0, NCS_CONFIG_UNDEF_INT};
-  ncclResult_t status =
-      ncs_check_cuda(&comm->cuda, comm->cuda.cudaSetDevice(comm->devices[r]), "cudaSetDevice", failure);
+  const ncs_cuda* cuda = &comm->cuda;
+  ncclResult_t status = NCS_CUDA(cudaSetDevice, (comm->devices[r]));
   if (status != ncclSuccess) return status;
   status = comm->nccl->ncclCommInitRankConfig(&comm->comms[r], comm->world_size, *(const ncclUniqueId*)id,
                                               comm->ranks[r], &config);
@@ -99,25 +94,23 @@ ncclResult_t ncs_nccl_create(ncs_nccl* nccl, const char* cudart_path, const char
                              ncs_failure* failure, ncs_nccl_comm** out) {
   CUcontext current = NULL;
   ncclUniqueId id;
-  ncs_cuda cuda;
+  ncs_cuda loaded;
+  const ncs_cuda* cuda = &loaded;
   ncs_nccl_comm* comm;
-  ncclResult_t status = ncs_load_cuda(cudart_path, driver_path, &cuda, failure);
+  ncclResult_t status = ncs_load_cuda(cudart_path, driver_path, &loaded, failure);
   *out = NULL;
   /* The driver answers nothing before, unless some other call of this process has begun it. */
-  if (status == ncclSuccess) status = ncs_check_cuda(&cuda, cuda.cuInit(0), "cuInit", failure);
-  if (status == ncclSuccess)
-    status = ncs_check_cuda(&cuda, cuda.cuCtxGetCurrent(&current), "cuCtxGetCurrent", failure);
+  if (status == ncclSuccess) status = NCS_CUDA(cuInit, (0));
+  if (status == ncclSuccess) status = NCS_CUDA(cuCtxGetCurrent, (&current));
   if (status != ncclSuccess) return status;
-  comm = make(nccl, &cuda, own);
+  comm = make(nccl, cuda, own);
   if (comm == NULL) return ncclSystemError;
   for (int r = 0; r < own->n && status == ncclSuccess; ++r) status = create_stream(comm, r, failure);
-  if (status == ncclSuccess && own->unique_id == NULL)
-    status = ncs_check_nccl(nccl, nccl->ncclGetUniqueId(&id), "ncclGetUniqueId", failure);
-  else if (status == ncclSuccess)
-    memcpy(id.internal, own->unique_id, sizeof(id.internal));
+  if (status == ncclSuccess && own->unique_id == NULL) status = NCS_NCCL(ncclGetUniqueId, (&id));
+  else if (status == ncclSuccess) memcpy(id.internal, own->unique_id, sizeof(id.internal));
   if (status == ncclSuccess) status = ncs_call_group(comm, comm->n, &id, join, failure);
   comm->is_launching = 1;
-  cuda.cuCtxSetCurrent(current);
+  cuda->cuCtxSetCurrent(current);
   if (status == ncclSuccess) *out = comm;
   else release(comm, nccl->ncclCommAbort, "ncclCommAbort", NULL);
   return status;
@@ -143,13 +136,12 @@ ncclResult_t ncs_nccl_abort(ncs_nccl_comm* comm, ncs_failure* failure) {
 ncclResult_t ncs_nccl_scratch(ncs_nccl_comm* comm, int index, size_t size, ncs_failure* failure, void** pointer) {
   const ncs_cuda* cuda = &comm->cuda;
   CUcontext before = NULL;
-  ncclResult_t status = ncs_enter(&comm->cuda, comm->contexts[index], failure, &before);
+  ncclResult_t status = ncs_enter(cuda, comm->contexts[index], failure, &before);
   *pointer = NULL;
   if (status != ncclSuccess) return status;
-  status = ncs_check_cuda(cuda, cuda->cudaFree(comm->scratch[index]), "cudaFree", failure);
+  status = NCS_CUDA(cudaFree, (comm->scratch[index]));
   comm->scratch[index] = NULL;
-  if (status == ncclSuccess && size > 0)
-    status = ncs_check_cuda(cuda, cuda->cudaMalloc(&comm->scratch[index], size), "cudaMalloc", failure);
+  if (status == ncclSuccess && size > 0) status = NCS_CUDA(cudaMalloc, (&comm->scratch[index], size));
   *pointer = comm->scratch[index];
   cuda->cuCtxSetCurrent(before);
   return status;
@@ -157,11 +149,11 @@ ncclResult_t ncs_nccl_scratch(ncs_nccl_comm* comm, int index, size_t size, ncs_f
 
 ncclResult_t ncs_nccl_copy(ncs_nccl_comm* comm, int index, void* to, const void* from, size_t size,
                            ncs_failure* failure) {
+  const ncs_cuda* cuda = &comm->cuda;
   CUcontext before = NULL;
-  ncclResult_t status = ncs_enter(&comm->cuda, comm->contexts[index], failure, &before);
+  ncclResult_t status = ncs_enter(cuda, comm->contexts[index], failure, &before);
   if (status != ncclSuccess) return status;
-  status = ncs_check_cuda(&comm->cuda, comm->cuda.cudaMemcpy(to, from, size, NCS_CUDA_MEMCPY_DEFAULT), "cudaMemcpy",
-                          failure);
-  comm->cuda.cuCtxSetCurrent(before);
+  status = NCS_CUDA(cudaMemcpy, (to, from, size, NCS_CUDA_MEMCPY_DEFAULT));
+  cuda->cuCtxSetCurrent(before);
   return status;
 }

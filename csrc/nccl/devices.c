@@ -40,27 +40,34 @@ ncclResult_t ncs_poll(ncclResult_t (*look)(void*, ncs_failure*), void* of, doubl
   }
 }
 
+ncclResult_t ncs_poll_comm(ncclResult_t (*look)(void*, ncs_failure*), ncs_nccl_comm* comm, double slice_s,
+                           ncs_failure* failure) {
+  CUcontext current = NULL;
+  ncclResult_t status = ncs_enter(&comm->cuda, comm->contexts[0], failure, &current);
+  if (status != ncclSuccess) return status;
+  status = ncs_poll(look, comm, slice_s, failure);
+  comm->cuda.cuCtxSetCurrent(current);
+  return status;
+}
+
 /* All calls of CUDA's runtime are between this and cuCtxSetCurrent: in a thread without a context the runtime would
  * make one on the first GPU, which takes memory. */
 ncclResult_t ncs_enter(const ncs_cuda* cuda, CUcontext context, ncs_failure* failure, CUcontext* before) {
-  ncclResult_t status = ncs_check_cuda(cuda, cuda->cuCtxGetCurrent(before), "cuCtxGetCurrent", failure);
-  if (status != ncclSuccess) return status;
-  return ncs_check_cuda(cuda, cuda->cuCtxSetCurrent(context), "cuCtxSetCurrent", failure);
+  const ncclResult_t status = NCS_CUDA(cuCtxGetCurrent, (before));
+  return status == ncclSuccess ? NCS_CUDA(cuCtxSetCurrent, (context)) : status;
 }
 
 /* ---- By events ---- */
 
 ncclResult_t ncs_make_event(const ncs_cuda* cuda, cudaEvent_t* event, ncs_failure* failure) {
-  return ncs_check_cuda(cuda, cuda->cudaEventCreateWithFlags(event, NCS_CUDA_EVENT_DISABLE_TIMING),
-                        "cudaEventCreateWithFlags", failure);
+  return NCS_CUDA(cudaEventCreateWithFlags, (event, NCS_CUDA_EVENT_DISABLE_TIMING));
 }
 
 static ncclResult_t record_events(const ncs_nccl_comm* comm, ncs_failure* failure) {
   const ncs_cuda* cuda = &comm->cuda;
   ncclResult_t status = ncclSuccess;
   for (int r = 0; r < comm->n && status == ncclSuccess; ++r)
-    status = ncs_check_cuda(cuda, cuda->cuCtxRecordEvent(comm->contexts[r], comm->events[r]), "cuCtxRecordEvent",
-                            failure);
+    status = NCS_CUDA(cuCtxRecordEvent, (comm->contexts[r], comm->events[r]));
   return status;
 }
 
@@ -92,12 +99,12 @@ static void leave(ncs_waiter* waiter) {
 
 static void* synchronize(void* argument) {
   ncs_waiter* waiter = argument;
+  ncs_failure* failure = &waiter->failure;
   const ncs_cuda* cuda = &waiter->cuda;
   ncclResult_t status = ncclSuccess;
   for (int i = 0; i < waiter->n && status == ncclSuccess; ++i) {
-    status = ncs_check_cuda(cuda, cuda->cudaSetDevice(waiter->devices[i]), "cudaSetDevice", &waiter->failure);
-    if (status == ncclSuccess)
-      status = ncs_check_cuda(cuda, cuda->cudaDeviceSynchronize(), "cudaDeviceSynchronize", &waiter->failure);
+    status = NCS_CUDA(cudaSetDevice, (waiter->devices[i]));
+    if (status == ncclSuccess) status = NCS_CUDA(cudaDeviceSynchronize, ());
     if (status == ncclSuccess) __atomic_store_n(&waiter->n_idle, i + 1, __ATOMIC_RELAXED);
   }
   __atomic_store_n(&waiter->status, status, __ATOMIC_RELEASE);
@@ -150,12 +157,7 @@ static ncclResult_t look(void* comm_, ncs_failure* failure) {
 }
 
 ncclResult_t ncs_nccl_wait_for_devices(ncs_nccl_comm* comm, double slice_s, ncs_failure* failure) {
-  CUcontext current = NULL;
-  ncclResult_t status = ncs_enter(&comm->cuda, comm->contexts[0], failure, &current);
-  if (status != ncclSuccess) return status;
-  status = ncs_poll(look, comm, slice_s, failure);
-  comm->cuda.cuCtxSetCurrent(current);
-  return status;
+  return ncs_poll_comm(look, comm, slice_s, failure);
 }
 
 int ncs_is_busy(const ncs_nccl_comm* comm, int r) {

@@ -36,12 +36,7 @@ static ncclResult_t look(void* comm_, ncs_failure* failure) {
 }
 
 ncclResult_t ncs_nccl_wait(ncs_nccl_comm* comm, double slice_s, ncs_failure* failure) {
-  CUcontext current = NULL;
-  ncclResult_t status = ncs_enter(&comm->cuda, comm->contexts[0], failure, &current);
-  if (status != ncclSuccess) return status;
-  status = ncs_poll(look, comm, slice_s, failure);
-  comm->cuda.cuCtxSetCurrent(current);
-  return status;
+  return ncs_poll_comm(look, comm, slice_s, failure);
 }
 
 ncclResult_t ncs_nccl_get_progress(ncs_nccl_comm* comm, int* progress) {

@@ -1,12 +1,8 @@
-/* Groups that are only enqueued: arrive, launch, deliver, and the thread that polls launched groups; see ncclsync.h.
- *
- * A group's buffers are let go at its delivery, not at its end: that is enough for an allocator that reuses memory in
- * the order of the host's calls, since all later work of that GPU waits for the group. */
+/* Groups that are only enqueued: arrive, launch, deliver, and the thread that polls launched groups; see README.md. */
 #define _POSIX_C_SOURCE 200809L
 
 #include <math.h>
 #include <pthread.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -127,13 +123,11 @@ static void release_groups(ncs_launched* dropped) {
   }
 }
 
-static int has_expired(const ncs_launcher* launcher, double since, double now) {
-  return launcher->timeout_s > 0 && now - since >= launcher->timeout_s;
-}
-
-static int wants_out(const ncs_launcher* launcher, double now) {
-  const int64_t since = __atomic_load_n(&launcher->interrupted_ns, __ATOMIC_RELAXED);
-  return since > 0 && now - 1e-9 * (double)since >= NCS_WAY_OUT_S;
+/* Why a stage that began at `since` is given up: ncclTimeout; ncclInProgress, by a request; ncclSuccess: it is not. */
+static ncclResult_t find_way_out(const ncs_launcher* launcher, double since, double now) {
+  const int64_t interrupted_ns = __atomic_load_n(&launcher->interrupted_ns, __ATOMIC_RELAXED);
+  if (launcher->timeout_s > 0 && now - since >= launcher->timeout_s) return ncclTimeout;
+  return interrupted_ns > 0 && now - 1e-9 * (double)interrupted_ns >= NCS_WAY_OUT_S ? ncclInProgress : ncclSuccess;
 }
 
 /* ---- Polling ---- */
@@ -163,9 +157,8 @@ static ncclResult_t look(ncs_launcher* launcher, ncs_launched** ended) {
     }
     if (status == ncclSuccess) status = look_at_nccl(launcher, &failure); /* an error may have ended the group */
     if (status == ncclInProgress) {
-      const int expired = has_expired(launcher, group->since, now);
-      if (!expired && !wants_out(launcher, now)) return status;
-      status = expired ? ncclTimeout : ncclInProgress;
+      status = find_way_out(launcher, group->since, now);
+      if (status == ncclSuccess) return ncclInProgress;
     }
     if (status != ncclSuccess) {
       fail_groups(launcher, group, status, &failure);
@@ -235,9 +228,9 @@ static void* poll_groups(void* launcher_) {
       pthread_cond_broadcast(&launcher->changed);
       pthread_mutex_unlock(&launcher->mutex);
       release_groups(failed);
-      continue;
+    } else if (look_once(launcher, NULL) == ncclInProgress) {
+      nanosleep(&nap, NULL);
     }
-    if (look_once(launcher, NULL) == ncclInProgress) nanosleep(&nap, NULL);
   }
   return NULL;
 }
@@ -263,18 +256,11 @@ static void fail_before_launch(ncs_launcher* launcher, ncclResult_t status, cons
   pthread_mutex_unlock(&launcher->mutex);
 }
 
-/* Records after the work that a stream has been given; NULL: that of all streams of rank's context. */
-static ncclResult_t record(const ncs_launcher* launcher, int rank, cudaStream_t stream, cudaEvent_t event,
-                           ncs_failure* failure) {
-  const ncs_cuda* cuda = &launcher->cuda;
-  if (stream != NULL) return ncs_check_cuda(cuda, cuda->cudaEventRecord(event, stream), "cudaEventRecord", failure);
-  return ncs_check_cuda(cuda, cuda->cuCtxRecordEvent(launcher->contexts[rank], event), "cuCtxRecordEvent", failure);
-}
-
 ncclResult_t ncs_arrive(ncs_launcher* launcher, int rank, void* stream, const ncs_buffers* buffers,
                         ncs_failure* failure, ncs_arrival** out) {
   const size_t size = (size_t)buffers->n * sizeof(*buffers->buffers);
   ncs_arrival* arrival = calloc(1, sizeof(*arrival) + size);
+  const ncs_cuda* cuda = &launcher->cuda;
   CUcontext current = NULL;
   ncclResult_t status = ncclSuccess;
   *out = NULL;
@@ -284,11 +270,12 @@ ncclResult_t ncs_arrive(ncs_launcher* launcher, int rank, void* stream, const nc
   arrival->n_buffers = buffers->n;
   arrival->users = 1;
   if (size > 0) memcpy(arrival->buffers, buffers->buffers, size);
-  if (buffers->n > 0 && launcher->cuda.cuCtxRecordEvent != NULL) {
-    status = ncs_enter(&launcher->cuda, launcher->contexts[rank], failure, &current);
-    if (status == ncclSuccess) status = ncs_make_event(&launcher->cuda, &arrival->before, failure);
-    if (status == ncclSuccess) status = record(launcher, rank, stream, arrival->before, failure);
-    launcher->cuda.cuCtxSetCurrent(current);
+  if (buffers->n > 0 && cuda->cuCtxRecordEvent != NULL) {
+    status = ncs_enter(cuda, launcher->contexts[rank], failure, &current);
+    if (status == ncclSuccess) status = ncs_make_event(cuda, &arrival->before, failure);
+    if (status == ncclSuccess && stream != NULL) status = NCS_CUDA(cudaEventRecord, (arrival->before, stream));
+    else if (status == ncclSuccess) status = NCS_CUDA(cuCtxRecordEvent, (launcher->contexts[rank], arrival->before));
+    cuda->cuCtxSetCurrent(current);
   }
   if (status != ncclSuccess) {
     fail_before_launch(launcher, status, failure);
@@ -301,34 +288,21 @@ ncclResult_t ncs_arrive(ncs_launcher* launcher, int rank, void* stream, const nc
   return ncclSuccess;
 }
 
-void ncs_arrival_release(ncs_arrival* arrival) {
-  const ncs_launcher* launcher;
+static void destroy_event(const ncs_launcher* launcher, int rank, cudaEvent_t event) {
   CUcontext current = NULL;
+  if (event == NULL || ncs_enter(&launcher->cuda, launcher->contexts[rank], NULL, &current) != ncclSuccess) return;
+  launcher->cuda.cudaEventDestroy(event);
+  launcher->cuda.cuCtxSetCurrent(current);
+}
+
+void ncs_arrival_release(ncs_arrival* arrival) {
   if (arrival == NULL || __atomic_sub_fetch(&arrival->users, 1, __ATOMIC_ACQ_REL) > 0) return;
-  launcher = arrival->launcher;
-  if (arrival->before != NULL &&
-      ncs_enter(&launcher->cuda, launcher->contexts[arrival->rank], NULL, &current) == ncclSuccess) {
-    launcher->cuda.cudaEventDestroy(arrival->before);
-    launcher->cuda.cuCtxSetCurrent(current);
-  }
+  destroy_event(arrival->launcher, arrival->rank, arrival->before);
   if (arrival->let_go != NULL) arrival->let_go(arrival->kept);
   free(arrival);
 }
 
 /* ---- Launch ---- */
-
-static void free_launched(ncs_launched* launched) {
-  const ncs_launcher* launcher = launched->launcher;
-  for (int r = 0; r < launcher->n; ++r) {
-    CUcontext current = NULL;
-    if (launched->before[r] == NULL && launched->end[r] == NULL) continue;
-    if (ncs_enter(&launcher->cuda, launcher->contexts[r], NULL, &current) != ncclSuccess) continue;
-    if (launched->before[r] != NULL) launcher->cuda.cudaEventDestroy(launched->before[r]);
-    if (launched->end[r] != NULL) launcher->cuda.cudaEventDestroy(launched->end[r]);
-    launcher->cuda.cuCtxSetCurrent(current);
-  }
-  free(launched);
-}
 
 static ncs_launched* make_launched(ncs_launcher* launcher, int64_t label, ncs_arrival* const* arrivals) {
   const size_t n = (size_t)launcher->n;
@@ -359,12 +333,12 @@ static ncs_launched* make_launched(ncs_launcher* launcher, int64_t label, ncs_ar
 static ncclResult_t wait_for(const ncs_launcher* launcher, ncs_nccl_comm* comm, int stage, double since,
                              ncs_failure* failure) {
   for (;;) {
-    const ncclResult_t status =
+    ncclResult_t status =
         stage == NCS_OWN_WORK ? ncs_nccl_wait_for_devices(comm, 0, failure) : ncs_ask_nccl(comm, failure);
     const double now = ncs_now_s();
     if (status != ncclInProgress) return status;
-    if (has_expired(launcher, since, now)) return ncclTimeout;
-    if (wants_out(launcher, now)) return ncclInProgress;
+    status = find_way_out(launcher, since, now);
+    if (status != ncclSuccess) return status;
     ncs_nap(now - since);
   }
 }
@@ -384,18 +358,15 @@ static ncclResult_t enqueue(ncs_launcher* launcher, ncs_nccl_comm* comm, ncs_lau
   ncclResult_t status = ncclSuccess;
   if (cuda->cuCtxRecordEvent == NULL) status = wait_for(launcher, comm, NCS_OWN_WORK, made->since, failure);
   for (int r = 0; r < launcher->n && status == ncclSuccess; ++r)
-    if (made->before[r] != NULL)
-      status = ncs_check_cuda(cuda, cuda->cudaStreamWaitEvent(comm->streams[r], made->before[r], 0),
-                              "cudaStreamWaitEvent", failure);
+    if (made->before[r] != NULL) status = NCS_CUDA(cudaStreamWaitEvent, (comm->streams[r], made->before[r], 0));
   if (status != ncclSuccess) return status;
   begin_stage(launcher, made, NCS_LAUNCHING);
   status = ncs_launch_group(comm, collectives, made->named.n_collectives, failure);
   if (status == ncclSuccess) status = wait_for(launcher, comm, NCS_LAUNCHING, made->since, failure);
   for (int r = 0; r < launcher->n && status == ncclSuccess; ++r) {
-    status = ncs_check_cuda(cuda, cuda->cuCtxSetCurrent(launcher->contexts[r]), "cuCtxSetCurrent", failure);
+    status = NCS_CUDA(cuCtxSetCurrent, (launcher->contexts[r]));
     if (status == ncclSuccess) status = ncs_make_event(cuda, &made->end[r], failure);
-    if (status == ncclSuccess)
-      status = ncs_check_cuda(cuda, cuda->cudaEventRecord(made->end[r], comm->streams[r]), "cudaEventRecord", failure);
+    if (status == ncclSuccess) status = NCS_CUDA(cudaEventRecord, (made->end[r], comm->streams[r]));
   }
   if (status == ncclSuccess) begin_stage(launcher, made, NCS_OWN_WORK);
   return status;
@@ -507,13 +478,11 @@ static ncclResult_t order(const ncs_launched* launched, int rank, cudaStream_t s
   CUcontext current = NULL;
   ncclResult_t status;
   if (launched->end[rank] == NULL || cuda->cuCtxWaitEvent == NULL) return ncclSuccess;
-  status = ncs_enter(&launcher->cuda, launcher->contexts[rank], failure, &current);
+  status = ncs_enter(cuda, launcher->contexts[rank], failure, &current);
   if (status != ncclSuccess) return status;
-  status = stream != NULL ? ncs_check_cuda(cuda, cuda->cudaStreamWaitEvent(stream, launched->end[rank], 0),
-                                           "cudaStreamWaitEvent", failure)
-                          : ncs_check_cuda(cuda, cuda->cuCtxWaitEvent(launcher->contexts[rank], launched->end[rank]),
-                                           "cuCtxWaitEvent", failure);
-  launcher->cuda.cuCtxSetCurrent(current);
+  if (stream != NULL) status = NCS_CUDA(cudaStreamWaitEvent, (stream, launched->end[rank], 0));
+  else status = NCS_CUDA(cuCtxWaitEvent, (launcher->contexts[rank], launched->end[rank]));
+  cuda->cuCtxSetCurrent(current);
   return status;
 }
 
@@ -559,12 +528,15 @@ void* ncs_launched_get_kept(const ncs_launched* launched, int rank) {
 
 void ncs_launched_release(ncs_launched* launched) {
   if (launched == NULL || __atomic_sub_fetch(&launched->users, 1, __ATOMIC_ACQ_REL) > 0) return;
-  for (int r = 0; r < launched->launcher->n; ++r)
+  for (int r = 0; r < launched->launcher->n; ++r) {
     if (launched->arrivals[r] != NULL) {
       order(launched, r, NULL, NULL);
       let_arrival_go(launched, r);
     }
-  free_launched(launched);
+    destroy_event(launched->launcher, r, launched->before[r]);
+    destroy_event(launched->launcher, r, launched->end[r]);
+  }
+  free(launched);
 }
 
 /* ---- The launcher ---- */
@@ -582,7 +554,7 @@ ncclResult_t ncs_launcher_create(int n_ranks, double timeout_s, ncs_launcher** o
   return ncclSuccess;
 }
 
-ncclResult_t ncs_launcher_open(ncs_launcher* launcher, ncs_nccl_comm* comm, int* blocks) {
+int ncs_launcher_open(ncs_launcher* launcher, ncs_nccl_comm* comm) {
   pthread_mutex_lock(&launcher->mutex);
   launcher->cuda = comm->cuda;
   memcpy(launcher->contexts, comm->contexts, (size_t)launcher->n * sizeof(*launcher->contexts));
@@ -592,13 +564,12 @@ ncclResult_t ncs_launcher_open(ncs_launcher* launcher, ncs_nccl_comm* comm, int*
   memset(&launcher->failure, 0, sizeof(launcher->failure));
   launcher->n_ended = launcher->n_launched;
   launcher->blocks = comm->cuda.cuCtxRecordEvent == NULL || comm->cuda.cuCtxWaitEvent == NULL;
-  *blocks = launcher->blocks;
   pthread_cond_broadcast(&launcher->changed);
   pthread_mutex_unlock(&launcher->mutex);
-  return ncclSuccess;
+  return launcher->blocks;
 }
 
-ncclResult_t ncs_launcher_close(ncs_launcher* launcher, int status) {
+void ncs_launcher_close(ncs_launcher* launcher, int status) {
   ncs_launched* dropped = NULL;
   int is_callers; /* to end */
   pthread_mutex_lock(&launcher->mutex);
@@ -612,64 +583,62 @@ ncclResult_t ncs_launcher_close(ncs_launcher* launcher, int status) {
   pthread_cond_broadcast(&launcher->changed);
   pthread_mutex_unlock(&launcher->mutex);
   release_groups(dropped);
-  return ncclSuccess;
 }
 
 ncclResult_t ncs_launcher_reserve(ncs_launcher* launcher) {
   return reserve(launcher) != NULL ? ncclSuccess : ncclInvalidUsage;
 }
 
-ncclResult_t ncs_launcher_release(ncs_launcher* launcher) {
+void ncs_launcher_release(ncs_launcher* launcher) {
   pthread_mutex_lock(&launcher->mutex);
   launcher->is_reserved = 0;
   pthread_cond_broadcast(&launcher->changed);
   pthread_mutex_unlock(&launcher->mutex);
-  return ncclSuccess;
 }
 
-ncclResult_t ncs_launcher_count(ncs_launcher* launcher, int n_collectives, int64_t* first) {
+int64_t ncs_launcher_count(ncs_launcher* launcher, int n_collectives) {
+  int64_t first;
   pthread_mutex_lock(&launcher->mutex);
-  *first = launcher->n_collectives + 1;
+  first = launcher->n_collectives + 1;
   launcher->n_collectives += n_collectives;
   pthread_mutex_unlock(&launcher->mutex);
-  return ncclSuccess;
+  return first;
 }
 
-ncclResult_t ncs_launcher_get_groups(const ncs_launcher* launcher, int64_t* launched, int64_t* ended) {
+void ncs_launcher_get_groups(const ncs_launcher* launcher, int64_t* launched, int64_t* ended) {
   *ended = __atomic_load_n(&launcher->n_ended, __ATOMIC_ACQUIRE);
   *launched = __atomic_load_n(&launcher->n_launched, __ATOMIC_ACQUIRE);
-  return ncclSuccess;
 }
 
 ncclResult_t ncs_launcher_wait(ncs_launcher* launcher, double slice_s) {
   return ncs_poll(look_once, launcher, slice_s, NULL);
 }
 
-ncclResult_t ncs_launcher_get_failure(ncs_launcher* launcher, ncs_launch_failure* failure) {
+ncs_launch_failure ncs_launcher_get_failure(ncs_launcher* launcher) {
+  ncs_launch_failure failure;
   pthread_mutex_lock(&launcher->mutex);
-  *failure = launcher->failure;
+  failure = launcher->failure;
   pthread_mutex_unlock(&launcher->mutex);
-  return ncclSuccess;
+  return failure;
 }
 
-ncclResult_t ncs_launcher_get_pending(ncs_launcher* launcher, ncs_launch_failure* pending) {
+ncs_launch_failure ncs_launcher_get_pending(ncs_launcher* launcher) {
+  ncs_launch_failure pending = {.status = ncclSuccess};
   const ncs_launched* group;
-  memset(pending, 0, sizeof(*pending));
   pthread_mutex_lock(&launcher->mutex);
   group = launcher->launching != NULL || launcher->comm == NULL ? launcher->launching : launcher->first;
   if (group != NULL) {
-    describe(launcher, group, pending);
-    pending->status = ncclInProgress;
+    describe(launcher, group, &pending);
+    pending.status = ncclInProgress;
   }
   pthread_mutex_unlock(&launcher->mutex);
-  return ncclSuccess;
+  return pending;
 }
 
-ncclResult_t ncs_launcher_interrupt(ncs_launcher* launcher) {
+void ncs_launcher_interrupt(ncs_launcher* launcher) {
   int64_t nobody = 0;
   __atomic_compare_exchange_n(&launcher->interrupted_ns, &nobody, (int64_t)(1e9 * ncs_now_s()), 0, __ATOMIC_RELAXED,
                               __ATOMIC_RELAXED);
-  return ncclSuccess;
 }
 
 static ncclResult_t look_at_abort(void* launcher_, ncs_failure* failure) {

@@ -3,7 +3,6 @@
 #define _POSIX_C_SOURCE 200809L
 
 #include <dlfcn.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -35,7 +34,7 @@ static ncclResult_t fail_loading(const char* call, ncs_failure* failure) {
 
 ncclResult_t ncs_call_group(const ncs_nccl_comm* comm, int n, const void* of, ncs_call* call, ncs_failure* failure) {
   const ncs_nccl* nccl = comm->nccl;
-  ncclResult_t ended, status = ncs_check_nccl(nccl, nccl->ncclGroupStart(), "ncclGroupStart", failure);
+  ncclResult_t ended, status = NCS_NCCL(ncclGroupStart, ());
   if (status != ncclSuccess) return status;
   for (int i = 0; i < n && status == ncclSuccess; ++i) status = call(comm, i, of, failure);
   ended = nccl->ncclGroupEnd();
@@ -108,14 +107,14 @@ ncclResult_t ncs_nccl_open(const char* path, ncs_failure* failure, ncs_nccl** ou
 
 ncclResult_t ncs_nccl_get_unique_id(ncs_nccl* nccl, ncs_failure* failure, char* unique_id) {
   ncclUniqueId id;
-  ncclResult_t status = ncs_check_nccl(nccl, nccl->ncclGetUniqueId(&id), "ncclGetUniqueId", failure);
+  const ncclResult_t status = NCS_NCCL(ncclGetUniqueId, (&id));
   if (status == ncclSuccess) memcpy(unique_id, id.internal, sizeof(id.internal));
   return status;
 }
 
 ncclResult_t ncs_nccl_probe(ncs_nccl* nccl, int device, ncs_failure* failure) {
   ncclComm_t comm = NULL;
-  ncclResult_t status = ncs_check_nccl(nccl, nccl->ncclCommInitAll(&comm, 1, &device), "ncclCommInitAll", failure);
+  const ncclResult_t status = NCS_NCCL(ncclCommInitAll, (&comm, 1, &device));
   if (comm != NULL) nccl->ncclCommAbort(comm);
   return status;
 }

@@ -44,7 +44,7 @@ class CpuCommunicator(Communicator):
         if not single:  # a single call of C's is checked there, before it writes
             for collective, (reads, writes) in zip(collectives, runs, strict=True):
                 _check(collective, reads, writes)
-        pool = native.process_pool().handle
+        pool = native.process_pool()
         for collective, (reads, writes) in zip(collectives, runs, strict=True):
             status = _run(pool, collective, reads, writes)
             if status != 0:

@@ -13,8 +13,6 @@ from typing import Any
 from ncclsync.communicator import native
 from ncclsync.communicator.native import ffi, lib
 
-_FAILURE, _LAUNCHER = ffi.typeof("ncs_launch_failure*"), ffi.typeof("ncs_launcher**")
-
 OWN_WORK = lib.NCS_OWN_WORK
 
 
@@ -34,7 +32,7 @@ class Launcher:
         """
         if size > lib.NCS_MOST_RANKS:
             raise ValueError(f"Expected at most {lib.NCS_MOST_RANKS} ranks in a process. Received: {size}")
-        handle = ffi.new(_LAUNCHER)
+        handle = ffi.new("ncs_launcher**")
         native.check(lib.ncs_launcher_create(size, timeout_s or 0.0, handle), "ncs_launcher_create")
         self._handle = handle[0]
         self.address = int(ffi.cast("intptr_t", self._handle))
@@ -42,13 +40,11 @@ class Launcher:
 
     def open(self, comm: Any) -> None:
         """Launch on the communicator of this handle from now on."""
-        blocks = ffi.new("int*")
-        native.check(lib.ncs_launcher_open(self._handle, comm, blocks), "ncs_launcher_open")
-        self.blocks = bool(blocks[0])
+        self.blocks = bool(lib.ncs_launcher_open(self._handle, comm))
 
     def close(self, status: int = native.INVALID_USAGE) -> None:
         """Launch nothing any more; groups under way count as failed with `status`. Idempotent."""
-        native.check(lib.ncs_launcher_close(self._handle, status), "ncs_launcher_close")
+        lib.ncs_launcher_close(self._handle, status)
 
     @contextlib.contextmanager
     def reserved(self) -> Iterator[bool]:
@@ -62,14 +58,12 @@ class Launcher:
 
     def count(self, collectives: int) -> int:
         """Count collectives that the caller runs itself; return the number of the first."""
-        first = ffi.new("int64_t*")
-        native.check(lib.ncs_launcher_count(self._handle, collectives, first), "ncs_launcher_count")
-        return first[0]
+        return lib.ncs_launcher_count(self._handle, collectives)
 
     def groups(self) -> tuple[int, int]:
         """Return how many groups were launched, and how many of them are known to have ended well."""
         launched, ended = ffi.new("int64_t*"), ffi.new("int64_t*")
-        native.check(lib.ncs_launcher_get_groups(self._handle, launched, ended), "ncs_launcher_get_groups")
+        lib.ncs_launcher_get_groups(self._handle, launched, ended)
         return launched[0], ended[0]
 
     def wait(self, slice_s: float) -> bool:
@@ -86,13 +80,10 @@ class Launcher:
 
     def failure(self) -> Any:
         """Return the ``ncs_launch_failure`` since the launcher was opened, None if there is none."""
-        return self._read(lib.ncs_launcher_get_failure, "ncs_launcher_get_failure")
+        reported = lib.ncs_launcher_get_failure(self._handle)
+        return reported if reported.status else None
 
     def pending(self) -> Any:
         """Return the same of the first group that has not ended, None if all have. `waited_s` counts from its stage."""
-        return self._read(lib.ncs_launcher_get_pending, "ncs_launcher_get_pending")
-
-    def _read(self, get: Any, name: str) -> Any:
-        reported = ffi.new(_FAILURE)
-        native.check(get(self._handle, reported), name)
+        reported = lib.ncs_launcher_get_pending(self._handle)
         return reported if reported.status else None

@@ -81,27 +81,22 @@ def words(failure: Any) -> str:
     return ffi.string(failure.message).decode(errors="replace")
 
 
-class Pool:
-    """Hold worker threads, which live as long as the process; see ``ncs_pool``."""
-
-    def __init__(self, threads: int) -> None:
-        """Start the workers: `threads` counts the calling thread, too. Raises NcclError."""
-        handle = ffi.new("ncs_pool**")
-        check(lib.ncs_pool_create(threads, lib.NCS_INSTRUCTION_SET_BEST, handle), "ncs_pool_create")
-        self.handle = handle[0]
-
-
 # Shared: N communicators with a pool each would have N × cores threads.
-_process_pool: Pool | None = None
+_process_pool: Any = None
 _process_pool_lock = threading.Lock()
 
 
-def process_pool() -> Pool:
-    """Return the pool that all communicators of this process share: one thread per core of its share."""
+def process_pool() -> Any:
+    """Return the ``ncs_pool`` that all communicators of this process share: one thread per core of its share.
+
+    Its threads live as long as the process. Raises NcclError if they cannot be started.
+    """
     global _process_pool
     with _process_pool_lock:
         if _process_pool is None:
-            _process_pool = Pool(usable_cores())
+            handle = ffi.new("ncs_pool**")
+            check(lib.ncs_pool_create(usable_cores(), lib.NCS_INSTRUCTION_SET_BEST, handle), "ncs_pool_create")
+            _process_pool = handle[0]
         return _process_pool
 
 
@@ -135,7 +130,7 @@ os.register_at_fork(after_in_child=_forget_process_pool)
 
 def register_tensorflow(path: str) -> None:
     """Register the ops of ``csrc/tf`` with TensorFlow's library at ``path``; see ``ncs_tf_register``."""
-    call(lib.ncs_tf_register, [path.encode(), process_pool().handle])
+    call(lib.ncs_tf_register, [path.encode(), process_pool()])
 
 
 def find_gpu_streams(path: str) -> None:
@@ -177,7 +172,7 @@ class Timestamps:
         self._heard_before = self._heard  # which a thread that records may still be calling
         self._heard = ffi.NULL if hear is None else ffi.new_handle(hear)
         listener = ffi.NULL if hear is None else lib.ncs_hear_span
-        check(lib.ncs_meter_listen(self.handle, listener, self._heard), "ncs_meter_listen")
+        lib.ncs_meter_listen(self.handle, listener, self._heard)
 
     def take(self) -> list[tuple[int, int, int, int]]:
         """Return what was recorded since the last call, in order: (time in ns, value, span, 1 if it ended).
@@ -185,11 +180,11 @@ class Timestamps:
         Times are those of ``time.monotonic_ns()``.
         """
         found: list[tuple[int, int, int, int]] = []
-        timestamps, taken = ffi.new("ncs_timestamp[256]"), ffi.new("size_t*")
+        timestamps = ffi.new("ncs_timestamp[256]")
         while True:
-            check(lib.ncs_meter_take(self.handle, len(timestamps), timestamps, taken), "ncs_meter_take")
-            found += _TIMESTAMP.iter_unpack(ffi.buffer(timestamps, taken[0] * _TIMESTAMP.size))
-            if taken[0] < len(timestamps):
+            taken = lib.ncs_meter_take(self.handle, len(timestamps), timestamps)
+            found += _TIMESTAMP.iter_unpack(ffi.buffer(timestamps, taken * _TIMESTAMP.size))
+            if taken < len(timestamps):
                 return found
 
 

@@ -342,8 +342,8 @@ def _add_up(sends: Sequence[np.ndarray], into: np.ndarray, dtype: int, op: int) 
     pointers = [ffi.from_buffer("char*", send) for send in sends]
     target = ffi.from_buffer("char*", into, require_writable=True)
     count = into.size // native.DTYPE_SIZES[dtype]
-    handle, n = native.process_pool().handle, len(sends)
-    status = lib.ncs_cpu_all_reduce(handle, pointers, [target] * n, n, count, dtype, op)
+    pool, n = native.process_pool(), len(sends)
+    status = lib.ncs_cpu_all_reduce(pool, pointers, [target] * n, n, count, dtype, op)
     native.check(status, "ncs_cpu_all_reduce")
 
 

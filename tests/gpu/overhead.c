@@ -142,13 +142,13 @@ static void wait_for_comm(void) {
 
 static void join_launcher(void) {
   ncs_failure failure;
-  int devices[MAX_RANKS] = {0}, ranks[MAX_RANKS], blocks;
+  int devices[MAX_RANKS] = {0}, ranks[MAX_RANKS];
   const ncs_ranks own = {NULL, n, n, ranks, devices};
   for (int r = 0; r < n; ++r) ranks[r] = r;
   check(ncs_nccl_create(nccl, cudart_path, driver_path, &own, &failure, &comm), &failure);
   wait_for_comm();
   if (ncs_launcher_create(n, 60.0, &launcher) != ncclSuccess) fail("ncs_launcher_create", "no memory");
-  ncs_launcher_open(launcher, comm, &blocks);
+  ncs_launcher_open(launcher, comm);
 }
 
 static void let_go(void* kept) { (void)kept; }

@@ -21,12 +21,16 @@ LAUNCHER, GROUP, EXCHANGE = "nccl/launcher.c", "nccl/library.c", "tf/exchange.c"
 MUTATIONS = {
     "none": (LAUNCHER, "", ""),
     "none, by contexts": (LAUNCHER, "", ""),
-    "without the record": (LAUNCHER, "cuda->cudaEventRecord(event, stream)", "0"),
-    "without the record, by contexts": (LAUNCHER, "cuda->cuCtxRecordEvent(launcher->contexts[rank], event)", "0"),
-    "without the wait": (LAUNCHER, "cuda->cudaStreamWaitEvent(stream, launched->end[rank], 0)", "0"),
+    "without the record": (LAUNCHER, "NCS_CUDA(cudaEventRecord, (arrival->before, stream))", "0"),
+    "without the record, by contexts": (
+        LAUNCHER,
+        "NCS_CUDA(cuCtxRecordEvent, (launcher->contexts[rank], arrival->before))",
+        "0",
+    ),
+    "without the wait": (LAUNCHER, "NCS_CUDA(cudaStreamWaitEvent, (stream, launched->end[rank], 0))", "0"),
     "without the wait, by contexts": (
         LAUNCHER,
-        "cuda->cuCtxWaitEvent(launcher->contexts[rank], launched->end[rank])",
+        "NCS_CUDA(cuCtxWaitEvent, (launcher->contexts[rank], launched->end[rank]))",
         "0",
     ),
     "buffers let go early": (
@@ -38,9 +42,8 @@ MUTATIONS = {
     ),
     "launch before the last has arrived": (
         LAUNCHER,
-        "if (made->before[r] != NULL)\n      status = ncs_check_cuda(cuda, cuda->cudaStreamWaitEvent",
-        "if (made->before[r] != NULL && r < launcher->n - 1)\n"
-        "      status = ncs_check_cuda(cuda, cuda->cudaStreamWaitEvent",
+        "if (made->before[r] != NULL) status = NCS_CUDA(cudaStreamWaitEvent",
+        "if (made->before[r] != NULL && r < launcher->n - 1) status = NCS_CUDA(cudaStreamWaitEvent",
     ),
     "calls in different orders": (
         GROUP,

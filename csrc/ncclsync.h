@@ -137,9 +137,8 @@ enum {
  * ncclSystemError: it is not loaded, lacks a function, or refuses; then no op can be used. */
 ncclResult_t ncs_tf_register(const char* path, ncs_pool* pool, /*outputs*/ ncs_failure* failure);
 
-/* Tells the ops how to find the stream that TensorFlow computes on: by the library at `path`, with the function
- * `void* ncclsync_gpu_stream(void* context)`, which returns NULL for a kernel that is not on a GPU. */
-ncclResult_t ncs_tf_find_streams(const char* path, /*outputs*/ ncs_failure* failure);
+/* Tells the ops how to find the stream that TensorFlow computes on, by a kernel's context; NULL: it is not on a GPU. */
+void ncs_tf_find_streams(void* (*find)(void* context));
 
 /* ---- Timestamps (cpu/meter.c) ---- */
 

@@ -139,25 +139,30 @@ static void run_step(const ncs_run* run, int s, void* out, const void* const* re
   run->loops[step[0]](out, registers[step[1]], registers[is_unary(step[0]) ? step[1] : step[2]], n);
 }
 
-static void run_chunk(const ncs_run* run, size_t begin, char* memory, char* partial, const void** registers,
-                      char** targets) {
+static void run_chunk(const void* task, size_t chunk) {
+  const ncs_run* run = task;
   const ncs_expression* expression = run->expression;
   const int64_t* outputs = expression->code + 3 * expression->n_steps;
-  const size_t size = run->size, block_bytes = NCS_BLOCK * size;
+  const size_t size = run->size, block_bytes = NCS_BLOCK * size, begin = chunk * run->chunk;
   const size_t end = run->count - begin < run->chunk ? run->count : begin + run->chunk;
+  char memory[2 * NCS_MOST_REGISTERS * NCS_BLOCK * sizeof(double)] __attribute__((aligned(64)));
   /* Inputs have two blocks each, so that a short input is found from any of its elements on. */
   char* results = memory + 2 * (size_t)expression->n_inputs * block_bytes;
   const size_t most = end - begin < NCS_BLOCK ? end - begin : NCS_BLOCK;
+  const void* registers[NCS_MOST_REGISTERS];
+  char* targets[NCS_MOST_REGISTERS] = {NULL}; /* where a step's result is an output: there it is written */
   char is_same[NCS_MOST_REGISTERS]; /* per register: whether it holds the same for each block */
   char* lanes[NCS_MOST_REGISTERS];  /* per sum: in a block of its own, or where the chunk's sum goes */
+  char* partial = run->partials + chunk * run->width * size;
+#if defined(__SSE2__)
+  _mm_setcsr(_mm_getcsr() | 0x8040); /* flush to zero, denormals are zero; the pool restores the state */
+#endif
   for (int s = 0; s < expression->n_sums; ++s) {
     const size_t period = (size_t)sum_of(expression, s)[1];
     lanes[s] = period < NCS_BLOCK ? results + (size_t)(expression->n_steps + s) * block_bytes : partial;
     memset(lanes[s], 0, lanes_of(period) * size);
     partial += period * size;
   }
-  /* A step whose result is an output writes it there. */
-  for (int reg = 0; reg < expression->n_inputs + expression->n_steps; ++reg) targets[reg] = NULL;
   for (int o = 0; o < expression->n_outputs; ++o)
     if (outputs[o] >= expression->n_inputs) targets[outputs[o]] = run->outputs[o];
   for (int i = 0; i < expression->n_inputs; ++i) {
@@ -207,17 +212,6 @@ static void run_chunk(const ncs_run* run, size_t begin, char* memory, char* part
   }
 }
 
-static void run_one(const void* task, size_t chunk) {
-  const ncs_run* run = task;
-  char memory[2 * NCS_MOST_REGISTERS * NCS_BLOCK * sizeof(double)] __attribute__((aligned(64)));
-  const void* registers[NCS_MOST_REGISTERS];
-  char* targets[NCS_MOST_REGISTERS];
-#if defined(__SSE2__)
-  _mm_setcsr(_mm_getcsr() | 0x8040); /* flush to zero, denormals are zero; the pool restores the state */
-#endif
-  run_chunk(run, chunk * run->chunk, memory, run->partials + chunk * run->width * run->size, registers, targets);
-}
-
 /* Adds up the sums of the chunks, in their order, in double precision. */
 static void finish_sums(const ncs_run* run) {
   const ncs_expression* expression = run->expression;
@@ -259,7 +253,7 @@ ncclResult_t ncs_expression_run(ncs_pool* pool, const ncs_expression* expression
   run.chunks = (count + run.chunk - 1) / run.chunk;
   run.partials = malloc(run.chunks * run.width * run.size + 1);
   if (run.partials == NULL) return ncclSystemError;
-  ncs_pool_run(pool, run_one, &run, run.chunks, alone || count < NCS_SMALL_JOB);
+  ncs_pool_run(pool, run_chunk, &run, run.chunks, alone || count < NCS_SMALL_JOB);
   finish_sums(&run);
   free(run.partials);
   return ncclSuccess;

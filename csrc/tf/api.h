@@ -78,7 +78,7 @@ typedef struct TF_AllocatorAttributes {
 typedef struct {
   NCS_TF_CALLS(NCS_TF_DECLARE)
   ncs_pool* pool;
-  void* (*find_stream)(TF_OpKernelContext*); /* that a kernel's GPU computes on; NULL: not known */
+  void* (*find_stream)(void* context); /* that a kernel's GPU computes on; NULL: not known */
 } ncs_tf_library;
 #undef NCS_TF_DECLARE
 
@@ -137,8 +137,8 @@ typedef struct {
   void* (*create)(TF_OpKernelConstruction*);
   void (*compute)(void*, TF_OpKernelContext*);
   void (*destroy)(void*);
-  int is_stateful;         /* it runs for its side effects */
-  const char* on_host[3];  /* not NULL: for GPUs, too, with these arguments in the host's memory */
+  int is_stateful;     /* it runs for its side effects */
+  const char* on_host; /* not NULL: for GPUs, too, with this argument in the host's memory */
 } ncs_tf_op;
 
 /* Defines a kernel's functions for TensorFlow: create_NAME returns a zeroed `type`, filled in by read_NAME from the

@@ -113,4 +113,4 @@ const ncs_tf_op ncs_tf_arithmetic = {
      "n_values: int >= 1", "n_results: int >= 1", NULL},
     {"values: n_values * T", NULL},
     "results: n_results * T",
-    create_arithmetic, run_arithmetic, destroy_arithmetic, 0, {NULL}};
+    create_arithmetic, run_arithmetic, destroy_arithmetic, 0, NULL};

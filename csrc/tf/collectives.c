@@ -72,4 +72,4 @@ const ncs_tf_op ncs_tf_all_reduce = {
      "tensors: int >= 1", "sent: int >= 1", NULL},
     {"weights: ranks * double", "sends: sent * T", NULL},
     "results: tensors * T",
-    create_all_reduce, run_all_reduce, free, 0, {NULL}};
+    create_all_reduce, run_all_reduce, free, 0, NULL};

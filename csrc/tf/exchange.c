@@ -239,14 +239,14 @@ const ncs_tf_op ncs_tf_arrive = {
      "T: list(type) >= 0", NULL},
     {"sends: T", NULL},
     "token: int64",
-    create_arrive, run_arrive, destroy_exchange, 1, {"token", NULL}};
+    create_arrive, run_arrive, destroy_exchange, 1, "token"};
 
 const ncs_tf_op ncs_tf_launch = {
     "NcclsyncLaunch",
     {"launcher: int", "ranks: int >= 1", "label: int", NULL},
     {"tokens: ranks * int64", NULL},
     "launched: int64",
-    create_launch, run_launch, destroy_exchange, 1, {NULL}};
+    create_launch, run_launch, destroy_exchange, 1, NULL};
 
 /* `passes`: it only tells that all towers have arrived; the group is delivered later. */
 const ncs_tf_op ncs_tf_deliver = {
@@ -254,4 +254,4 @@ const ncs_tf_op ncs_tf_deliver = {
     {"rank: int", "waits: int", "passes: int", "T: list(type) >= 0", NULL},
     {"launched: int64", NULL},
     "results: T",
-    create_deliver, run_deliver, destroy_exchange, 1, {"launched", NULL}};
+    create_deliver, run_deliver, destroy_exchange, 1, "launched"};

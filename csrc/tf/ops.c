@@ -6,15 +6,10 @@
 
 #include "tf/api.h"
 
-static void infer_nothing(TF_ShapeInferenceContext* context, TF_Status* status) {
-  ncs_tf.TF_ShapeInferenceContextSetUnknownShape(context, status);
-}
-
 static void register_kernel(const ncs_tf_op* definition, const char* device, TF_Status* status) {
   TF_KernelBuilder* kernel = ncs_tf.TF_NewKernelBuilder(definition->name, device, definition->create,
                                                         definition->compute, definition->destroy);
-  for (int i = 0; definition->on_host[i] != NULL && device[0] == 'G'; ++i)
-    ncs_tf.TF_KernelBuilder_HostMemory(kernel, definition->on_host[i]);
+  if (device[0] == 'G') ncs_tf.TF_KernelBuilder_HostMemory(kernel, definition->on_host);
   ncs_tf.TF_RegisterKernelBuilder(definition->name, kernel, status);
 }
 
@@ -26,10 +21,10 @@ static void register_op(const ncs_tf_op* definition, TF_Status* status) {
   if (definition->output != NULL) ncs_tf.TF_OpDefinitionBuilderAddOutput(op, definition->output);
   /* TensorFlow 2.21 takes any argument as true. */
   if (definition->is_stateful) ncs_tf.TF_OpDefinitionBuilderSetIsStateful(op, true);
-  ncs_tf.TF_OpDefinitionBuilderSetShapeInferenceFunction(op, infer_nothing);
+  ncs_tf.TF_OpDefinitionBuilderSetShapeInferenceFunction(op, ncs_tf.TF_ShapeInferenceContextSetUnknownShape);
   ncs_tf.TF_RegisterOpDefinition(op, status);
-  if (ncs_tf.TF_GetCode(status) == TF_OK) register_kernel(definition, "CPU", status);
-  if (ncs_tf.TF_GetCode(status) == TF_OK && definition->on_host[0] != NULL) register_kernel(definition, "GPU", status);
+  if (ncs_tf_is_ok(status)) register_kernel(definition, "CPU", status);
+  if (ncs_tf_is_ok(status) && definition->on_host != NULL) register_kernel(definition, "GPU", status);
 }
 
 static const ncs_tf_op* const ops[] = {&ncs_tf_all_reduce, &ncs_tf_arithmetic, &ncs_tf_timestamp,
@@ -50,21 +45,11 @@ ncclResult_t ncs_tf_register(const char* path, ncs_pool* pool, /*outputs*/ ncs_f
   NCS_TF_CALLS(NCS_FIND)
 #undef NCS_FIND
   status = ncs_tf.TF_NewStatus();
-  for (size_t i = 0; i < sizeof(ops) / sizeof(ops[0]) && ncs_tf.TF_GetCode(status) == TF_OK; ++i)
-    register_op(ops[i], status);
-  if (ncs_tf.TF_GetCode(status) == TF_OK) ncs_tf.pool = pool;
+  for (size_t i = 0; i < sizeof(ops) / sizeof(ops[0]) && ncs_tf_is_ok(status); ++i) register_op(ops[i], status);
+  if (ncs_tf_is_ok(status)) ncs_tf.pool = pool;
   else result = ncs_fail(failure, ncclSystemError, "TF_RegisterOpDefinition", -1, "%s", ncs_tf.TF_Message(status));
   ncs_tf.TF_DeleteStatus(status);
   return result;
 }
 
-ncclResult_t ncs_tf_find_streams(const char* path, /*outputs*/ ncs_failure* failure) {
-  void *library = dlopen(path, RTLD_LAZY | RTLD_LOCAL), *found = NULL;
-  if (library != NULL) found = dlsym(library, "ncclsync_gpu_stream");
-  if (found == NULL) {
-    const char* message = dlerror();
-    return ncs_fail(failure, ncclSystemError, "dlopen", -1, "%s", message != NULL ? message : "");
-  }
-  memcpy(&ncs_tf.find_stream, &found, sizeof(found));
-  return ncclSuccess;
-}
+void ncs_tf_find_streams(void* (*find)(void* context)) { ncs_tf.find_stream = find; }

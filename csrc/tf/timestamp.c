@@ -33,4 +33,4 @@ const ncs_tf_op ncs_tf_timestamp = {
     {"meter: int", "span: int", "ends: int", "n_tokens: int >= 0", "n_values: int >= 0", NULL},
     {"tokens: n_tokens * float", "values: n_values * int64", NULL},
     NULL,
-    create_timestamp, run_timestamp, free, 1, {NULL}};
+    create_timestamp, run_timestamp, free, 1, NULL};

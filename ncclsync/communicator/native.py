@@ -7,6 +7,7 @@ and the search for libnccl and libcudart.
 from __future__ import annotations
 
 import collections
+import ctypes
 import fractions
 import importlib.util
 import itertools
@@ -133,9 +134,9 @@ def register_tensorflow(path: str) -> None:
     call(lib.ncs_tf_register, [path.encode(), process_pool()])
 
 
-def find_gpu_streams(path: str) -> None:
-    """Let the ops find TensorFlow's streams by the library at ``path``; see ``ncs_tf_find_streams``."""
-    call(lib.ncs_tf_find_streams, [path.encode()])
+def find_gpu_streams(find: Any) -> None:
+    """Let the ops find TensorFlow's streams by a function of ``ctypes``; see ``ncs_tf_find_streams``."""
+    lib.ncs_tf_find_streams(ffi.cast("void*(*)(void*)", ctypes.cast(find, ctypes.c_void_p).value))
 
 
 _TIMESTAMP = struct.Struct("=qqii")  # an ncs_timestamp, whose fields leave no gap

@@ -4,6 +4,7 @@ TensorFlow tells some things only in C++, by interfaces that may change. `gpu_st
 them so; each has a way without.
 """
 
+import ctypes
 import hashlib
 import logging
 import os
@@ -13,40 +14,38 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any
 
 import tensorflow as tf
 
-from ncclsync.errors import NcclError, NcclSyncError
+from ncclsync.errors import NcclSyncError
 
 logger = logging.getLogger("ncclsync")
 
-_Opened = TypeVar("_Opened")
-
-# Lazy binding: other symbols of the headers are never called, and need not be found.
-_FLAGS = ("-O1", "-w", "-shared", "-fPIC", "-Wl,-z,lazy")
+_FLAGS = ("-O1", "-w", "-shared", "-fPIC")
 _LONGEST_S = 300
 
 # What `load` may raise. RuntimeError: the user has no home; ValueError: it is not a path.
-ERRORS = (NcclError, OSError, RuntimeError, ValueError, subprocess.SubprocessError)
+ERRORS = (OSError, RuntimeError, ValueError, subprocess.SubprocessError)
 
 
-def load(name: str, source: str, opens: Callable[[str], _Opened]) -> _Opened:
-    """Return what `opens` makes of the path of the compiled source, the file `name` in the user's cache.
+def load(name: str, source: str, function: str) -> Any:
+    """Return a function of the compiled source, the file `name` in the user's cache, as ctypes has it.
 
-    If `opens` raises NcclError or OSError, as for another machine's library, it is compiled again, once. Raises what is
-    in `ERRORS` if it cannot be compiled, kept or loaded.
+    If it does not load, as another machine's library, it is compiled again, once. Raises what is in `ERRORS` if it
+    cannot be compiled, kept or loaded.
     """
     folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "ncclsync"
     kept = {*folder.glob("*.so")}
     library = compiled(name, source, folder)
     try:
-        return opens(str(library))
-    except (NcclError, OSError):
+        loaded = ctypes.CDLL(str(library))
+    except OSError:
         library.unlink(missing_ok=True)
         if library not in kept:
             raise
-        return opens(str(compiled(name, source, folder)))
+        loaded = ctypes.CDLL(str(compiled(name, source, folder)))
+    return getattr(loaded, function)
 
 
 def compiled(name: str, source: str, folder: pathlib.Path) -> pathlib.Path:

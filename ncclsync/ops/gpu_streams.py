@@ -24,8 +24,11 @@ def missing() -> str:
     NCCLSYNC_GPU_EVENTS=context in the environment says that they need not; other words than that and "stream" are a
     NcclSyncError.
     """
-    load = functools.partial(cpp.load, "gpu_stream", tf_compat.GPU_STREAM_SOURCE, native.find_gpu_streams)
-    reason = cpp.reason_not(VARIABLE, "stream", "context", load)
+
+    def find() -> None:
+        native.find_gpu_streams(cpp.load("gpu_stream", tf_compat.GPU_STREAM_SOURCE, "ncclsync_gpu_stream"))
+
+    reason = cpp.reason_not(VARIABLE, "stream", "context", find)
     if reason:
         logger.info("Exchanges wait for all streams of their GPUs, including those of copies: %s", reason)
     else:

@@ -140,15 +140,13 @@ class Meter:
         self._spans: list[Span] = []
         self._of_any_tower: set[int] = set()  # spans whose timestamps have the tower as their value
         self._by_python: dict[tuple[Any, str], int] = {}  # numbers of the spans that Python records
-        self._feeding: dict[int, collections.deque[int]] = {}  # `SHARD`s and `COPY`s: when those under way began
+        # Of `SHARD`s and `COPY`s, by their numbers: when those under way began.
+        self._feeding: dict[int, collections.deque[int]] = collections.defaultdict(collections.deque)
         self._profiled: dict[Any, collections.deque] = collections.defaultdict(collections.deque)
 
     def _add(self, span: Span) -> int:
-        number = len(self._spans)
         self._spans.append(span)
-        if span.name in (SHARD, COPY):
-            self._feeding[number] = collections.deque()
-        return number
+        return len(self._spans) - 1
 
     def _record(
         self, span: int, ends: bool, after: Sequence[Any], tokens: Sequence[tf.Tensor], values: Sequence[tf.Tensor]
@@ -170,13 +168,14 @@ class Meter:
         pending: dict[Any, collections.deque[tuple[MeasuredStep, int]]] = collections.defaultdict(collections.deque)
         began = False  # whether the last step's `STEP` has begun
         for time_ns, value, number, ends in self._timestamps.take():
-            span, feeding = self._span(number, value), self._feeding.get(number)
+            span = self._span(number, value)
             under_way = pending[number, span.row]
-            if feeding is not None:  # perhaps for a later step: it counts for the step in which it ends
+            if span.name in (SHARD, COPY):  # perhaps for a later step: it counts for the step in which it ends
+                begins = self._feeding[number]
                 if not ends:
-                    feeding.append(time_ns)
-                elif feeding:
-                    (steps[-1].spans if steps else early).append(TimedSpan(span, feeding.popleft(), time_ns))
+                    begins.append(time_ns)
+                elif begins:
+                    (steps[-1].spans if steps else early).append(TimedSpan(span, begins.popleft(), time_ns))
             elif not ends:
                 # A step begins with waiting for a batch, if it waits at all; the other spans are within `STEP`.
                 if not steps or span.name == WAIT or (span.name == STEP and began):
@@ -196,8 +195,7 @@ class Meter:
     def forget(self) -> None:
         """Drop timestamps that were not taken."""
         self._timestamps.take()
-        for begins in self._feeding.values():
-            begins.clear()
+        self._feeding.clear()
 
     @contextlib.contextmanager
     def reported_to(self, watchers: Sequence[Callable[[Measured], None]], traced: bool) -> Iterator[None]:

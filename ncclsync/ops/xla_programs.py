@@ -7,6 +7,7 @@ kind that it was compiled for. So the other devices are given the first one's co
 import ctypes
 import functools
 import logging
+from typing import Any
 
 import tensorflow as tf
 
@@ -39,7 +40,8 @@ def share(devices: tuple[str, ...]) -> bool:
         return True
 
     def join() -> str:
-        call = cpp.load("xla_programs", tf_compat.XLA_PROGRAMS_SOURCE, _open)
+        call = cpp.load("xla_programs", tf_compat.XLA_PROGRAMS_SOURCE, "ncclsync_share_compiler")
+        call.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p]
         with tf.init_scope():
             reasons = [_join(call, devices[:i], device) for i, device in enumerate(devices)]
         return "; ".join(filter(None, reasons))
@@ -52,13 +54,7 @@ def share(devices: tuple[str, ...]) -> bool:
     return not reason
 
 
-def _open(path: str) -> "ctypes._NamedFuncPointer":
-    call = ctypes.CDLL(path).ncclsync_share_compiler
-    call.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p]
-    return call
-
-
-def _join(call: "ctypes._NamedFuncPointer", before: tuple[str, ...], device: str) -> str | None:
+def _join(call: Any, before: tuple[str, ...], device: str) -> str | None:
     """Give a device the compiler of the first device of its kind; return why it has one of its own.
 
     The first device of a kind is the one whose compiler the next ones are to have, which makes it compile.

@@ -294,7 +294,7 @@ class Axes:
             made = Items(item, self.values(tensor) if self._is_small(tensor) and kind != "TensorListSetItem" else None)
             return [made if kind == "OptionalFromValue" else _joined(held[0], made) if held else None]
         if kind in ("Identity", "ZerosLike", "AddN", "StopGradient") and len(held) == len(inputs):
-            return [functools.reduce(_joined, held)]
+            return [functools.reduce(_joined, map(self._state, inputs))]
         if not held or held[0].of is None:
             return [_traced(output) for output in op.outputs]
         of = held[0].of

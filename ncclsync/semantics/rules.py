@@ -738,7 +738,8 @@ def _concat(call: Call) -> Sequence[Placement] | None:
     axis, each = int(axis) % rank, {one.each for one in parts}
     if all(one.kind is Kind.SHARD and one.axis == axis for one in parts):
         # One batch after another: blocks of as many rows each.
-        return [shard(axis, sum(one.blocks for one in parts), *each)] if len(each) == 1 and 0 not in each else None
+        like = len(each) == 1 and 0 not in each
+        return [shard(axis, sum(one.blocks for one in parts), parts[0].each)] if like else None
     letters = _AXES[:rank].replace(_AXES[axis], "-")
     return _by_letters(call, [letters if i in indices else None for i in range(len(call.inputs))], [letters])
 

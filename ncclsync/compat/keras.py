@@ -66,7 +66,6 @@ def write_models_within(context: Callable[[Any], contextlib.AbstractContextManag
     It holds for the rest of the process; a second call with the same function changes nothing.
     """
 
-    @tf_compat.wrapping
     def within(write, model, *args, **kwargs):
         with context(model) as writes:
             return write(model, *args, **kwargs) if writes else None
@@ -74,7 +73,7 @@ def write_models_within(context: Callable[[Any], contextlib.AbstractContextManag
     for module, name in _WRITERS:
         write = getattr(module, name)
         if getattr(write, "context", None) is not context:
-            setattr(module, name, within(write))
+            setattr(module, name, tf_compat.wrapped(write, within))
             getattr(module, name).context = context
 
 
@@ -87,7 +86,6 @@ def base_method_replaced(model: keras.Model, name: str, method: Callable[..., An
     """
     reached: list[bool] = []
 
-    @tf_compat.wrapping
     def replacing(base, self, *args, **kwargs):
         if self is not model:
             return base(self, *args, **kwargs)
@@ -234,27 +232,14 @@ def forget_failed_builds(model: keras.Model) -> None:
             layer._layers = [one for one in layer._layers if not isinstance(one, keras.layers.InputLayer)]
 
 
-class BackupMethods(keras.callbacks.BackupAndRestore):
-    """Name the two private methods by which Keras' callback writes and reads a backup."""
-
-    def write_backup(self) -> None:
-        """Write a backup."""
-        super()._save_model()
-
-    def read_backup(self) -> None:
-        """Read a backup into the model."""
-        super()._load_model()
-
-    def _save_model(self) -> None:
-        self.write_backup()
-
-    def _load_model(self) -> None:
-        self.read_backup()
-
-
 def backup_methods(write: Callable[[], None], read: Callable[[], None]) -> dict[str, Callable[[], None]]:
     """Return members that make a `BackupAndRestore`, Keras' or ours, write and read backups by these functions."""
     return {"_save_model": write, "_load_model": read}
+
+
+def read_backup(callback: keras.callbacks.BackupAndRestore) -> None:
+    """Read a backup into the model as Keras' callback does."""
+    keras.callbacks.BackupAndRestore._load_model(callback)
 
 
 def backup_files(callback: keras.callbacks.BackupAndRestore) -> tuple[str, str, str]:

@@ -68,12 +68,12 @@ def batches_applied(optimizer: keras.Optimizer) -> tf.Tensor:
     return tf.convert_to_tensor(optimizer._iterations)
 
 
-def updates_wrapped(wrap: Callable[[Callable], Callable]) -> contextlib.AbstractContextManager[None]:
-    """Replace an optimizer's work between unscaling gradients and applying constraints, for a while.
+def updates_wrapped(replacement: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
+    """Let `replacement` stand for an optimizer's work between unscaling gradients and applying constraints.
 
-    That is `_backend_apply_gradients(grads, variables)`: it clips, decays, updates and averages.
+    That is `_backend_apply_gradients(grads, variables)`: it clips, decays, updates and averages. See `methods_wrapped`.
     """
-    return tf_compat.methods_wrapped(tf_compat.loaded_classes(keras.Optimizer), "_backend_apply_gradients", wrap)
+    return tf_compat.methods_wrapped(tf_compat.loaded_classes(keras.Optimizer), "_backend_apply_gradients", replacement)
 
 
 def has_wrapped_update(optimizer: keras.Optimizer) -> bool:

@@ -150,7 +150,7 @@ def gpu_memory(op: tf.Operation) -> Memory | None:
     if not found:
         return None
     kinds = [kernel for kernel in found if kernel.device_type == "GPU"] or found
-    on_host = max(kinds, key=lambda kernel: kernel.priority).on_host
+    on_host = max(kinds, key=lambda kernel: kernel.priority).host_memory_arg
     calls = calls_functions(op)
     sides = []
     for arguments, tensors in ((definition.input_arg, op.inputs), (definition.output_arg, op.outputs)):
@@ -171,42 +171,26 @@ def runs_on_cpu(op: tf.Operation) -> bool:
     return bool(_kernels_for(op, ("CPU",)))
 
 
-class _Kernel(NamedTuple):
-    device_type: str
-    allowed: dict[str, frozenset[int]]  # dtypes, by the name of an attribute
-    on_host: frozenset[str]
-    priority: int
-
-
-def _kernels_for(op: tf.Operation, device_types: tuple[str, ...]) -> list[_Kernel]:
+def _kernels_for(op: tf.Operation, device_types: tuple[str, ...]) -> list[Any]:
     given = {name: {value.type, *value.list.type} - {0} for name, value in op.node_def.attr.items()}
     return [
         kernel
         for kernel in _kernels(op.type)
         if kernel.device_type in device_types
-        and all(given.get(name, set()) <= allowed for name, allowed in kernel.allowed.items())
+        and all(given.get(one.name, set()).issubset(one.allowed_values.list.type) for one in kernel.constraint)
     ]
 
 
 @functools.cache
-def _kernels(op_type: str) -> list[_Kernel]:
-    registered = kernels.get_registered_kernels_for_op(op_type).kernel
-    return [
-        _Kernel(
-            kernel.device_type,
-            {one.name: frozenset(one.allowed_values.list.type) for one in kernel.constraint},
-            frozenset(kernel.host_memory_arg),
-            kernel.priority,
-        )
-        for kernel in registered
-        if not kernel.label
-    ]
+def _kernels(op_type: str) -> list[Any]:
+    return [kernel for kernel in kernels.get_registered_kernels_for_op(op_type).kernel if not kernel.label]
 
 
 def has_host_results(op_type: str) -> bool:
     """Return whether some of TensorFlow's GPU kernels of such an op leave a result in the host's memory."""
     names = {argument.name for argument in op_def_registry.get(op_type).output_arg}
-    return any(kernel.device_type != "CPU" and kernel.on_host & names for kernel in _kernels(op_type))
+    on_host = (kernel.host_memory_arg for kernel in _kernels(op_type) if kernel.device_type != "CPU")
+    return not all(map(names.isdisjoint, on_host))
 
 
 def hides_state(op_type: str, repeatable: frozenset[str]) -> bool:
@@ -318,16 +302,6 @@ def unobserved() -> Iterator[None]:
         thread.op_callbacks = callbacks
 
 
-def uninitialized(shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
-    """Return uninitialised memory on the current device.
-
-    Not by `tf.raw_ops.Empty`, whose result `tf.debugging.enable_check_numerics()` would check.
-    """
-    attributes = ("dtype", dtype.as_datatype_enum, "init", False)
-    context = eager_context.context()
-    return eager_execute.quick_execute("Empty", 1, [tf.constant(list(shape), tf.int32)], attributes, context)[0]
-
-
 def _plain(attribute: Any) -> Any:
     if isinstance(attribute, tf.DType):
         return attribute.as_datatype_enum
@@ -417,13 +391,10 @@ def backend_variable(variable: Any) -> tf.Variable:
 
 def loaded_classes(base: type) -> list[type]:
     """Return `base`, its bases, and all loaded classes that derive from it."""
-    classes: list[type] = []
-    queue: list[type] = [*base.__mro__]
-    while queue:
-        cls = queue.pop()
-        if cls not in classes and cls is not object:
-            classes.append(cls)
-            queue.extend(cls.__subclasses__() if issubclass(cls, base) else ())
+    classes: list[type] = [cls for cls in base.__mro__ if cls is not object]
+    for cls in classes:
+        derived: list[type] = cls.__subclasses__()
+        classes += [one for one in derived if issubclass(one, base) and one not in classes]
     return classes
 
 
@@ -431,21 +402,19 @@ _wrap_lock = threading.RLock()
 
 
 @contextlib.contextmanager
-def methods_wrapped(
-    classes: Sequence[type | ModuleType], name: str, wrap: Callable[[Callable], Callable]
-) -> Iterator[None]:
-    """Replace method `name` of those `classes` (or modules) that define it by `wrap(method)`, for a while.
+def methods_wrapped(classes: Sequence[type | ModuleType], name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Let `replacement` stand for method `name` of those `classes` (or modules) that define it, for a while.
 
-    Classes are changed, since the objects that a step uses cannot be enumerated. One thread at a time.
+    See `wrapped`. Classes are changed, since the objects that a step uses cannot be enumerated. One thread at a time.
     """
     with _wrap_lock:
-        wrapped = [(cls, cls.__dict__[name]) for cls in classes if name in cls.__dict__]
-        for cls, method in wrapped:
-            setattr(cls, name, wrap(method))
+        methods = [(cls, cls.__dict__[name]) for cls in classes if name in cls.__dict__]
+        for cls, method in methods:
+            setattr(cls, name, wrapped(method, replacement))
         try:
             yield
         finally:
-            for cls, method in wrapped:
+            for cls, method in methods:
                 setattr(cls, name, method)
 
 
@@ -458,33 +427,27 @@ def members_replaced(owner: Any, **members: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        for name in members:
-            del own[name]
         own.update(before)
+        for name in members.keys() - before.keys():
+            del own[name]
 
 
-def wrapping(replacement: Callable[..., Any]) -> Callable[[Callable], Callable]:
-    """Return a `wrap` for `methods_wrapped`: a decorator of a function of a method and its arguments."""
+def wrapped(method: Callable, replacement: Callable[..., Any]) -> Callable:
+    """Return `replacement`, which takes a method and its arguments, as this method."""
 
-    def wrap(method: Callable) -> Callable:
-        @functools.wraps(method)
-        def replaced(*args, **kwargs):
-            return replacement(method, *args, **kwargs)
+    @functools.wraps(method)
+    def replaced(*args, **kwargs):
+        return replacement(method, *args, **kwargs)
 
-        return replaced
-
-    return wrap
+    return replaced
 
 
 def datasets_of(given: tf.data.Iterator | tf.data.Dataset) -> list[tf.data.Dataset]:
     """Return a dataset, or an iterator's, and all datasets that it is made of."""
-    found: list[tf.data.Dataset] = []
-    left = [given if isinstance(given, tf.data.Dataset) else given._dataset]
-    while left:
-        dataset = left.pop()
-        if dataset is not None:
-            found.append(dataset)
-            left += dataset._inputs()
+    dataset = given if isinstance(given, tf.data.Dataset) else given._dataset
+    found: list[tf.data.Dataset] = [] if dataset is None else [dataset]
+    for one in found:
+        found += one._inputs()
     return found
 
 
@@ -497,23 +460,6 @@ def let_go_of_arrays(datasets: Sequence[tf.data.Dataset]) -> None:
     for dataset in datasets:
         if any("GPU" in tensor.device for tensor in getattr(dataset, "_tensors", ())):
             dataset._tensors = []
-
-
-def set_note(variable: tf.Variable, name: str, note: Any) -> None:
-    """Keep something with a variable, under a name of ncclsync's; a copy of the variable does not have it.
-
-    Args:
-        variable: of tower 0.
-        name: "role": what `roles.declare_role` was told. "tracker": by which `holders` tracks it.
-            "written_by_graph": whether a user's `tf.function` writes it at each call, without a report.
-        note: None for none.
-    """
-    setattr(variable, f"_ncclsync_{name}", note)
-
-
-def note_of(variable: tf.Variable, name: str) -> Any:
-    """Return what was last given to `set_note`, or None."""
-    return getattr(variable, f"_ncclsync_{name}", None)
 
 
 def _method_of(variable: tf.Variable, name: str) -> Callable:
@@ -574,11 +520,6 @@ def call_after_read(tensor: tf.Tensor, after: Callable[[], None]) -> None:
     tensor._numpy_internal = read
 
 
-def function_class() -> type:
-    """Return the class of `tf.function`'s results."""
-    return type(tf.function(lambda: None))
-
-
 def shared_function(
     body: Callable, signature: Sequence[tf.TensorSpec], jit_compile: bool, *, meets_in_caller: bool = False
 ) -> Any:
@@ -604,9 +545,6 @@ def shared_function(
     if meets_in_caller:
         attributes["shared_rendezvous"] = True
 
-    def allow(known: Any) -> Any:
-        return known | attributes.keys()
-
     def named(*args: Any) -> Any:
         with tf.name_scope("called"):  # so that no tensor of the caller's has the same name
             return body(*args)
@@ -618,11 +556,13 @@ def shared_function(
         return result if threading.get_ident() == thread else mark(dependencies, result)
 
     with contextlib.ExitStack() as stack:
-        for name in [name for name in vars(function_attributes) if name.endswith("_ALLOWLIST")]:
-            stack.enter_context(methods_wrapped([function_attributes], name, allow))
+        stack.enter_context(_wrap_lock)
+        lists = {name: known for name, known in vars(function_attributes).items() if name.endswith("_ALLOWLIST")}
+        allowed = {name: known | attributes.keys() for name, known in lists.items()}
+        stack.enter_context(members_replaced(function_attributes, **allowed))
         if not (jit_compile or meets_in_caller):
             dependencies = [auto_control_deps.AutomaticControlDependencies]
-            stack.enter_context(methods_wrapped(dependencies, "mark_as_return", wrapping(return_itself)))
+            stack.enter_context(methods_wrapped(dependencies, "mark_as_return", return_itself))
         return tf.function(
             named if meets_in_caller else body,
             input_signature=signature,
@@ -638,7 +578,7 @@ def open_branches() -> Iterator[None]:
 
     TensorFlow says 0 rows, since XLA takes no open length there; so does what is cut (`crossing.close_branches`).
     """
-    with methods_wrapped([cond_v2], "_convert_dynamic_dimension_to_zero", lambda _: lambda shape: shape):
+    with methods_wrapped([cond_v2], "_convert_dynamic_dimension_to_zero", lambda _, shape: shape):
         yield
 
 

@@ -38,7 +38,6 @@ def step_hooks(compression: ErrorFeedback | None = None, sharding: OptimizerShar
 def tapes_checked() -> contextlib.AbstractContextManager[None]:
     """Refuse a tape that Horovod wraps."""
 
-    @tf_compat.wrapping
     def checking(gradient, self, *args, **kwargs):
         if ops.current_context() is not None:
             other_libraries.check_not_horovods(self)
@@ -59,7 +58,6 @@ def gradients_reduced(
         sharding: adds up the gradients that are first used by the update of the optimizer's state.
     """
 
-    @tf_compat.wrapping
     def reducing(apply, self, grads, trainable_variables=None, **kwargs):
         context = ops.current_context()
         if context is not None:
@@ -135,7 +133,6 @@ def _apply_accumulated(
 def functions_inlined() -> contextlib.AbstractContextManager[None]:
     """Trace a `tf.function` that a step calls as a part of the step, not as a separate function."""
 
-    @tf_compat.wrapping
     def inlining(call, self, *args, **kwargs):
         context = ops.current_context()
         # XLA may compile an op that TensorFlow's own kernels lack, such as a grouped Conv3D.
@@ -143,4 +140,4 @@ def functions_inlined() -> contextlib.AbstractContextManager[None]:
             return call(self, *args, **kwargs)
         return tf_compat.autograph_converted(self.python_function)(*args, **kwargs)
 
-    return tf_compat.methods_wrapped([tf_compat.function_class()], "__call__", inlining)
+    return tf_compat.methods_wrapped([type(tf.function(lambda: None))], "__call__", inlining)

@@ -40,7 +40,6 @@ class Observer:
     def hooks(self) -> Iterator[None]:
         """Observe tapes and loss scales."""
 
-        @tf_compat.wrapping
         def observing(gradient, tape, target, sources, output_gradients=None, **kwargs):
             nested, self._nested = self._nested, True
             try:
@@ -54,7 +53,6 @@ class Observer:
                 self._record(sources, gradients)
             return gradients
 
-        @tf_compat.wrapping
         def recording(scale_loss, optimizer, loss):
             scale = optimizer.dynamic_scale if optimizer.built else optimizer.initial_scale
             self.scale = tf.convert_to_tensor(scale)

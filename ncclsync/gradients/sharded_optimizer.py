@@ -152,7 +152,6 @@ class OptimizerSharding:
     def hooks(self, copies: Copies) -> contextlib.AbstractContextManager[None]:
         """Let optimizers update partitions, in a traced step; `copies` returns the towers' copies of a variable."""
 
-        @tf_compat.wrapping
         def sharding(update, optimizer, grads, trainable_variables):
             context = ops.current_context()
             is_twin = any(optimizer is sharded.twin for sharded in self._sharded.values())

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from ncclsync.host_passes.chains import chain_nodes, find_chains
 from ncclsync.host_passes.direct import unpacked
-from ncclsync.host_passes.reads import reads_together
 from ncclsync.host_passes.same_shapes import Shapes, simplify
 from ncclsync.program.segment import Rewrite, SegmentPlan
 
@@ -31,7 +30,7 @@ def _improved(plan: SegmentPlan, shapes: Shapes, crowded: bool, joins: bool) -> 
         return plan
     shapes.enter(plan.ops)
     graph, ops = simplify(plan.graph, shapes, plan.ops, plan.needed_ops)
-    rewrites = [*reads_together(graph, ops)]
+    rewrites = []
     for chain in find_chains(graph, shapes, ops, plan.needed_ops):
         nodes = functools.partial(chain_nodes, graph, chain, ops, crowded)
         rewrites.append(Rewrite(frozenset(chain.members), chain.inputs, nodes))

@@ -292,8 +292,7 @@ def whole(gradients: Sequence[Any], *, rows_add_up: bool = False) -> list[Any]:
     for i, one in enumerate(result):
         if isinstance(one, tf.IndexedSlices):
             shape: Any = None if one.dense_shape is None else tf.get_static_value(one.dense_shape)
-            adds = rows_add_up and shape is not None
-            details = {"rows_add_up": adds, "height": int(shape[0]) if adds else 0}
+            details = {"height": int(shape[0]) if rows_add_up and shape is not None else 0}
             marked = context.mark([one.values, one.indices], Purpose.SLICES, **details)
             result[i] = tf.IndexedSlices(*marked, dense_shape=one.dense_shape)
     return result

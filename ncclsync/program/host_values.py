@@ -10,7 +10,6 @@ its ends from the host's memory. So the host can be a whole step ahead.
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
@@ -28,18 +27,11 @@ _CHECKED = {"GatherV2": (1, 2), "GatherNd": (1,)}
 _CHECKED |= dict.fromkeys(("Div", "FloorDiv", "FloorMod", "Mod", "TruncateDiv", "TruncateMod"), (1,))
 
 
-def keep_on_host(
-    definition: tf.compat.v1.GraphDef, graph: StepGraph, outside: Collection[str], needed: Collection[str]
-) -> None:
-    """Change the nodes of a segment, inputs before consumers, in place.
+class HostValues:
+    """Keep the numbers of one segment on the host."""
 
-    Others take tensors from `outside` to it, and from the GPU the results of the `needed` ops.
-    """
-    _Pass(definition, graph, outside).run(needed)
-
-
-class _Pass:
     def __init__(self, definition: tf.compat.v1.GraphDef, graph: StepGraph, outside: Collection[str]) -> None:
+        """Take its nodes, inputs before consumers, and the names of the tensors that it is given from outside."""
         self._definition, self._graph = definition, graph
         self._nodes = {node.name: node for node in definition.node}
         # Tensors in the host's memory. TensorFlow passes int32 to functions there.
@@ -48,6 +40,7 @@ class _Pass:
         self._entered: dict[str, str] = {}  # what an op of the GPU takes, by what the host has
 
     def run(self, needed: Collection[str]) -> None:
+        """Change the nodes in place; others take the results of the `needed` ops from the GPU."""
         for node in list(self._definition.node):
             op = self._graph.by_name[node.name]
             if node.device or not (self._host.intersection(node.input) or tf_compat.has_host_results(op.type)):
@@ -130,37 +123,25 @@ def enter(
 
     Return the name of the tensor there, which has every bit of it; nodes of names that begin with `prefix` make it.
     """
-
-    def add(op: str, sources: list[str], device: str, **attributes: Any) -> str:
-        name = f"{prefix}/{len(added)}"
-        added.append(definition.node.add(op=op, name=name, input=sources, device=device))
-        for attribute, value in attributes.items():
-            if isinstance(value, tf.DType):
-                added[-1].attr[attribute].type = value.as_datatype_enum
-            else:
-                added[-1].attr[attribute].tensor.CopyFrom(tf.make_tensor_proto(value))
-        return f"{name}:0"
-
-    def constant(value: Any, device: str) -> str:
-        return add("Const", [], device, dtype=tf.as_dtype(value.dtype), value=value)
-
-    added: list[tf.compat.v1.NodeDef] = []
-    bits = _BITS.get(dtype, dtype)
-    number = source
-    if len(shape) > 0:
-        number = add("Reshape", [number, constant(np.zeros([0], np.int32), _CPU)], _CPU, T=dtype, Tshape=tf.int32)
-    if bits != dtype:
-        number = add("Bitcast", [number], _CPU, T=dtype, type=bits)
-    if bits != tf.int64:
-        number = add("Cast", [number], _CPU, SrcT=bits, DstT=tf.int64)
-    zero, one, back = (constant(np.int64(value), _CPU) for value in (0, 1, -1))
-    is_negative = add("Less", [number, zero], _CPU, T=tf.int64)
-    step = add("SelectV2", [is_negative, one, back], _CPU, T=tf.int64)  # towards zero, where no number overflows
-    end = add("AddV2", [number, step], _CPU, T=tf.int64)
-    number = add("Range", [number, end, step], "", Tidx=tf.int64)
-    if bits != tf.int64:
-        number = add("Cast", [number], "", SrcT=tf.int64, DstT=bits)
-    if bits != dtype:
-        number = add("Bitcast", [number], "", T=bits, type=dtype)
-    # The last: a GPU's kernel of Reshape has int32 in the host's memory.
-    return add("Reshape", [number, constant(np.array(shape, np.int32), "")], "", T=dtype, Tshape=tf.int32)
+    with tf.Graph().as_default() as graph, tf.device(_CPU):
+        given = number = tf.compat.v1.placeholder(dtype, shape, "given")
+        bits = _BITS.get(dtype, dtype)
+        with tf.name_scope(prefix):
+            if len(shape) > 0:
+                number = tf.reshape(number, [])
+            if bits != dtype:
+                number = tf.bitcast(number, bits)
+            number = tf.cast(number, tf.int64)
+            step = tf.where(number < 0, tf.constant(1, tf.int64), tf.constant(-1, tf.int64))
+            end = number + step  # towards zero, where no number overflows
+            with tf.device(None):
+                number = tf.cast(tf.range(number, end, step), bits)
+                if bits != dtype:
+                    number = tf.bitcast(number, dtype)
+                # The last: a GPU's kernel of Reshape has int32 in the host's memory.
+                number = tf.reshape(number, tf.constant(list(shape), tf.int32))
+    for node in graph.as_graph_def().node:
+        if node.name != given.op.name:
+            node.input[:] = [source if name == given.op.name else name for name in node.input]
+            definition.node.append(node)
+    return number.name

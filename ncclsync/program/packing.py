@@ -32,7 +32,6 @@ def pack_all(
     values: dict[str, tf.Tensor],
     fraction: tf.Tensor,
     has_samples: tf.Tensor,
-    branches: bool = True,
     meter: Meter | None = None,
     tower: tf.Tensor | None = None,
 ) -> tuple[list[list[tf.Tensor]], list[tf.Operation]]:
@@ -42,26 +41,18 @@ def pack_all(
         buckets: [B] in order.
         values: by name; the exchanges' sources among them.
         fraction: the tower's share of the samples, float64; 0 for a tower without.
-        has_samples: whether that is not 0; int32, by which the host can branch without waiting for a GPU.
-        branches: whether `tf.cond` chooses what a tower without samples sends; else `tf.where` does. A branch copies no
-            tensor, but on a GPU TensorFlow copies its condition, after all that this computes.
+        has_samples: whether that is not 0; int32, in the host's memory, as the lengths of slices are.
         meter, tower: see `unpack_all`.
     """
     packed = any(bucket.packed for bucket in buckets)
     sources = {exchange.source: values[exchange.source] for b in buckets for exchange in b.exchanges}
     span = begin(meter if packed else None, tower, "pack", list(sources.values()))
     sources = hold(sources, span.ops)
-    outgoing = [_send(bucket, sources, fraction, has_samples, branches) for bucket in buckets]
-    sent = [tensor for each in outgoing for tensor in each]
-    # Else TensorFlow moves all that only a branch needs into it: back-propagation, away from what it goes with.
-    computed = [tensor.op for tensor in sources.values()] if branches else []
-    # A tower without samples sends tensors that wait for nothing that is packed.
-    return outgoing, [*span.end([*sent, *sources.values()]), *computed]
+    outgoing = [_send(bucket, sources, fraction, has_samples) for bucket in buckets]
+    return outgoing, span.end([tensor for each in outgoing for tensor in each])
 
 
-def _send(
-    bucket: Bucket, values: dict[str, tf.Tensor], fraction: tf.Tensor, has_samples: tf.Tensor, branches: bool
-) -> list[tf.Tensor]:
+def _send(bucket: Bucket, values: dict[str, tf.Tensor], fraction: tf.Tensor, has_samples: tf.Tensor) -> list[tf.Tensor]:
     """Pack what a tower contributes; a tower without samples contributes what changes nothing."""
     tensors = [values[exchange.source] for exchange in bucket.exchanges]
     if bucket.join is not None and not bucket.wire.concatenates:
@@ -69,21 +60,18 @@ def _send(
     for i, exchange in enumerate(bucket.exchanges):
         if exchange.collective.kind == CollectiveKind.ALL_REDUCE and exchange.collective.op == "mean":
             tensors[i] = tensors[i] * tf.cast(fraction, tensors[i].dtype)
-    present = has_samples > 0 if branches or bucket.wire.concatenates else fraction > 0
-    return [_contributed(bucket, one, present, branches) for one in ([pack(tensors)] if bucket.packed else tensors)]
+    present = has_samples > 0 if bucket.wire.concatenates else fraction > 0
+    return [_contributed(bucket, one, present) for one in ([pack(tensors)] if bucket.packed else tensors)]
 
 
-def _contributed(bucket: Bucket, tensor: tf.Tensor, present: tf.Tensor, branches: bool) -> tf.Tensor:
+def _contributed(bucket: Bucket, tensor: tf.Tensor, present: tf.Tensor) -> tf.Tensor:
     if bucket.wire.kind == CollectiveKind.BROADCAST or bucket.wire.empty_too:
         return tensor
     if bucket.wire.concatenates:
         rows = tf.shape(tensor)[0]
         return tensor[: tf.where(present, rows, 0)]
-    neutral = _neutral(bucket.wire.op, tensor.dtype)
     # A select, not a product: what a tower computed on a stand-in row may be NaN.
-    if not branches:
-        return tf.where(present, tensor, neutral)
-    return tf.cond(present, lambda: tf.identity(tensor), lambda: tf.fill(tf.shape(tensor), neutral))
+    return tf.where(present, tensor, _neutral(bucket.wire.op, tensor.dtype))
 
 
 def _neutral(op: str, dtype: tf.DType) -> tf.Tensor:

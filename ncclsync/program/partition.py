@@ -76,7 +76,6 @@ class Partition(Conversions):
         self._fold_metrics()
         self.graph.ops = self.order
         self.graph.by_name = {op.name: op for op in self.order}
-        self.graph.freeze()
         return self
 
     # One op.
@@ -480,11 +479,11 @@ class Partition(Conversions):
         """Return the slices that one device would have, or their dense sum if that moves fewer bytes."""
         values, indices = call.inputs
         by_rows = values.kind is indices.kind is Kind.SHARD
-        if not by_rows or not mark.rows_add_up or not call.tensors[0].shape[1:].is_fully_defined():
+        if not by_rows or not mark.height or not call.tensors[0].shape[1:].is_fully_defined():
             return [self.convert(t, placed, REPLICATE, op) for t, placed in zip(call.tensors, call.inputs, strict=True)]
         slices, places = call.tensors
         width = slices.shape[1:].num_elements() * slices.dtype.size  # bytes of a row
-        count, height = tf.shape(slices)[0], int(mark.height)
+        count, height = tf.shape(slices)[0], mark.height
         total = self.exchange(tf.cast(count, tf.int64), ADD_UP, op)
         # By a gather a tower receives what all others have: (N - 1) / N of all slices, values and indices. An
         # all-reduce moves 2 (N - 1) / N of the dense tensor. One of the two exchanges is then of nothing.

@@ -7,35 +7,33 @@ is not updated sparsely. Source: tensorflow/core/kernels/training_op_helpers.h, 
 """
 
 import collections
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 import tensorflow as tf
 
-from ncclsync.program.graph import op_name
+from ncclsync.program.graph import StepGraph, op_name
 
 
-def read_rows_only(
-    definition: tf.compat.v1.GraphDef, shapes: Mapping[str, tf.TensorShape], needed: Collection[str]
-) -> None:
-    """Replace, in place, reads of variables that only rows are taken of, but for the nodes that are `needed`.
-
-    `shapes` has, by name of a node that reads a variable that is updated sparsely, the variable's static shape.
-    """
+def read_rows_only(definition: tf.compat.v1.GraphDef, graph: StepGraph, needed: Collection[str]) -> None:
+    """Replace, in a segment's nodes, reads of variables that only rows are taken of, but for the `needed` nodes."""
+    sparse = {handle for op in graph.ops if op.type.startswith("ResourceScatter") for handle in graph.writes[op.name]}
+    reads = [node for node in definition.node if node.op == "ReadVariableOp" and node.input[0] in sparse]
     nodes = {node.name: node for node in definition.node}
     consumers: dict[str, list[tf.compat.v1.NodeDef]] = collections.defaultdict(list)
     for node in definition.node:
         for name in {op_name(source) for source in node.input if not source.startswith("^")}:
             consumers[name].append(node)
-    for read in [node for node in definition.node if node.name in shapes]:
+    for read in reads:
         takers = [node for node in consumers[read.name] if _takes_rows(node, read.name, nodes)]
         others = [node for node in consumers[read.name] if node not in takers]
-        known = shapes[read.name].is_fully_defined()
-        if not takers or not known or read.name in needed or any(node.op != "Shape" for node in others):
+        shape = graph.variable_of[read.input[0]].shape
+        stays = read.name in needed or any(node.op != "Shape" for node in others)
+        if not takers or stays or not shape.is_fully_defined():
             continue
         for node in takers:
             _take_from_variable(node, read)
         for node in others:
-            _become_constant(node, shapes[read.name])
+            _become_constant(node, shape)
         # What waits for the read waits for these.
         read.op = "NoOp"
         read.attr.clear()

@@ -14,7 +14,7 @@ from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops.spans import Meter
 from ncclsync.program.crossing import Form, close_branches, keep_declared_shapes
 from ncclsync.program.graph import StepGraph, op_name
-from ncclsync.program.host_values import keep_on_host
+from ncclsync.program.host_values import HostValues
 from ncclsync.program.own_memory import own_memory
 from ncclsync.program.packing import pack_all, unpack_all
 from ncclsync.program.program import Bucket, Outcome, Segment
@@ -91,8 +91,8 @@ def compile_segment(
         keep_declared_shapes(graph, definition)
     else:  # XLA makes no copies
         if not plan.shares_memory:
-            keep_on_host(definition, graph, outside, plan.needed_ops)
-        read_rows_only(definition, sparse_reads(graph, plan.ops), plan.needed_ops)
+            HostValues(definition, graph, outside).run(plan.needed_ops)
+        read_rows_only(definition, graph, plan.needed_ops)
     crossing = {name: forms[name] for name in plan.fetches if name in forms}
     fetches = {*plan.fetches}.intersection(taken).union(*(form.names for form in crossing.values()))
     written = sorted({handle for op in plan.ops for handle in graph.writes[op]})
@@ -122,7 +122,7 @@ def compile_segment(
         )
         values.update(zip(wanted, imported, strict=False))
         fraction, has_samples = (values.get(one.name) for one in (graph.share.fraction, graph.site.has_samples))
-        sent, packed = pack_all(plan.outgoing, values, fraction, has_samples, plan.shares_memory, meter, rank)
+        sent, packed = pack_all(plan.outgoing, values, fraction, has_samples, meter, rank)
         with tf.control_dependencies([*imported[len(wanted) :], *packed]):
             token = tf.constant(0.0)
         fetched = {name: values[name] for name in fetches & values.keys()}
@@ -192,13 +192,6 @@ def _graph_def(plan: SegmentPlan) -> tuple[tf.compat.v1.GraphDef, set[str], list
         definition.node.extend(rewrite.nodes(f"{graph.free_prefix}/rewritten_{i}"))
     inside.update(constants)
     return definition, {name for name in used if op_name(name) not in inside}, added
-
-
-def sparse_reads(graph: StepGraph, ops: Sequence[str]) -> dict[str, tf.TensorShape]:
-    """Return the reads among `ops` of variables that the step updates sparsely, and these' shapes."""
-    sparse = {handle for op in graph.ops if op.type.startswith("ResourceScatter") for handle in graph.writes[op.name]}
-    reads = [name for name in ops if graph.by_name[name].type == "ReadVariableOp"]
-    return {name: graph.variable_of[graph.inputs[name][0]].shape for name in reads if graph.inputs[name][0] in sparse}
 
 
 @functools.cache

@@ -24,8 +24,7 @@ class Mark:
         collective: how they meet their counterparts, if that is the purpose.
         conditional: whether its last tensor says if the collective happens.
         line: the user's that asks for it, or calls what does.
-        rows_add_up: see `ops.whole`.
-        height: the rows of the table that slices are of, where `rows_add_up`.
+        height: the rows of the table that slices are of, where `ops.whole` may add slices of one row up; else 0.
         of: the name of the mark that `Purpose.ROWS` are taken back to.
         by_choice: whether it gives other numbers than one device's, for speed.
     """
@@ -35,7 +34,6 @@ class Mark:
     collective: Collective = dataclasses.field(default_factory=lambda: Collective(CollectiveKind.ALL_REDUCE))
     conditional: bool = False
     line: str = ""
-    rows_add_up: bool = False
     height: int = 0
     of: str = ""
     by_choice: bool = False
@@ -45,7 +43,7 @@ class Site(NamedTuple):
     """Hold what a shard's segments are told of where they run; scalars.
 
     Attributes:
-        has_samples: 1 or 0, int32, by which the host can branch without waiting for a GPU: whether the shard has any.
+        has_samples: 1 or 0, int32, in the host's memory: whether the shard has any.
         is_first: whether the shard is the first of its process, which keeps sums of metrics.
         rank: the tower's number, int32.
     """

@@ -14,6 +14,9 @@ import tensorflow as tf
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops import current_context
 
+# Attributes of a variable: its tracker; whether a user's `tf.function` writes it at each call, without a report.
+_TRACKER, WRITTEN_BY_GRAPH = "_ncclsync_tracker", "_ncclsync_written_by_graph"
+
 
 class Holder(abc.ABC):
     """Hold what some towers have of one variable, beside the variable itself."""
@@ -60,7 +63,7 @@ class Holder(abc.ABC):
         variable = self.held
         if variable is not None and self._tracker().remove(self):
             tf_compat.untrack(variable)
-            tf_compat.set_note(variable, "tracker", None)
+            setattr(variable, _TRACKER, None)
 
     def mark_others_stale(self) -> bool:
         """Mark other holders stale: these towers wrote the variable. Return whether there are any."""
@@ -71,10 +74,10 @@ class Holder(abc.ABC):
 
     def _tracker(self) -> "_Tracker":
         variable = self.held
-        tracker = tf_compat.note_of(variable, "tracker")
+        tracker = getattr(variable, _TRACKER, None)
         if tracker is None:
             tracker = _Tracker(variable)
-            tf_compat.set_note(variable, "tracker", tracker)
+            setattr(variable, _TRACKER, tracker)
         return tracker
 
 
@@ -126,7 +129,7 @@ class _Tracker:
             if not eager and current_context() is not None:
                 return result  # in a step that is traced: whoever runs it reports it
             if not eager:
-                tf_compat.set_note(borrowed(), "written_by_graph", True)  # a tf.function, which will write again
+                setattr(borrowed(), WRITTEN_BY_GRAPH, True)  # a tf.function, which will write again
             for holder in self.holders():
                 holder.mark_stale()
             return result

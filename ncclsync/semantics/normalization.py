@@ -19,7 +19,6 @@ from ncclsync.compat import tensorflow as tf_compat
 def moments_of_layers(by_batch: bool = False) -> Iterator[None]:
     """Let `BatchNormalization` normalise by a tower's own rows; `by_batch`, or if `synchronized`, by the batch's."""
 
-    @tf_compat.wrapping
     def choosing(moments, self, inputs, mask):
         context = ops.current_context()
         if context is None or not context.can_exchange():
@@ -31,7 +30,6 @@ def moments_of_layers(by_batch: bool = False) -> Iterator[None]:
             (mask,) = ops.to_local([mask], by_choice=True)
         return tuple(ops.from_local(list(moments(self, inputs, mask)), by_choice=True))
 
-    @tf_compat.wrapping
     def choosing_op(moments, x, axes, keepdims):
         context = ops.current_context()
         if context is None or not context.can_exchange():

@@ -9,6 +9,8 @@ from ncclsync.compat import tensorflow as tf_compat
 # 2**31 / golden ratio: consecutive towers' seeds differ in many bits, and stay valid int32 seeds.
 SEED_STRIDE = 1327217885
 
+DECLARED = "_ncclsync_role"  # an attribute of a variable of tower 0; a copy of the variable does not have it
+
 
 class Role(enum.Enum):
     """Name how the copies of one variable relate."""
@@ -22,8 +24,8 @@ class Role(enum.Enum):
 
 def declare_role(variable: tf.Variable, role: Role) -> None:
     """Give a variable of tower 0 a role that it does not show itself; `SAME`, if a step needs that, stays."""
-    if tf_compat.note_of(variable, "role") is not Role.SAME:
-        tf_compat.set_note(variable, "role", role)
+    if getattr(variable, DECLARED, None) is not Role.SAME:
+        setattr(variable, DECLARED, role)
 
 
 def role_of(variable: tf.Variable, same_seeds: bool = False) -> Role:
@@ -36,7 +38,7 @@ def role_of(variable: tf.Variable, same_seeds: bool = False) -> Role:
     Keras declares `sum` on the state of its metrics; what it declares on other variables (mostly "none")
     does not distinguish them: whether a step computes their new value from data decides what is averaged.
     """
-    if (declared := tf_compat.note_of(variable, "role")) is not None:
+    if (declared := getattr(variable, DECLARED, None)) is not None:
         return declared
     if variable.aggregation == tf.VariableAggregation.SUM:
         return Role.SUM

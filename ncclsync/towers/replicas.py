@@ -16,7 +16,7 @@ from ncclsync.errors import NcclSyncError
 from ncclsync.gradients.partitions import Processes
 from ncclsync.gradients.sharded_optimizer import OptimizerSharding
 from ncclsync.ops import current_context
-from ncclsync.semantics.holders import Holder
+from ncclsync.semantics.holders import WRITTEN_BY_GRAPH, Holder
 from ncclsync.semantics.roles import Role, role_of, start_value
 from ncclsync.towers.layout import is_cpu
 from ncclsync.towers.session import Session, most_bytes
@@ -160,7 +160,7 @@ class Replicas:
             forget = functools.partial(_forget, weakref.ref(self), id(variable))
             held = Copies(variable, role, copies, self._pending, self.shared, self._session, forget)
             self._held[id(variable)] = held
-            if tf_compat.note_of(variable, "written_by_graph"):
+            if getattr(variable, WRITTEN_BY_GRAPH, False):
                 self._pending.add(id(variable))
         elif held.role is not role:
             held.take_role(role)
@@ -282,7 +282,7 @@ class Replicas:
                     arriving.append((copies[place], value))
                 else:
                     tf.raw_ops.AssignVariableOp(resource=copies[place].handle, value=value)
-            if not tf_compat.note_of(held.variable, "written_by_graph"):
+            if not getattr(held.variable, WRITTEN_BY_GRAPH, False):
                 sent.append(key)
         if agrees:
             self._session.communicator.agree(None, "the sending of variables")
@@ -311,10 +311,11 @@ class Replicas:
             return
         buffers: list[tf.Tensor] = []
         for place in range(len(ranks)):
-            with tf.device(self._device_of(variable, place)):
+            with tf.device(self._device_of(variable, place)), tf_compat.unobserved():
                 # Tower 0's value is no copy, unless other towers have their tower 0 elsewhere.
                 fresh = buffers or ranks[0] > 0
-                buffers.append(tf_compat.uninitialized(value.shape, value.dtype) if fresh else tf.identity(value))
+                shape = tf.constant(value.shape.as_list(), tf.int32)
+                buffers.append(tf.raw_ops.Empty(shape=shape, dtype=value.dtype) if fresh else tf.identity(value))
         if session.enqueues:
             buffers = session.broadcast(buffers, "a variable", in_place=True)
         else:

@@ -19,7 +19,7 @@ def bucket(collective, packed=True, dtype=tf.float32, wire=None):
     return Bucket(wire or collective, exchanges, packed)
 
 
-def packed_by(given, fraction, branches, dtype="float32"):
+def packed_by(given, fraction, dtype="float32"):
     """[B][E] what a tower sends that has this share of the samples."""
 
     @tf.function(autograph=False)
@@ -28,24 +28,20 @@ def packed_by(given, fraction, branches, dtype="float32"):
         if dtype == "float32":
             values["b"] = tf.constant(B)
         share = tf.constant(fraction, tf.float64)
-        sent, _ = pack_all(given, values, share, tf.constant(int(fraction > 0)), branches)
+        sent, _ = pack_all(given, values, share, tf.constant(int(fraction > 0)))
         return sent
 
     return [[tensor.numpy() for tensor in each] for each in graph()]
 
 
-@pytest.mark.parametrize("branches", [True, False])
-def test_a_bucket_holds_its_tensors_in_order(branches):
+def test_a_bucket_holds_its_tensors_in_order():
     """Flat, one after the other; a mean's weighted by the tower's share, a sum's as they are."""
-    summed, meant = packed_by(
-        [bucket(Collective("all_reduce", "sum")), bucket(Collective("all_reduce", "mean"))], 0.25, branches
-    )
+    summed, meant = packed_by([bucket(Collective("all_reduce", "sum")), bucket(Collective("all_reduce", "mean"))], 0.25)
     flat = np.concatenate([A.ravel(), B])
     np.testing.assert_array_equal(summed, [flat])
     np.testing.assert_array_equal(meant, [flat / 4])
 
 
-@pytest.mark.parametrize("branches", [True, False])
 @pytest.mark.parametrize(
     ("op", "dtype", "neutral"),
     [
@@ -57,20 +53,19 @@ def test_a_bucket_holds_its_tensors_in_order(branches):
         ("min", "int32", np.iinfo("int32").max),
     ],
 )
-def test_a_tower_without_samples_changes_nothing(op, dtype, neutral, branches):
+def test_a_tower_without_samples_changes_nothing(op, dtype, neutral):
     """It sends the operation's neutral element, whatever it has computed: a NaN as well."""
     given = bucket(Collective("all_reduce", op), dtype=tf.as_dtype(dtype))
-    ((sent,),) = packed_by([given], 0.0, branches, dtype)
+    ((sent,),) = packed_by([given], 0.0, dtype)
     np.testing.assert_array_equal(sent, np.full(A.size + B.size, neutral, dtype))
 
 
-@pytest.mark.parametrize("branches", [True, False])
-def test_a_tower_without_samples_has_no_rows(branches):
+def test_a_tower_without_samples_has_no_rows():
     """Of what is gathered it sends none; what is broadcast, or added up without regard to samples, as it is."""
     gathered = bucket(Collective("all_gather"), packed=False)
     root = bucket(Collective("broadcast"))
     running = bucket(Collective("all_reduce", "sum", empty_too=True))
-    rows, sent, added = packed_by([gathered, root, running], 0.0, branches)
+    rows, sent, added = packed_by([gathered, root, running], 0.0)
     assert [len(each) for each in rows] == [0, 0]
     np.testing.assert_array_equal(sent[0][:6], A.ravel())
     np.testing.assert_array_equal(added[0][:6], A.ravel())

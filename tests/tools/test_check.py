@@ -19,6 +19,7 @@ from ncclsync.program.trace import trace
 from ncclsync.semantics import rules
 from ncclsync.semantics.normalization import moments_of_layers
 from ncclsync.semantics.placements import MEAN, REPLICATE, SUM, Kind
+from ncclsync.semantics.roles import DECLARED
 from ncclsync.semantics.shards import open_specs
 from ncclsync.tools.verify.check import Unchecked, first_difference
 
@@ -395,7 +396,7 @@ def everything(model):
         for copy in (replicas.variable, *replicas.copies):
             read = tf.raw_ops.ReadVariableOp(resource=copy.handle, dtype=copy.dtype)
             held.append(read.numpy().tobytes())
-        held.append((replicas.role, tf_compat.note_of(replicas.variable, "role")))
+        held.append((replicas.role, getattr(replicas.variable, DECLARED, None)))
     logs = {
         "pending": set(towers.replicas._pending),
         "warned": set(towers.session._warned),

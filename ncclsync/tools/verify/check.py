@@ -27,7 +27,7 @@ from ncclsync.program.program import Results
 from ncclsync.program.trace import Site, Trace
 from ncclsync.semantics.placements import Kind, Placement
 from ncclsync.semantics.placing import PRINTS, is_unrepeatable
-from ncclsync.semantics.roles import Role
+from ncclsync.semantics.roles import DECLARED, Role
 from ncclsync.semantics.rules import names
 from ncclsync.semantics.shards import Shards, components_of, rows_of, shard_batch
 from ncclsync.tools.verify.batches import rows_at
@@ -61,13 +61,13 @@ def first_difference(trace: Trace, home_device: str, batch: Any, towers: int) ->
         Unchecked: the step has an op that must not run twice, or cannot be run op by op.
     """
     variables = trace.function.variables
-    roles = [tf_compat.note_of(variable, "role") for variable in variables]
+    roles = [getattr(variable, DECLARED, None) for variable in variables]
     try:
         # As towers do where nothing else was chosen for speed.
         graph, placing = place(trace, home_device, Results.COMBINED, same_seeds=True, exact=True)
     finally:
         for variable, role in zip(variables, roles, strict=True):
-            tf_compat.set_note(variable, "role", role)
+            setattr(variable, DECLARED, role)
     for op in map(graph.tf_graph.get_operation_by_name, graph.traced_inputs):
         if op.name not in graph.placeholders and op.type not in PRINTS and is_unrepeatable(op, graph.calls):
             raise Unchecked(f"{op.type}, at {user_line(op.traceback)}, must not run twice")

@@ -74,8 +74,8 @@ class ScaledRate:
         self.variables = [self.active, self.effective, self._largest, self._warmup, self._skipped, self._previous]
         keras_optimizers.wrap_update(self._optimizer, self._wrap)
         outer = model.optimizer
-        vars(outer)["save_own_variables"] = tf_compat.wrapping(self._save_settled)(outer.save_own_variables)
-        vars(outer)["load_own_variables"] = tf_compat.wrapping(self._load_and_note)(outer.load_own_variables)
+        vars(outer)["save_own_variables"] = tf_compat.wrapped(outer.save_own_variables, self._save_settled)
+        vars(outer)["load_own_variables"] = tf_compat.wrapped(outer.load_own_variables, self._load_and_note)
 
     def is_for(self, optimizer: keras.Optimizer) -> bool:
         """Return whether it scales this optimizer's rate."""

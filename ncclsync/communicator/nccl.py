@@ -18,10 +18,11 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from ncclsync.communicator import native, nccl_calls, nvls, timeouts
 from ncclsync.communicator.base import (
+    NAMES,
     AllGather,
     AllReduce,
     AnyCollective,
@@ -32,6 +33,7 @@ from ncclsync.communicator.base import (
 )
 from ncclsync.communicator.buffers import CUDA, Buffers
 from ncclsync.communicator.launcher import OWN_WORK, Launcher
+from ncclsync.communicator.native import lib
 from ncclsync.communicator.nccl_calls import Progress
 from ncclsync.communicator.peers import Peers
 from ncclsync.communicator.preflight import check_paths
@@ -39,12 +41,12 @@ from ncclsync.errors import NcclError, NcclSyncError, NcclTimeoutError, ProcessE
 
 _logger = logging.getLogger("ncclsync")
 
-# The C library's kind of each collective, and what it is called in messages.
-KINDS: dict[type, tuple[int, str]] = {
-    AllReduce: (nccl_calls.ALL_REDUCE, "all-reduce"),
-    Broadcast: (nccl_calls.BROADCAST, "broadcast"),
-    ReduceScatter: (nccl_calls.REDUCE_SCATTER, "reduce-scatter"),
-    AllGather: (nccl_calls.ALL_GATHER, "all-gather"),
+# The C library's kind of each collective.
+_KINDS: dict[type, int] = {
+    AllReduce: nccl_calls.ALL_REDUCE,
+    Broadcast: nccl_calls.BROADCAST,
+    ReduceScatter: nccl_calls.REDUCE_SCATTER,
+    AllGather: nccl_calls.ALL_GATHER,
 }
 ABORT_WAIT_S = 1.0  # how long a failure waits for its abort, which then goes on by itself
 _MOST = 2**31 - 1  # NCCL's ranks and CUDA's ordinals are C's int
@@ -73,14 +75,18 @@ class NcclCommunicator(Communicator):
         self,
         devices: Sequence[int],
         *,
+        peers: Peers | None = None,
         timeout_s: float | None = timeouts.DEFAULT_TIMEOUT_S,
         preflight: bool = True,
         repeatable: bool = False,
     ) -> None:
-        """Join GPUs of this process. Blocks until all ranks are up.
+        """Join GPUs of this process, and of others which look after each other. Blocks until all ranks are up.
 
         Args:
-            devices: CUDA ordinals; rank r is on ``devices[r]``.
+            devices: CUDA ordinals; rank r is on ``devices[r]``, counted from the ranks of the processes before.
+            peers: the processes, if there are several; then this is collective, and `timeout_s`, `preflight` and
+                `repeatable` are equal in all. One that fails, ends or is silent ends what the others wait for by a
+                ProcessError that names it. After a failure `reopen` joins all anew.
             timeout_s: how long joining them, then any collective, and the GPUs' own work before it, may
                 take, in seconds each, before it is given up with a NcclTimeoutError; None for no limit. A
                 warning is logged after 60 s.
@@ -93,9 +99,15 @@ class NcclCommunicator(Communicator):
             NcclUnavailableError: no libnccl, no driver or no such GPU.
             NcclError: NCCL could not join these GPUs, or they do not receive what was sent.
         """
+        self.peers = peers
         self._set_up(_checked_numbers(devices, "devices", "CUDA ordinals"), timeout_s, preflight, repeatable)
         self._joined_by, self.world_size, self.ranks = None, self.size, tuple(range(self.size))
+        if peers is not None:
+            self._meet(peers)
         self._join()
+        if peers is not None:
+            # Before the others are told that this process ends: it does its part of what all have launched.
+            atexit.register(_let_end, weakref.ref(self))
 
     @classmethod
     def from_unique_id(
@@ -136,46 +148,17 @@ class NcclCommunicator(Communicator):
         self._join()
         return self
 
-    @classmethod
-    def from_peers(
-        cls,
-        peers: Peers,
-        devices: Sequence[int],
-        *,
-        timeout_s: float | None = timeouts.DEFAULT_TIMEOUT_S,
-        preflight: bool = True,
-        repeatable: bool = False,
-    ) -> NcclCommunicator:
-        """Join GPUs of several processes, which look after each other. Collective; blocks until all ranks are up.
-
-        Processes' ranks follow each other: 0 and 1 of the first. A process that fails, ends or is silent ends what the
-        others wait for by a ProcessError that names it. After a failure `reopen` joins all anew. Arguments, and what is
-        raised, are as of `from_unique_id`.
-        """
-        self = cls.__new__(cls)
-        self.peers = peers
-        self._set_up(_checked_numbers(devices, "devices", "CUDA ordinals"), timeout_s, preflight, repeatable)
-        self._meet()
-        self._join()
-        # Before the others are told that this process ends: it does its part of what all have launched.
-        atexit.register(_let_end, weakref.ref(self))
-        return self
-
-    def _meet(self) -> None:
+    def _meet(self, peers: Peers) -> None:
         """Agree with the other processes on a unique id and on the ranks of each."""
-        assert self.peers is not None
-        peers, made = self.peers, b""
         try:
             made = self.unique_id() if peers.rank == 0 else b""
         except NcclSyncError as error:
             peers.report(f"{type(error).__name__}: {error}")
             raise
         text = f"the joining of GPUs, preflight={self._preflight}, repeatable={self.repeatable}"
-        given = len(self.devices), made, list(peers.failures)
-        each = peers.exchange(given, text, self.timeout_s, heeds=False)
-        peers.agree_on_failures([failures for _, _, failures in each])
-        self._failures_before = list(peers.failures)
-        sizes = [size for size, _, _ in each]
+        each = peers.exchange((len(self.devices), made), text, self.timeout_s)
+        self._met = peers.met = peers.generation
+        sizes = [size for size, _ in each]
         begin = sum(sizes[: peers.rank])
         self._joined_by, self.world_size, self.ranks = each[0][1], sum(sizes), tuple(range(begin, begin + self.size))
 
@@ -306,7 +289,7 @@ class NcclCommunicator(Communicator):
         pending = self._launcher.pending()
         if self.peers is None or pending is None:
             return
-        if self.peers.have_ended() or (pending.group > self.agreed and self.peers.failures != self._failures_before):
+        if self.peers.have_ended() or (pending.group > self.agreed and self.peers.failed_since(self._met)):
             self._launcher.interrupt()
 
     def _explain(self, found: Any) -> BaseException | None:
@@ -320,10 +303,10 @@ class NcclCommunicator(Communicator):
                 self.peers.check(what)
             except ProcessError as error:
                 return error
-            if self.peers.failures != self._failures_before:
+            if self.peers.failed_since(self._met):
                 return self._refused or self.peers.raised
         kinds = self._labels[found.label]
-        usual = nccl_calls.CALLS[KINDS[kinds[0][0]][0]] if kinds else "ncclGroupEnd"
+        usual = nccl_calls.CALLS[_KINDS[kinds[0][0]]] if kinds else "ncclGroupEnd"
         call = native.name_of_call(found.failure) or usual
         if found.status == native.IN_PROGRESS:
             return NcclSyncError(
@@ -401,7 +384,7 @@ class NcclCommunicator(Communicator):
                 self._aborting = None
             self._wait_for_abort(self._launcher.wait_for_abort)
             if self.peers is not None:
-                self._meet()
+                self._meet(self.peers)
             self._join()
 
     def _heed(self) -> None:
@@ -414,7 +397,7 @@ class NcclCommunicator(Communicator):
         try:
             self.peers.check("the next step")
         finally:
-            if self.peers.failure or self.peers.failures != self._failures_before:
+            if self.peers.failure or self.peers.failed_since(self._met):
                 self._wait_for_agreed()
                 with self._reserved():
                     handle, self._handle = self._handle, None
@@ -432,14 +415,7 @@ class NcclCommunicator(Communicator):
         while self.groups()[1] < self.agreed and not self.peers.have_ended() and self._launcher.failure() is None:
             time.sleep(1e-3)
 
-    def raise_closed(self) -> NoReturn:
-        """Raise what has ended the agreement of the processes, if something has."""
-        if self.peers is not None and self.peers.failure is not None:
-            raise self.peers.failure
-        super().raise_closed()
-
     def _tell(self, words: str) -> None:
-        """Let the other processes raise it, whatever they wait for."""
         if self.peers is not None:
             self.peers.report(words)
 
@@ -454,14 +430,14 @@ class NcclCommunicator(Communicator):
             self._launcher.close()
 
             def begin(handle, slice_s):
-                nccl_calls.finalize(handle)
+                native.call(lib.ncs_nccl_finalize, [handle])
                 return nccl_calls.wait(handle, slice_s)
 
             # Another process that has ended, or failed, leaves nothing to be ended in order.
             with contextlib.suppress(ProcessError):
                 with self._aborted_on_error(handle):
                     self._launch(handle, lambda: "the end of a communicator", "ncclCommFinalize", begin)
-                nccl_calls.destroy(handle)
+                native.call(lib.ncs_nccl_destroy, [handle])
 
     def _join(self) -> None:
         shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
@@ -556,7 +532,7 @@ class NcclCommunicator(Communicator):
     def _abort(self, handle: Any, cause: BaseException | None) -> None:
         """Free the communicator aside: CUDA frees memory after the GPUs' own work, which may never end."""
         self._launcher.close(getattr(cause, "status", 0) or native.INVALID_USAGE)
-        aborting = timeouts.Aside(functools.partial(nccl_calls.abort, handle), "ncclsync abort")
+        aborting = timeouts.Aside(functools.partial(native.call, lib.ncs_nccl_abort, [handle]), "ncclsync abort")
         try:
             self._aborting = None if aborting.wait(ABORT_WAIT_S) else aborting
         except NcclError as error:
@@ -608,7 +584,7 @@ class NcclCommunicator(Communicator):
 def kind_op_root(collective: AnyCollective) -> tuple[int, int, int]:
     """Return the C library's numbers of a collective; 0 for an operation or a root that it does not have."""
     op, root = getattr(collective, "op", "sum"), getattr(collective, "root", 0)
-    return KINDS[type(collective)][0], native.OPS[op], root
+    return _KINDS[type(collective)], native.OPS[op], root
 
 
 def _fields(
@@ -644,10 +620,9 @@ def _warn_of_pending(find: weakref.ref[NcclCommunicator], ending: threading.Even
 
 
 def _name(kind: type, number: int, label: str, count: int, dtype: int) -> str:
-    """Name a collective for a message, by its class, its number, its label and its size."""
     size_bytes = count * native.DTYPE_SIZES[dtype]
     return (
-        f"{KINDS[kind][1]} {number}{f' ({label})' if label else ''} of {size_bytes} bytes "
+        f"{NAMES[kind]} {number}{f' ({label})' if label else ''} of {size_bytes} bytes "
         f"({count} × {native.DTYPE_NAMES[dtype]})"
     )
 

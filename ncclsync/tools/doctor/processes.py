@@ -147,7 +147,7 @@ def _reduce(joined: Peers, report: Report, by_nccl: bool, timeout_s: float) -> A
     def reduce() -> str:
         communicator: Communicator
         if by_nccl:
-            communicator = NcclCommunicator.from_peers(joined, devices, timeout_s=timeout_s)
+            communicator = NcclCommunicator(devices, peers=joined, timeout_s=timeout_s)
         else:
             communicator = TcpCommunicator(joined, len(devices), timeout_s=timeout_s)
         with communicator:

@@ -157,16 +157,16 @@ def check_buffers(runs: Sequence[tuple[AnyCollective, Buffers, Buffers]]) -> Non
 
 def _add_up(sends: Sequence[Any], recvs: Sequence[Any], count: int, dtype: int, op: int) -> None:
     """Reduce the buffers of all ranks, in their order, into others."""
-    n, handle = len(sends), native.process_pool().handle
+    n, pool = len(sends), native.process_pool()
     recvs = [*recvs, *[recvs[0]] * (n - len(recvs))]
-    native.check(lib.ncs_cpu_all_reduce(handle, sends, recvs, n, count, dtype, op), "ncs_cpu_all_reduce")
+    native.check(lib.ncs_cpu_all_reduce(pool, sends, recvs, n, count, dtype, op), "ncs_cpu_all_reduce")
 
 
 def _copy(source: np.ndarray, pointers: Sequence[Any]) -> None:
     """Copy bytes to other places, to each once; one may be the source itself."""
     places = [*_pointers([[source]]), *dict.fromkeys(pointers)]
-    handle, dtype = native.process_pool().handle, native.DTYPES["uint8"]
-    native.check(lib.ncs_cpu_broadcast(handle, places, len(places), source.size, dtype, 0), "ncs_cpu_broadcast")
+    pool, dtype = native.process_pool(), native.DTYPES["uint8"]
+    native.check(lib.ncs_cpu_broadcast(pool, places, len(places), source.size, dtype, 0), "ncs_cpu_broadcast")
 
 
 def _width(buffers: Buffers) -> int:

@@ -15,8 +15,6 @@ from ncclsync.communicator.native import ffi, lib
 
 _FAILURE, _LAUNCHER = ffi.typeof("ncs_launch_failure*"), ffi.typeof("ncs_launcher**")
 
-OWN_WORK = lib.NCS_OWN_WORK
-
 
 class Launcher:
     """Launch groups on a communicator, one after another, and know whether they have ended.

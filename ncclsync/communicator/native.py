@@ -81,27 +81,22 @@ def words(failure: Any) -> str:
     return ffi.string(failure.message).decode(errors="replace")
 
 
-class Pool:
-    """Hold worker threads, which live as long as the process; see ``ncs_pool``."""
-
-    def __init__(self, threads: int) -> None:
-        """Start the workers: `threads` counts the calling thread, too. Raises NcclError."""
-        handle = ffi.new("ncs_pool**")
-        check(lib.ncs_pool_create(threads, lib.NCS_INSTRUCTION_SET_BEST, handle), "ncs_pool_create")
-        self.handle = handle[0]
-
-
 # Shared: N communicators with a pool each would have N × cores threads.
-_process_pool: Pool | None = None
+_process_pool: Any = None
 _process_pool_lock = threading.Lock()
 
 
-def process_pool() -> Pool:
-    """Return the pool that all communicators of this process share: one thread per core of its share."""
+def process_pool() -> Any:
+    """Return the ``ncs_pool`` that all communicators of this process share: one thread per core of its share.
+
+    Raises NcclError.
+    """
     global _process_pool
     with _process_pool_lock:
         if _process_pool is None:
-            _process_pool = Pool(usable_cores())
+            handle = ffi.new("ncs_pool**")
+            check(lib.ncs_pool_create(usable_cores(), lib.NCS_INSTRUCTION_SET_BEST, handle), "ncs_pool_create")
+            _process_pool = handle[0]
         return _process_pool
 
 
@@ -135,7 +130,7 @@ os.register_at_fork(after_in_child=_forget_process_pool)
 
 def register_tensorflow(path: str) -> None:
     """Register the ops of ``csrc/tf`` with TensorFlow's library at ``path``; see ``ncs_tf_register``."""
-    call(lib.ncs_tf_register, [path.encode(), process_pool().handle])
+    call(lib.ncs_tf_register, [path.encode(), process_pool()])
 
 
 def find_gpu_streams(path: str) -> None:

@@ -32,9 +32,8 @@ from ncclsync.communicator.base import (
     read_buffers,
 )
 from ncclsync.communicator.buffers import CUDA, Buffers
-from ncclsync.communicator.launcher import OWN_WORK, Launcher
+from ncclsync.communicator.launcher import Launcher
 from ncclsync.communicator.native import lib
-from ncclsync.communicator.nccl_calls import Progress
 from ncclsync.communicator.peers import Peers
 from ncclsync.communicator.preflight import check_paths
 from ncclsync.errors import NcclError, NcclSyncError, NcclTimeoutError, ProcessError
@@ -284,14 +283,6 @@ class NcclCommunicator(Communicator):
         error, self._refused = self._refused, None
         return error
 
-    def heed(self) -> None:
-        """Give up launched groups that other processes do not launch: they, or this one, have failed."""
-        pending = self._launcher.pending()
-        if self.peers is None or pending is None:
-            return
-        if self.peers.have_ended() or (pending.group > self.agreed and self.peers.failed_since(self._met)):
-            self._launcher.interrupt()
-
     def _explain(self, found: Any) -> BaseException | None:
         """Return the error of a launched group's failure, in the words of one that was waited for.
 
@@ -324,15 +315,22 @@ class NcclCommunicator(Communicator):
         sizes = zip(kinds, found.counts, found.dtypes, strict=False)  # of a large group the first ones
         names = [_name(kind, found.first + i, label, *size) for i, ((kind, label), *size) in enumerate(sizes)]
         what = _list(len(names), names.__getitem__) if names else "a group of collectives"
-        own_work = found.stage == OWN_WORK
+        own_work = found.stage == lib.NCS_OWN_WORK
         what = f"the GPUs' own work before {what}" if own_work else what
-        progress = [Progress(found.progress[r]) for r in range(self.size)]
-        return what, self._progress_words(progress, own_work)
+        return what, self._progress_words(list(found.progress)[: self.size], own_work)
 
-    def warn_of_pending(self, warned: int) -> int:
-        """Log a launched group that has been pending for long; return its number, or that of the last one, `warned`."""
+    def look_after_pending(self, warned: int) -> int:
+        """Give up launched groups that other processes do not launch: they, or this one, have failed.
+
+        Log one that has been pending for long; return its number, or that of the last one, `warned`.
+        """
         pending = self._launcher.pending()
-        if pending is None or pending.group <= warned or pending.waited_s < timeouts.WARN_AFTER_S:
+        if pending is None:
+            return warned
+        agreed = pending.group <= self.agreed
+        if self.peers is not None and (self.peers.have_ended() or (not agreed and self.peers.failed_since(self._met))):
+            self._launcher.interrupt()
+        if pending.group <= warned or pending.waited_s < timeouts.WARN_AFTER_S:
             return warned
         timeouts.warn_of_pending(*self._words_of(pending), pending.waited_s, self.timeout_s)
         return pending.group
@@ -346,20 +344,14 @@ class NcclCommunicator(Communicator):
                 "Expected no call on the communicator during another call of the same thread. Received: one, as from a "
                 "signal handler. Raise an exception there, which ends the call; then close."
             )
-        with self._lock, self._reserved():
+        with self._lock, self._launcher.reserved() as is_open:
+            if not is_open:
+                self._take_failure()
             self._user = thread
             try:
                 yield
             finally:
                 self._user = None
-
-    @contextlib.contextmanager
-    def _reserved(self) -> Iterator[None]:
-        """Keep groups that ops launch, and their failures, away from the communicator; under the lock."""
-        with self._launcher.reserved() as is_open:
-            if not is_open:
-                self._take_failure()
-            yield
 
     def reopen(self) -> None:
         """Join the same GPUs again after a failed collective. Blocks. Does nothing to an open communicator.
@@ -398,8 +390,12 @@ class NcclCommunicator(Communicator):
             self.peers.check("the next step")
         finally:
             if self.peers.failure or self.peers.failed_since(self._met):
-                self._wait_for_agreed()
-                with self._reserved():
+                # Weights rest on the groups that all processes have launched.
+                while self.groups()[1] < self.agreed and not self.peers.have_ended() and not self._launcher.failure():
+                    time.sleep(1e-3)
+                with self._launcher.reserved() as is_open:
+                    if not is_open:
+                        self._take_failure()
                     handle, self._handle = self._handle, None
                     if handle is not None:
                         ended = self.groups()[1]
@@ -408,12 +404,6 @@ class NcclCommunicator(Communicator):
                             # Steps may have computed with what these groups should have brought.
                             self.failed_group, self.was_delivered = ended + 1, ended < self.agreed
                         self._abort(handle, self.peers.failure)
-
-    def _wait_for_agreed(self) -> None:
-        """Wait until the groups have ended that all processes have launched: weights rest on them."""
-        assert self.peers is not None
-        while self.groups()[1] < self.agreed and not self.peers.have_ended() and self._launcher.failure() is None:
-            time.sleep(1e-3)
 
     def _tell(self, words: str) -> None:
         if self.peers is not None:
@@ -548,18 +538,18 @@ class NcclCommunicator(Communicator):
             arrived=lambda: "the GPUs' own work has to end first",
         )
 
-    def _progress_words(self, states: Sequence[Progress], own_work: bool) -> str:
+    def _progress_words(self, states: Sequence[int], own_work: bool) -> str:
         """Return a phrase that says which ranks have arrived, or whose own work has not ended, as far as is known."""
         if own_work:
-            busy = [i for i, reached in enumerate(states) if reached is Progress.ABSENT]
+            busy = [i for i, reached in enumerate(states) if reached == lib.NCS_ABSENT]
             return f"{self._names(busy) or 'no rank any more'} still busy"
         words = []
         for state, verb in (
-            (Progress.DONE, "done"),
-            (Progress.LAUNCHED, "arrived, waiting for the others"),
-            (Progress.ABSENT, "not arrived"),
+            (lib.NCS_DONE, "done"),
+            (lib.NCS_LAUNCHED, "arrived, waiting for the others"),
+            (lib.NCS_ABSENT, "not arrived"),
         ):
-            indices = [i for i, reached in enumerate(states) if reached is state]
+            indices = [i for i, reached in enumerate(states) if reached == state]
             if indices:
                 words.append(f"{self._names(indices)} {verb}")
         others = sorted(set(range(self.world_size)) - set(self.ranks))
@@ -614,8 +604,7 @@ def _warn_of_pending(find: weakref.ref[NcclCommunicator], ending: threading.Even
         communicator = find()
         if communicator is None:
             return
-        communicator.heed()
-        warned = communicator.warn_of_pending(warned)
+        warned = communicator.look_after_pending(warned)
         del communicator  # nobody else may have it while this sleeps
 
 

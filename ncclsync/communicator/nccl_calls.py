@@ -5,7 +5,6 @@ Statuses become exceptions here, with advice where there is any.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -49,14 +48,6 @@ CALLS = {
     REDUCE_SCATTER: "ncclReduceScatter",
     ALL_GATHER: "ncclAllGather",
 }
-
-
-class Progress(enum.IntEnum):
-    """Name how far a rank of this process has come in the current call."""
-
-    ABSENT = lib.NCS_ABSENT
-    LAUNCHED = lib.NCS_LAUNCHED
-    DONE = lib.NCS_DONE
 
 
 def unique_id(library: native.NcclLibrary) -> bytes:
@@ -193,11 +184,11 @@ def run_group(comm: Any, group: Group, slice_s: float, name: Callable[[int], str
     return True
 
 
-def progress(comm: Any, size: int) -> list[Progress]:
+def progress(comm: Any, size: int) -> list[int]:
     """Return how far each of this process' `size` ranks has come in the current call; see ``ncs_nccl_get_progress``."""
     states = ffi.new("int[]", size)
     native.check(lib.ncs_nccl_get_progress(comm, states), "ncs_nccl_get_progress")
-    return [Progress(state) for state in states]
+    return list(states)
 
 
 def scratch(comm: Any, index: int, size_bytes: int) -> Any:

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import types
 from collections.abc import Iterator
 
 from ncclsync.communicator import native
@@ -15,7 +14,7 @@ def pool(threads: int, instruction_set: int = lib.NCS_INSTRUCTION_SET_BEST) -> I
     """Let communicators run on so many threads, with these instructions. Raises NcclError if there is no such pool."""
     handle = ffi.new("ncs_pool**")
     native.check(lib.ncs_pool_create(threads, instruction_set, handle), "ncs_pool_create")
-    before, native._process_pool = native._process_pool, types.SimpleNamespace(handle=handle[0])
+    before, native._process_pool = native._process_pool, handle[0]
     try:
         yield
     finally:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from ncclsync.communicator import native
 from ncclsync.communicator.buffers import Buffers
-from ncclsync.communicator.messages import MOST_BYTES
 from ncclsync.communicator.peers import Peers
 from ncclsync.errors import NcclSyncError, ProcessError
 
@@ -51,6 +50,7 @@ class AllGather(NamedTuple):
 
 AnyCollective: TypeAlias = AllReduce | Broadcast | ReduceScatter | AllGather
 
+NAMES = {AllReduce: "all-reduce", Broadcast: "broadcast", ReduceScatter: "reduce-scatter", AllGather: "all-gather"}
 _TOLD = "_ncclsync_told"  # an attribute of errors that the other processes know of
 _COLLECTIVES = "AllReduce, Broadcast, ReduceScatter or AllGather"
 
@@ -73,7 +73,7 @@ def read_buffers(collective: AnyCollective, memory: Mapping[int, str], world_siz
     return reads, writes
 
 
-class Communicator(abc.ABC):
+class Communicator(contextlib.AbstractContextManager):
     """Join N ranks of this process, with those of others if there are several. Its creator closes it, best as a context
     manager.
 
@@ -225,15 +225,13 @@ class Communicator(abc.ABC):
         """Return how many groups were launched, and how many of them are known to have ended well."""
         return 0, 0
 
-    def exchange(self, value: Any, what: str, most_bytes: int = MOST_BYTES) -> list[Any]:
+    def exchange(self, value: Any, what: str) -> list[Any]:
         """Return [processes] the value that each process gives, as `messages.written` takes it. Collective.
 
         `what` is its name in messages. Raises ProcessError or NcclTimeoutError if another process does something else,
         or nothing.
         """
-        return (
-            [value] if self.peers is None else self.peers.exchange(value, what, self.timeout_s, most_bytes=most_bytes)
-        )
+        return [value] if self.peers is None else self.peers.exchange(value, what, self.timeout_s)
 
     def agree(self, value: Any, what: str) -> list[Any]:
         """Return what each process gives, when each has launched what this one has; see `exchange`. Collective."""
@@ -247,7 +245,7 @@ class Communicator(abc.ABC):
     @property
     def leads(self) -> bool:
         """Return whether this process writes files: process 0, or the first of those that are left after a failure."""
-        return self.ranks[0] == 0
+        return self.ranks[0] == 0 if self.peers is None else self.peers.lost.issuperset(range(self.peers.rank))
 
     def remark(self, words: str) -> None:
         """Add words to other processes' messages about this process."""
@@ -331,14 +329,13 @@ class Communicator(abc.ABC):
         return
 
     def raise_closed(self) -> NoReturn:
-        """Raise what a collective on a communicator that has ended raises."""
+        """Raise what a collective on a communicator that has ended raises; what has ended the processes' agreement."""
+        if self.peers is not None and self.peers.failure is not None:
+            raise self.peers.failure
         raise NcclSyncError(
             f"Expected an open {type(self).__name__}. Received: one that is closed, or that a "
             "failed collective has aborted"
         )
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

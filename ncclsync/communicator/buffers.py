@@ -78,23 +78,24 @@ class Buffers:
             if buffer is last and rank > 0:  # one array for all ranks: read once
                 self.pointers.append(pointer)
                 continue
+            name = f"{what}[{rank}]"
             if isinstance(buffer, np.ndarray):
-                pointer, count, dtype = _read_numpy(buffer, what, rank, devices, writable)
+                pointer, count, dtype = _read_numpy(buffer, name, devices, writable)
             elif isinstance(buffer, tuple):
-                pointer, count, dtype = _read_tuple(buffer, what, rank)
+                pointer, count, dtype = _read_tuple(buffer, name)
             elif hasattr(buffer, "__dlpack__"):
-                pointer, count, dtype, capsule = _read_dlpack(buffer, what, rank, devices)
+                pointer, count, dtype, capsule = _read_dlpack(buffer, name, devices)
                 self._alive.append(capsule)
             else:
                 raise TypeError(
-                    f"Expected {what}[{rank}] to be a NumPy array, an object with __dlpack__ or a "
+                    f"Expected {name} to be a NumPy array, an object with __dlpack__ or a "
                     f"tuple (pointer, count, dtype). Received: {type(buffer).__name__}"
                 )
             if rank == 0:
                 self.count, self.dtype = count, dtype
             elif count != self.count or dtype != self.dtype:
                 raise ValueError(
-                    f"Expected {what}[{rank}] to be like {what}[0], {self.count} × "
+                    f"Expected {name} to be like {what}[0], {self.count} × "
                     f"{DTYPE_NAMES[self.dtype]}. Received: {count} × {DTYPE_NAMES[dtype]}"
                 )
             self.pointers.append(pointer)
@@ -108,11 +109,6 @@ class Buffers:
                 f"Expected {self.what}[0] to be {like}, {blocks * other.count} × "
                 f"{DTYPE_NAMES[other.dtype]}. Received: {self.count} × {DTYPE_NAMES[self.dtype]}"
             )
-
-    def block(self, index: int, count: int) -> list[Any]:
-        """Return pointers to the block of that index, of `count` elements, of each buffer."""
-        offset = index * count * DTYPE_SIZES[self.dtype]
-        return [ffi.cast(_BYTE_POINTER, pointer) + offset for pointer in self.pointers]
 
     def addresses(self) -> list[int]:
         """Return the pointers as numbers."""
@@ -150,75 +146,71 @@ class Buffers:
                 )
 
 
-def _read_numpy(
-    array: np.ndarray, what: str, rank: int, devices: Mapping[int, str], writable: bool
-) -> tuple[Any, int, int]:
+def _read_numpy(array: np.ndarray, name: str, devices: Mapping[int, str], writable: bool) -> tuple[Any, int, int]:
     if devices is not HOST:
         raise ValueError(
-            f"Expected {what}[{rank}] in memory of type {' or '.join(devices.values())}. "
+            f"Expected {name} in memory of type {' or '.join(devices.values())}. "
             "Received: a NumPy array, which is in host memory"
         )
     dtype = _NUMPY_CODES.get(array.dtype)
     if dtype is None:
-        dtype = _dtype_code(array.dtype, what, rank)
+        dtype = _dtype_code(array.dtype, name)
     try:
         return ffi.from_buffer(_BYTES, array, writable), array.size, dtype
     except ValueError as error:
         raise ValueError(
-            f"Expected {what}[{rank}] to be contiguous (C order){' and writable' * writable}. "
+            f"Expected {name} to be contiguous (C order){' and writable' * writable}. "
             f"Received: shape {array.shape}, strides {array.strides} ({error})"
         ) from None
 
 
-def _read_tuple(buffer: tuple, what: str, rank: int) -> tuple[Any, int, int]:
+def _read_tuple(buffer: tuple, name: str) -> tuple[Any, int, int]:
     try:
         pointer, count, dtype = buffer
         if isinstance(pointer, bool) or isinstance(count, bool):
             raise TypeError
         pointer, count = operator.index(pointer), operator.index(count)
     except (TypeError, ValueError):
-        raise TypeError(
-            f"Expected {what}[{rank}] to be a tuple (pointer, count, dtype). Received: {buffer!r}"
-        ) from None
+        raise TypeError(f"Expected {name} to be a tuple (pointer, count, dtype). Received: {buffer!r}") from None
     if count < 0 or pointer < 0 or (pointer == 0 and count > 0):
-        raise ValueError(f"Expected {what}[{rank}] to have a pointer and a count. Received: {buffer!r}")
-    code = _dtype_code(dtype, what, rank)
+        raise ValueError(f"Expected {name} to have a pointer and a count. Received: {buffer!r}")
+    code = _dtype_code(dtype, name)
     # A number cast to a pointer loses all bits above.
     if pointer + count * DTYPE_SIZES[code] > _ADDRESSES:
         bits = _ADDRESSES.bit_length() - 1
-        raise ValueError(f"Expected {what}[{rank}] to begin and to end below address 2^{bits}. Received: {buffer!r}")
+        raise ValueError(f"Expected {name} to begin and to end below address 2^{bits}. Received: {buffer!r}")
     return ffi.cast(_POINTER, pointer), count, code
 
 
-def _dtype_code(dtype: Any, what: str, rank: int) -> int:
-    """Return NCCL's code of a dtype given as NumPy's or by name."""
-    name = dtype
+def _dtype_code(dtype: Any, name: str) -> int:
+    """Return NCCL's code of a dtype given as NumPy's or by its name, of the buffer that is called `name`."""
+    found = dtype
     if dtype is None:  # NumPy would take it for float64
-        name = "None"
+        found = "None"
     elif not isinstance(dtype, str):
         try:
             dtype = np.dtype(dtype)
         except (TypeError, ValueError):
-            name = repr(dtype)
+            found = repr(dtype)
         else:
-            name = dtype.name if dtype.isnative else str(dtype)
-    if name not in DTYPES:
-        raise TypeError(f"Expected {what}[{rank}] of a dtype that NCCL has ({', '.join(DTYPES)}). Received: {name}")
-    return DTYPES[name]
+            found = dtype.name if dtype.isnative else str(dtype)
+    if found not in DTYPES:
+        raise TypeError(f"Expected {name} of a dtype that NCCL has ({', '.join(DTYPES)}). Received: {found}")
+    return DTYPES[found]
 
 
-def _read_dlpack(buffer: Any, what: str, rank: int, devices: Mapping[int, str]) -> tuple[Any, int, int, Any]:
+def _read_dlpack(buffer: Any, name: str, devices: Mapping[int, str]) -> tuple[Any, int, int, Any]:
     # Asked for a string's memory, TensorFlow ends the process.
-    name = getattr(getattr(buffer, "dtype", None), "name", None)
-    if isinstance(name, str) and name not in DTYPES:
-        _dtype_code(name, what, rank)
+    dtype_name = getattr(getattr(buffer, "dtype", None), "name", None)
+    if isinstance(dtype_name, str):
+        _dtype_code(dtype_name, name)
     try:
         device_type = int(buffer.__dlpack_device__()[0])
     except (AttributeError, IndexError, TypeError, ValueError) as error:
-        _raise_unshared(buffer, what, rank, error)
+        _raise_unshared(buffer, name, error)
     if device_type not in devices:
         raise ValueError(
-            f"Expected {what}[{rank}] in memory of type {' or '.join(devices.values())}. "
+            f"Expected {name} in memory of type {' or '.join(devices.values())}. "
             f"Received: DLPack device type {device_type}"
         )
     # Not renamed to "used_dltensor": the capsule still owns the tensor and frees it in the end.
@@ -226,12 +218,12 @@ def _read_dlpack(buffer: Any, what: str, rank: int, devices: Mapping[int, str]) 
         capsule = buffer.__dlpack__()
         tensor = ffi.cast(_TENSOR, _capsule_pointer(capsule, b"dltensor"))
     except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:
-        _raise_unshared(buffer, what, rank, error)
+        _raise_unshared(buffer, name, error)
     shape = [tensor.shape[i] for i in range(tensor.ndim)]
     dtype = DTYPES.get(f"{_DLPACK_KINDS.get(tensor.dtype.code)}{tensor.dtype.bits}")
     if dtype is None or tensor.dtype.lanes != 1:
         raise TypeError(
-            f"Expected {what}[{rank}] of a dtype that NCCL has ({', '.join(DTYPES)}). Received: "
+            f"Expected {name} of a dtype that NCCL has ({', '.join(DTYPES)}). Received: "
             f"DLPack type code {tensor.dtype.code}, {tensor.dtype.bits} bits, "
             f"{tensor.dtype.lanes} lanes"
         )
@@ -241,7 +233,7 @@ def _read_dlpack(buffer: Any, what: str, rank: int, devices: Mapping[int, str]) 
         for length, stride in zip(reversed(shape), reversed(strides), strict=True):
             if length > 1 and stride != dense:
                 raise ValueError(
-                    f"Expected {what}[{rank}] to be contiguous (C order). "
+                    f"Expected {name} to be contiguous (C order). "
                     f"Received: shape {shape}, strides {strides} in elements"
                 )
             dense *= length
@@ -249,8 +241,8 @@ def _read_dlpack(buffer: Any, what: str, rank: int, devices: Mapping[int, str]) 
     return pointer, math.prod(shape), dtype, capsule
 
 
-def _raise_unshared(buffer: Any, what: str, rank: int, error: Exception) -> NoReturn:
+def _raise_unshared(buffer: Any, name: str, error: Exception) -> NoReturn:
     raise TypeError(
-        f"Expected {what}[{rank}] to give its memory by __dlpack_device__ and __dlpack__. "
+        f"Expected {name} to give its memory by __dlpack_device__ and __dlpack__. "
         f"Received: {type(buffer).__name__} ({error})"
     ) from error

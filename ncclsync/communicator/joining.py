@@ -85,7 +85,7 @@ def _service(process: Process, timeout_s: float | None) -> Service:
         told = _told_by_file(path, told, timeout_s)
     else:
         told = _told_by_mpi(told, process, timeout_s)
-    address, secret = told.split(" ", 1)  # a secret of the user's may have spaces
+    address, _, secret = told.partition(" ")  # a secret of the user's may have spaces
     os.environ.setdefault(messages.VARIABLE, secret)
     return service or joined(address)
 

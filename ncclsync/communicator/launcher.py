@@ -13,8 +13,6 @@ from typing import Any
 from ncclsync.communicator import native
 from ncclsync.communicator.native import ffi, lib
 
-OWN_WORK = lib.NCS_OWN_WORK
-
 
 class Launcher:
     """Launch groups on a communicator, one after another, and know whether they have ended.

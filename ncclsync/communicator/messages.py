@@ -1,4 +1,4 @@
-"""Encode values for other processes, and decode theirs: JSON and raw numbers, of limited size, with a keyed digest.
+"""Encode values for other processes, and decode theirs: JSON and raw numbers, with a keyed digest.
 
 Nothing is unpickled, so a stranger who reaches a port cannot run code. Without the job's secret nobody can change,
 repeat or reorder the processes' messages.
@@ -6,6 +6,7 @@ repeat or reorder the processes' messages.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 import io
@@ -14,7 +15,6 @@ import math
 import os
 import secrets
 import struct
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,9 @@ import numpy as np
 from ncclsync.errors import NcclSyncError, ProcessError
 
 VARIABLE = "NCCLSYNC_SECRET"
-MOST_BYTES = 1 << 20  # of a message, where its reader expects no arrays
 SEAL_BYTES = 16
 _LEAST_SECRET = 16  # characters
+_MARK = "ncclsync"  # the key of what stands for an array, or for bytes
 _LENGTH = struct.Struct("<I")  # of the JSON, in bytes; raw bytes follow it
 # NumPy knows the last three once ml_dtypes is imported, as TensorFlow does.
 _DTYPES = {*(np.dtype(kind).name for kind in "?bhilqBHILQefdFD"), "bfloat16", "float8_e4m3fn", "float8_e5m2"}
@@ -41,102 +41,58 @@ def written(value: Any) -> bytes:
         value: None, bool, int, float, str, bytes, a NumPy array or scalar; lists, tuples, and dicts by str, of these.
     """
     raw: list[bytes] = []
-    text = json.dumps(_plain(value, raw)).encode()
+
+    def encoded(one: Any) -> dict[str, Any]:
+        """Return what JSON has in place of a value that is none of its own; its bytes come behind the JSON."""
+        if isinstance(one, (bytes, bytearray)):
+            raw.append(bytes(one))
+            return {_MARK: ["bytes", [len(one)]]}
+        if isinstance(one, np.ndarray) and one.dtype == object:
+            return {_MARK: ["object", one.shape, list(one.flat)]}
+        if isinstance(one, (np.ndarray, np.generic)) and one.dtype.name in _DTYPES:
+            raw.append(np.ascontiguousarray(one).tobytes())
+            return {_MARK: [one.dtype.name, one.shape]}
+        raise TypeError(f"Expected numbers, texts, bytes, or lists of such. Received: {type(one).__name__}")
+
+    text = json.dumps(value, default=encoded).encode()
     return b"".join([_LENGTH.pack(len(text)), text, *raw])
 
 
-def read(data: bytes, most_bytes: int = MOST_BYTES) -> Any:
-    """Decode a value that `written` has encoded, of at most so many bytes.
-
-    Raises MessageError if there are more bytes, or `written` has not made them.
-    """
-    if len(data) > most_bytes:
-        raise MessageError(f"Expected at most {most_bytes} bytes. Received: {len(data)}")
+def read(data: bytes) -> Any:
+    """Decode a value that `written` has encoded; a tuple comes as a list. Raises MessageError for other bytes."""
     try:
         (length,) = _LENGTH.unpack_from(data)
-        end = _LENGTH.size + length
-        if end > len(data):
-            raise ValueError("its end is missing")
         raw = io.BytesIO(data)
-        raw.seek(end)
-        value = _value(json.loads(bytes(data[_LENGTH.size : end])), raw)
+        raw.seek(_LENGTH.size + length)
+        text = bytes(data[_LENGTH.size : _LENGTH.size + length])
+        value = json.loads(text, object_hook=functools.partial(_decoded, raw))
         if raw.read(1):
             raise ValueError("more bytes than it names")
-    except (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError, struct.error) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError, struct.error) as error:
         raise MessageError(f"Expected a message of ncclsync's. Received: {len(data)} others ({error})") from None
     return value
 
 
-def _plain(value: Any, raw: list[bytes]) -> Any:
-    """Return a value as JSON has it. A value that is not a scalar becomes a list that begins with its kind."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, (bytes, bytearray)):
-        raw.append(bytes(value))
-        return ["bytes", len(value)]
-    if isinstance(value, (list, tuple)):
-        return [type(value).__name__ if type(value) in (list, tuple) else "tuple", *(_plain(one, raw) for one in value)]
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return ["dict", *([key, _plain(one, raw)] for key, one in value.items())]
-    if isinstance(value, np.ndarray) and value.dtype == object:
-        return ["objects", list(value.shape), *(_plain(one, raw) for one in value.flat)]
-    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.name in _DTYPES:
-        raw.append(np.ascontiguousarray(value).tobytes())
-        return ["array", value.dtype.name, list(value.shape)]
-    raise TypeError(f"Expected numbers, texts, bytes, or lists of such. Received: {type(value).__name__}")
-
-
-def _taken(raw: io.BytesIO, count: int) -> bytes:
-    """Return the next bytes of those that follow the JSON."""
-    taken = raw.read(count) if count >= 0 else b""
-    if len(taken) != count:
+def _decoded(raw: io.BytesIO, found: dict[str, Any]) -> Any:
+    """Return a dict, or the value that it stands for, by the next bytes of those that follow the JSON."""
+    if _MARK not in found:
+        return found
+    name, shape, *rest = found[_MARK]
+    if any(length < 0 for length in shape):
+        raise ValueError("a negative length")
+    if name == "object":
+        (objects,) = rest
+        array = np.empty(len(objects), object)
+        array[:] = objects
+        return array.reshape(shape)
+    if name != "bytes" and name not in _DTYPES:
+        raise ValueError("an unknown dtype")
+    dtype = np.dtype(np.uint8 if name == "bytes" else name)
+    size_bytes = math.prod(shape) * dtype.itemsize
+    taken = raw.read(size_bytes)
+    if len(taken) != size_bytes:
         raise ValueError("bytes are missing")
-    return taken
-
-
-def _value(plain: Any, raw: io.BytesIO) -> Any:
-    if not isinstance(plain, list):
-        if isinstance(plain, dict):
-            raise ValueError("an object of JSON")
-        return plain
-    kind, *rest = plain
-    if kind in ("list", "tuple"):
-        found = [_value(one, raw) for one in rest]
-        return found if kind == "list" else tuple(found)
-    if kind == "dict":
-        return {_checked(key, str): _value(one, raw) for key, one in rest}
-    if kind == "bytes":
-        (count,) = rest
-        return _taken(raw, _checked(count, int))
-    if kind == "array":
-        name, shape = rest
-        if name not in _DTYPES:
-            raise ValueError("an unknown dtype")
-        dtype = np.dtype(name)
-        count = math.prod(_shape(shape))
-        return np.frombuffer(_taken(raw, count * dtype.itemsize), dtype).reshape(shape).copy()[()]
-    if kind == "objects":
-        shape, *given = rest
-        if math.prod(_shape(shape)) != len(given):
-            raise ValueError("another number of objects")
-        objects = np.empty(len(given), object)
-        for i, one in enumerate(given):
-            objects[i] = _value(one, raw)
-        return objects.reshape(shape)
-    raise ValueError("an unknown kind")
-
-
-def _shape(shape: Any) -> Iterator[int]:
-    for length in _checked(shape, list):
-        if _checked(length, int) < 0:
-            raise ValueError("a negative length")
-        yield length
-
-
-def _checked(value: Any, kind: type) -> Any:
-    if type(value) is not kind:
-        raise ValueError(f"no {kind.__name__}")
-    return value
+    return taken if name == "bytes" else np.frombuffer(taken, dtype).reshape(shape).copy()[()]
 
 
 def given_secret() -> bytes | None:

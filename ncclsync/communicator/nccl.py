@@ -18,10 +18,11 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from ncclsync.communicator import native, nccl_calls, nvls, timeouts
 from ncclsync.communicator.base import (
+    NAMES,
     AllGather,
     AllReduce,
     AnyCollective,
@@ -31,20 +32,20 @@ from ncclsync.communicator.base import (
     read_buffers,
 )
 from ncclsync.communicator.buffers import CUDA, Buffers
-from ncclsync.communicator.launcher import OWN_WORK, Launcher
-from ncclsync.communicator.nccl_calls import Progress
+from ncclsync.communicator.launcher import Launcher
+from ncclsync.communicator.native import lib
 from ncclsync.communicator.peers import Peers
 from ncclsync.communicator.preflight import check_paths
 from ncclsync.errors import NcclError, NcclSyncError, NcclTimeoutError, ProcessError
 
 _logger = logging.getLogger("ncclsync")
 
-# The C library's kind of each collective, and what it is called in messages.
-KINDS: dict[type, tuple[int, str]] = {
-    AllReduce: (nccl_calls.ALL_REDUCE, "all-reduce"),
-    Broadcast: (nccl_calls.BROADCAST, "broadcast"),
-    ReduceScatter: (nccl_calls.REDUCE_SCATTER, "reduce-scatter"),
-    AllGather: (nccl_calls.ALL_GATHER, "all-gather"),
+# The C library's kind of each collective.
+_KINDS: dict[type, int] = {
+    AllReduce: nccl_calls.ALL_REDUCE,
+    Broadcast: nccl_calls.BROADCAST,
+    ReduceScatter: nccl_calls.REDUCE_SCATTER,
+    AllGather: nccl_calls.ALL_GATHER,
 }
 ABORT_WAIT_S = 1.0  # how long a failure waits for its abort, which then goes on by itself
 _MOST = 2**31 - 1  # NCCL's ranks and CUDA's ordinals are C's int
@@ -73,14 +74,18 @@ class NcclCommunicator(Communicator):
         self,
         devices: Sequence[int],
         *,
+        peers: Peers | None = None,
         timeout_s: float | None = timeouts.DEFAULT_TIMEOUT_S,
         preflight: bool = True,
         repeatable: bool = False,
     ) -> None:
-        """Join GPUs of this process. Blocks until all ranks are up.
+        """Join GPUs of this process, and of others which look after each other. Blocks until all ranks are up.
 
         Args:
-            devices: CUDA ordinals; rank r is on ``devices[r]``.
+            devices: CUDA ordinals; rank r is on ``devices[r]``, counted from the ranks of the processes before.
+            peers: the processes, if there are several; then this is collective, and `timeout_s`, `preflight` and
+                `repeatable` are equal in all. One that fails, ends or is silent ends what the others wait for by a
+                ProcessError that names it. After a failure `reopen` joins all anew.
             timeout_s: how long joining them, then any collective, and the GPUs' own work before it, may
                 take, in seconds each, before it is given up with a NcclTimeoutError; None for no limit. A
                 warning is logged after 60 s.
@@ -93,9 +98,15 @@ class NcclCommunicator(Communicator):
             NcclUnavailableError: no libnccl, no driver or no such GPU.
             NcclError: NCCL could not join these GPUs, or they do not receive what was sent.
         """
+        self.peers = peers
         self._set_up(_checked_numbers(devices, "devices", "CUDA ordinals"), timeout_s, preflight, repeatable)
         self._joined_by, self.world_size, self.ranks = None, self.size, tuple(range(self.size))
+        if peers is not None:
+            self._meet(peers)
         self._join()
+        if peers is not None:
+            # Before the others are told that this process ends: it does its part of what all have launched.
+            atexit.register(_let_end, weakref.ref(self))
 
     @classmethod
     def from_unique_id(
@@ -136,46 +147,17 @@ class NcclCommunicator(Communicator):
         self._join()
         return self
 
-    @classmethod
-    def from_peers(
-        cls,
-        peers: Peers,
-        devices: Sequence[int],
-        *,
-        timeout_s: float | None = timeouts.DEFAULT_TIMEOUT_S,
-        preflight: bool = True,
-        repeatable: bool = False,
-    ) -> NcclCommunicator:
-        """Join GPUs of several processes, which look after each other. Collective; blocks until all ranks are up.
-
-        Processes' ranks follow each other: 0 and 1 of the first. A process that fails, ends or is silent ends what the
-        others wait for by a ProcessError that names it. After a failure `reopen` joins all anew. Arguments, and what is
-        raised, are as of `from_unique_id`.
-        """
-        self = cls.__new__(cls)
-        self.peers = peers
-        self._set_up(_checked_numbers(devices, "devices", "CUDA ordinals"), timeout_s, preflight, repeatable)
-        self._meet()
-        self._join()
-        # Before the others are told that this process ends: it does its part of what all have launched.
-        atexit.register(_let_end, weakref.ref(self))
-        return self
-
-    def _meet(self) -> None:
+    def _meet(self, peers: Peers) -> None:
         """Agree with the other processes on a unique id and on the ranks of each."""
-        assert self.peers is not None
-        peers, made = self.peers, b""
         try:
             made = self.unique_id() if peers.rank == 0 else b""
         except NcclSyncError as error:
             peers.report(f"{type(error).__name__}: {error}")
             raise
         text = f"the joining of GPUs, preflight={self._preflight}, repeatable={self.repeatable}"
-        given = len(self.devices), made, list(peers.failures)
-        each = peers.exchange(given, text, self.timeout_s, heeds=False)
-        peers.agree_on_failures([failures for _, _, failures in each])
-        self._failures_before = list(peers.failures)
-        sizes = [size for size, _, _ in each]
+        each = peers.exchange((len(self.devices), made), text, self.timeout_s)
+        self._met = peers.met = peers.generation
+        sizes = [size for size, _ in each]
         begin = sum(sizes[: peers.rank])
         self._joined_by, self.world_size, self.ranks = each[0][1], sum(sizes), tuple(range(begin, begin + self.size))
 
@@ -301,14 +283,6 @@ class NcclCommunicator(Communicator):
         error, self._refused = self._refused, None
         return error
 
-    def heed(self) -> None:
-        """Give up launched groups that other processes do not launch: they, or this one, have failed."""
-        pending = self._launcher.pending()
-        if self.peers is None or pending is None:
-            return
-        if self.peers.have_ended() or (pending.group > self.agreed and self.peers.failures != self._failures_before):
-            self._launcher.interrupt()
-
     def _explain(self, found: Any) -> BaseException | None:
         """Return the error of a launched group's failure, in the words of one that was waited for.
 
@@ -320,10 +294,10 @@ class NcclCommunicator(Communicator):
                 self.peers.check(what)
             except ProcessError as error:
                 return error
-            if self.peers.failures != self._failures_before:
+            if self.peers.failed_since(self._met):
                 return self._refused or self.peers.raised
         kinds = self._labels[found.label]
-        usual = nccl_calls.CALLS[KINDS[kinds[0][0]][0]] if kinds else "ncclGroupEnd"
+        usual = nccl_calls.CALLS[_KINDS[kinds[0][0]]] if kinds else "ncclGroupEnd"
         call = native.name_of_call(found.failure) or usual
         if found.status == native.IN_PROGRESS:
             return NcclSyncError(
@@ -341,15 +315,22 @@ class NcclCommunicator(Communicator):
         sizes = zip(kinds, found.counts, found.dtypes, strict=False)  # of a large group the first ones
         names = [_name(kind, found.first + i, label, *size) for i, ((kind, label), *size) in enumerate(sizes)]
         what = _list(len(names), names.__getitem__) if names else "a group of collectives"
-        own_work = found.stage == OWN_WORK
+        own_work = found.stage == lib.NCS_OWN_WORK
         what = f"the GPUs' own work before {what}" if own_work else what
-        progress = [Progress(found.progress[r]) for r in range(self.size)]
-        return what, self._progress_words(progress, own_work)
+        return what, self._progress_words(list(found.progress)[: self.size], own_work)
 
-    def warn_of_pending(self, warned: int) -> int:
-        """Log a launched group that has been pending for long; return its number, or that of the last one, `warned`."""
+    def look_after_pending(self, warned: int) -> int:
+        """Give up launched groups that other processes do not launch: they, or this one, have failed.
+
+        Log one that has been pending for long; return its number, or that of the last one, `warned`.
+        """
         pending = self._launcher.pending()
-        if pending is None or pending.group <= warned or pending.waited_s < timeouts.WARN_AFTER_S:
+        if pending is None:
+            return warned
+        agreed = pending.group <= self.agreed
+        if self.peers is not None and (self.peers.have_ended() or (not agreed and self.peers.failed_since(self._met))):
+            self._launcher.interrupt()
+        if pending.group <= warned or pending.waited_s < timeouts.WARN_AFTER_S:
             return warned
         timeouts.warn_of_pending(*self._words_of(pending), pending.waited_s, self.timeout_s)
         return pending.group
@@ -363,20 +344,14 @@ class NcclCommunicator(Communicator):
                 "Expected no call on the communicator during another call of the same thread. Received: one, as from a "
                 "signal handler. Raise an exception there, which ends the call; then close."
             )
-        with self._lock, self._reserved():
+        with self._lock, self._launcher.reserved() as is_open:
+            if not is_open:
+                self._take_failure()
             self._user = thread
             try:
                 yield
             finally:
                 self._user = None
-
-    @contextlib.contextmanager
-    def _reserved(self) -> Iterator[None]:
-        """Keep groups that ops launch, and their failures, away from the communicator; under the lock."""
-        with self._launcher.reserved() as is_open:
-            if not is_open:
-                self._take_failure()
-            yield
 
     def reopen(self) -> None:
         """Join the same GPUs again after a failed collective. Blocks. Does nothing to an open communicator.
@@ -401,7 +376,7 @@ class NcclCommunicator(Communicator):
                 self._aborting = None
             self._wait_for_abort(self._launcher.wait_for_abort)
             if self.peers is not None:
-                self._meet()
+                self._meet(self.peers)
             self._join()
 
     def _heed(self) -> None:
@@ -414,9 +389,13 @@ class NcclCommunicator(Communicator):
         try:
             self.peers.check("the next step")
         finally:
-            if self.peers.failure or self.peers.failures != self._failures_before:
-                self._wait_for_agreed()
-                with self._reserved():
+            if self.peers.failure or self.peers.failed_since(self._met):
+                # Weights rest on the groups that all processes have launched.
+                while self.groups()[1] < self.agreed and not self.peers.have_ended() and not self._launcher.failure():
+                    time.sleep(1e-3)
+                with self._launcher.reserved() as is_open:
+                    if not is_open:
+                        self._take_failure()
                     handle, self._handle = self._handle, None
                     if handle is not None:
                         ended = self.groups()[1]
@@ -426,20 +405,7 @@ class NcclCommunicator(Communicator):
                             self.failed_group, self.was_delivered = ended + 1, ended < self.agreed
                         self._abort(handle, self.peers.failure)
 
-    def _wait_for_agreed(self) -> None:
-        """Wait until the groups have ended that all processes have launched: weights rest on them."""
-        assert self.peers is not None
-        while self.groups()[1] < self.agreed and not self.peers.have_ended() and self._launcher.failure() is None:
-            time.sleep(1e-3)
-
-    def raise_closed(self) -> NoReturn:
-        """Raise what has ended the agreement of the processes, if something has."""
-        if self.peers is not None and self.peers.failure is not None:
-            raise self.peers.failure
-        super().raise_closed()
-
     def _tell(self, words: str) -> None:
-        """Let the other processes raise it, whatever they wait for."""
         if self.peers is not None:
             self.peers.report(words)
 
@@ -454,14 +420,14 @@ class NcclCommunicator(Communicator):
             self._launcher.close()
 
             def begin(handle, slice_s):
-                nccl_calls.finalize(handle)
+                native.call(lib.ncs_nccl_finalize, [handle])
                 return nccl_calls.wait(handle, slice_s)
 
             # Another process that has ended, or failed, leaves nothing to be ended in order.
             with contextlib.suppress(ProcessError):
                 with self._aborted_on_error(handle):
                     self._launch(handle, lambda: "the end of a communicator", "ncclCommFinalize", begin)
-                nccl_calls.destroy(handle)
+                native.call(lib.ncs_nccl_destroy, [handle])
 
     def _join(self) -> None:
         shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
@@ -556,7 +522,7 @@ class NcclCommunicator(Communicator):
     def _abort(self, handle: Any, cause: BaseException | None) -> None:
         """Free the communicator aside: CUDA frees memory after the GPUs' own work, which may never end."""
         self._launcher.close(getattr(cause, "status", 0) or native.INVALID_USAGE)
-        aborting = timeouts.Aside(functools.partial(nccl_calls.abort, handle), "ncclsync abort")
+        aborting = timeouts.Aside(functools.partial(native.call, lib.ncs_nccl_abort, [handle]), "ncclsync abort")
         try:
             self._aborting = None if aborting.wait(ABORT_WAIT_S) else aborting
         except NcclError as error:
@@ -572,18 +538,18 @@ class NcclCommunicator(Communicator):
             arrived=lambda: "the GPUs' own work has to end first",
         )
 
-    def _progress_words(self, states: Sequence[Progress], own_work: bool) -> str:
+    def _progress_words(self, states: Sequence[int], own_work: bool) -> str:
         """Return a phrase that says which ranks have arrived, or whose own work has not ended, as far as is known."""
         if own_work:
-            busy = [i for i, reached in enumerate(states) if reached is Progress.ABSENT]
+            busy = [i for i, reached in enumerate(states) if reached == lib.NCS_ABSENT]
             return f"{self._names(busy) or 'no rank any more'} still busy"
         words = []
         for state, verb in (
-            (Progress.DONE, "done"),
-            (Progress.LAUNCHED, "arrived, waiting for the others"),
-            (Progress.ABSENT, "not arrived"),
+            (lib.NCS_DONE, "done"),
+            (lib.NCS_LAUNCHED, "arrived, waiting for the others"),
+            (lib.NCS_ABSENT, "not arrived"),
         ):
-            indices = [i for i, reached in enumerate(states) if reached is state]
+            indices = [i for i, reached in enumerate(states) if reached == state]
             if indices:
                 words.append(f"{self._names(indices)} {verb}")
         others = sorted(set(range(self.world_size)) - set(self.ranks))
@@ -608,7 +574,7 @@ class NcclCommunicator(Communicator):
 def kind_op_root(collective: AnyCollective) -> tuple[int, int, int]:
     """Return the C library's numbers of a collective; 0 for an operation or a root that it does not have."""
     op, root = getattr(collective, "op", "sum"), getattr(collective, "root", 0)
-    return KINDS[type(collective)][0], native.OPS[op], root
+    return _KINDS[type(collective)], native.OPS[op], root
 
 
 def _fields(
@@ -638,16 +604,14 @@ def _warn_of_pending(find: weakref.ref[NcclCommunicator], ending: threading.Even
         communicator = find()
         if communicator is None:
             return
-        communicator.heed()
-        warned = communicator.warn_of_pending(warned)
+        warned = communicator.look_after_pending(warned)
         del communicator  # nobody else may have it while this sleeps
 
 
 def _name(kind: type, number: int, label: str, count: int, dtype: int) -> str:
-    """Name a collective for a message, by its class, its number, its label and its size."""
     size_bytes = count * native.DTYPE_SIZES[dtype]
     return (
-        f"{KINDS[kind][1]} {number}{f' ({label})' if label else ''} of {size_bytes} bytes "
+        f"{NAMES[kind]} {number}{f' ({label})' if label else ''} of {size_bytes} bytes "
         f"({count} × {native.DTYPE_NAMES[dtype]})"
     )
 

@@ -1,11 +1,10 @@
 """Call NCCL over the GPUs of this process: begin a call, wait for it in slices, end it.
 
-One function for each of the C library's; statuses become exceptions here, with advice where there is any.
+Statuses become exceptions here, with advice where there is any.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -49,14 +48,6 @@ CALLS = {
     REDUCE_SCATTER: "ncclReduceScatter",
     ALL_GATHER: "ncclAllGather",
 }
-
-
-class Progress(enum.IntEnum):
-    """Name how far a rank of this process has come in the current call."""
-
-    ABSENT = lib.NCS_ABSENT
-    LAUNCHED = lib.NCS_LAUNCHED
-    DONE = lib.NCS_DONE
 
 
 def unique_id(library: native.NcclLibrary) -> bytes:
@@ -134,9 +125,9 @@ def wait_for_devices(comm: Any, slice_s: float) -> bool:
     return _has_ended(lib.ncs_nccl_wait_for_devices, comm, slice_s)
 
 
-def _has_ended(wait: Any, *arguments: Any) -> bool:
+def _has_ended(wait: Any, comm: Any, slice_s: float) -> bool:
     failure = ffi.new(_FAILURE)
-    status = wait(*arguments, failure)
+    status = wait(comm, slice_s, failure)
     if status != native.IN_PROGRESS:
         native.check_failure(status, failure)
     return status != native.IN_PROGRESS
@@ -193,26 +184,11 @@ def run_group(comm: Any, group: Group, slice_s: float, name: Callable[[int], str
     return True
 
 
-def progress(comm: Any, size: int) -> list[Progress]:
+def progress(comm: Any, size: int) -> list[int]:
     """Return how far each of this process' `size` ranks has come in the current call; see ``ncs_nccl_get_progress``."""
     states = ffi.new("int[]", size)
     native.check(lib.ncs_nccl_get_progress(comm, states), "ncs_nccl_get_progress")
-    return [Progress(state) for state in states]
-
-
-def finalize(comm: Any) -> None:
-    """Begin to end a healthy communicator; `wait`, then `destroy`. Raises NcclError."""
-    native.call(lib.ncs_nccl_finalize, [comm])
-
-
-def destroy(comm: Any) -> None:
-    """Free a finalized communicator. Raises NcclError, after which it is gone too."""
-    native.call(lib.ncs_nccl_destroy, [comm])
-
-
-def abort(comm: Any) -> None:
-    """Free any other communicator. Raises NcclError, after which it is gone too."""
-    native.call(lib.ncs_nccl_abort, [comm])
+    return list(states)
 
 
 def scratch(comm: Any, index: int, size_bytes: int) -> Any:

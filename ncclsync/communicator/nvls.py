@@ -75,9 +75,8 @@ def apply(repeatable: bool) -> None:
         _read.append(os.environ.get(VARIABLE))
 
 
-@functools.cache
+@functools.cache  # once per process
 def _warn(message: str) -> None:
-    """Log a warning, once per process."""
     _logger.warning("%s", message)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import operator
 import os
 import re
 import socket
@@ -14,7 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from ncclsync.communicator import messages, native, timeouts
-from ncclsync.communicator.messages import MOST_BYTES, MessageError
 from ncclsync.communicator.service import Service
 from ncclsync.errors import NcclSyncError, ProcessError
 
@@ -22,7 +20,6 @@ SILENCE_S = 10.0  # after which a process that says nothing counts as dead
 MOST_TEXT = 600  # bytes of what is reported
 _COUNT_BITS = 32  # of `begun`, for exchanges of a generation
 _PULSE_S = 1.0
-_ROOM = 1 << 13  # bytes around a value: what it is, a remark, a digest
 # That a process waits for process 0 to take its report, and process 0 for each of the others to hear its end.
 _END_S = 5.0
 _WHO_S = 0.2  # that process 0 has to say who has come
@@ -81,8 +78,9 @@ class Peers:
         lost: numbers of the processes that have ended or are silent.
         remark: is added to messages about this process.
         place, number, batch: as of `Doing`.
-        failures: [size] how often each process is known to have failed.
-        reported: [size] how many of these have been raised here.
+        generation: how often all have started over after failures, as far as these were raised here.
+        met: the generation in which the processes last agreed to start over.
+        failures: [size] the generation that must follow the last known failure of each process; 0 without one.
         begun: how often this process has begun to meet the others.
         in_turn: is held by a thread while its processes are to do nothing else together.
         files: [size] the last known file of each process, as two counts: how often the process had begun to meet
@@ -98,12 +96,11 @@ class Peers:
         self.lost: set[int] = set()
         self.remark = self.place = self.batch = ""
         self.number = 0
-        self.failures, self.reported = [0] * size, [0] * size
+        self.generation = self.met = 0
+        self.failures = [0] * size
         self.begun = 0
         self.files = [(0, 0)] * size
         self._words = [""] * size  # of the last failure
-        # `failures` and `generation` when the processes last agreed on them.
-        self._agreed, self._generations = [0] * size, 0
         self._ended = [""] * size  # of those that have, why
         self._know_end = {0}  # the processes that have heard of process 0's end
         self._dead: set[int] = set()
@@ -122,16 +119,7 @@ class Peers:
         self.hosts = [host for host, _ in found]
         native.share_cores([cores for host, cores in found if host == self.hosts[rank]])
 
-    def exchange(
-        self,
-        value: Any,
-        text: str,
-        timeout_s: float | None = None,
-        *,
-        heeds: bool = True,
-        most_bytes: int = MOST_BYTES,
-        failed: bool = False,
-    ) -> list[Any]:
+    def exchange(self, value: Any, text: str, timeout_s: float | None = None, *, failed: bool = False) -> list[Any]:
         """Return [size] what each process gives, as `messages.written` takes it. Collective.
 
         If all have given their values before a failure or an end is known, all receive them.
@@ -140,12 +128,10 @@ class Peers:
             value: this process'.
             text: what it is, for messages; equal in all processes, except those that have failed.
             timeout_s: see `timeouts.wait`.
-            heeds: whether another process' report of a failure ends the exchange.
-            most_bytes: that a process may give.
             failed: whether this process has failed, as `text` says; no process gets values then.
 
         Raises:
-            ProcessError: another process fails, ends, is silent, does something else, or gives an invalid value.
+            ProcessError: another process fails, ends, is silent, does something else, or gives what is no message.
             NcclTimeoutError, NcclSyncError: as `timeouts.wait`.
         """
         with self.in_turn:
@@ -154,14 +140,14 @@ class Peers:
             # After a failure, which may have ended an exchange in some processes alone, all count anew.
             number = self.begun = max(self.begun, self.generation << _COUNT_BITS) + 1
             given = messages.written((*self.doing(shortened(text)), text, failed, value))
-            awaited = self._service.give(number, given, most_bytes + _ROOM)
+            awaited = self._service.give(number, given)
 
             def go_on(slice_s: float) -> bool:
                 if awaited.wait(slice_s):
                     return True
                 # What was complete before the news has come before it.
-                if self._has_news(heeds) and not awaited.wait(0):
-                    self.check(text) if heeds else self.check_alive(text)
+                if (self.have_ended() or self.failed_since(self.generation)) and not awaited.wait(0):
+                    self.check(text)
                 self._service.check_reached(SILENCE_S + 2 * _PULSE_S)  # a more telling error may come before
                 return False
 
@@ -172,7 +158,7 @@ class Peers:
 
             try:
                 timeouts.wait(go_on, call="exchange", what=lambda: text, timeout_s=timeout_s, arrived=missing)
-                received = [self._read(one, i, most_bytes) for i, one in enumerate(awaited.value)]
+                received = [messages.read(one) for one in awaited.value]
             except NcclSyncError as error:
                 # This process has lost count of the exchanges; only a new start of all processes mends that.
                 if self.failure is None and error is not self.raised:
@@ -186,15 +172,6 @@ class Peers:
             if len({(one[2], one[4]) for one in received}) > 1:
                 self.fail(self.difference(each))
             return [one[6] for one in received]
-
-    def _read(self, data: bytes | int, rank: int, most_bytes: int) -> tuple[Any, ...]:
-        """Return what a process has given to an exchange. Raises MessageError."""
-        if isinstance(data, int):
-            raise MessageError(f"Expected at most {most_bytes} bytes from {self.name(rank)}. Received: {data}")
-        found = messages.read(data, most_bytes + _ROOM)
-        if not isinstance(found, tuple) or [type(one) for one in found[:-1]] != [str, int, str, str, str, bool]:
-            raise MessageError(f"Expected seven values from {self.name(rank)}. Received: others")
-        return found
 
     def data(self, timeout_s: float | None) -> dict[int, socket.socket]:
         """Return a connection to each other process, see `Service.connect`. Collective when first called."""
@@ -253,19 +230,20 @@ class Peers:
 
     def report(self, words: str) -> None:
         """Tell the others that something has failed in this process; whatever they wait for raises it."""
-        self.failures[self.rank] += 1
-        self.reported[self.rank] += 1
+        # Those of several processes that fail before they meet again are one failure.
+        self.failures[self.rank] = max(self.failures[self.rank], self.met) + 1
+        self.generation = max(self.generation, self.failures[self.rank])
         self._words[self.rank] = words
         self._tell({"words": shortened(words)})
 
     def end(self, words: str) -> None:
         """Tell the others that this process ends, and why; process 0 waits until they have heard of it."""
-        failed, is_known = self._words[self.rank], self.failures[self.rank] == self._agreed[self.rank]
+        failed, is_known = self._words[self.rank], self.failures[self.rank] <= self.met
         # They may hear of a failure and of the end at once.
         told = words if is_known or failed in words else f"{words}, after {failed}"
         self._tell({"ended": shortened(told)})
         if self.rank == 0:
-            timeouts.poll(lambda: self._know_end.issuperset(set(range(self.size)) - self.gone()), _END_S)
+            timeouts.poll(lambda: self._know_end.issuperset(set(range(self.size)) - self.gone().keys()), _END_S)
         self._stop.set()
 
     def report_file(self) -> None:
@@ -323,11 +301,10 @@ class Peers:
         Each failure is raised once. `what` is waited for, for messages.
         """
         self.check_alive(what)
-        failed = [i for i, (n, reported) in enumerate(zip(self.failures, self.reported, strict=True)) if n > reported]
+        failures = list(self.failures)
+        failed = [i for i, generation in enumerate(failures) if generation > self.generation]
         if failed:
-            before, self.reported = self.generation, list(self.failures)
-            if self.generation == before:  # another has failed as often since they met, or this process has
-                return
+            self.generation = max(failures)
             said = "; ".join(f"{self.name(i)}: {self._words[i]}" for i in failed)
             self.raised = ProcessError(f"Expected all processes to make this step. Received: {said}")
             raise self.raised
@@ -336,49 +313,30 @@ class Peers:
         """Raise ProcessError, for good, if one has ended or is silent; see `check`."""
         if self.failure is not None:
             raise self.failure
-        ended = self._others_ended()
-        if ended:
-            self.lost = set(ended)
-            words = ", ".join(f"{self.name(i)} {self._ended[i]}" for i in ended)
-            self.fail(f"Expected {what} to end. Received: {words}")
-        silent = self.silent()
-        if silent:
-            self.lost = set(silent)
-            self.fail(
-                f"Expected {what} to end. Received: nothing for {SILENCE_S:g} s from "
-                f"{self.names(silent)}, which is stopped, killed or cut off"
-            )
+        gone = self.gone()
+        if gone:
+            self.lost = set(gone)
+            self.fail(f"Expected {what} to end. Received: {', '.join(gone.values())}")
 
-    def _has_news(self, heeds: bool) -> bool:
-        return self.have_ended() or (heeds and self.failures != self.reported)
+    def failed_since(self, generation: int) -> bool:
+        """Return whether a process has failed since all started over so often."""
+        return max(self.failures) > generation
 
     def have_ended(self) -> bool:
         """Return whether another process has ended, or gone silent."""
         return self.failure is not None or bool(self.gone())
 
-    def gone(self) -> set[int]:
-        """Return the other processes that have ended or are silent."""
-        return {*self._others_ended(), *self.silent()}
-
-    def _others_ended(self) -> list[int]:
-        return [i for i, words in enumerate(self._ended) if words and i != self.rank]
+    def gone(self) -> dict[int, str]:
+        """Return the other processes that have ended or are silent, with words that say so."""
+        silence = f"nothing for {SILENCE_S:g} s from {{}}, which is stopped, killed or cut off"
+        ended = {i: f"{self.name(i)} {words}" for i, words in enumerate(self._ended) if words and i != self.rank}
+        return {i: silence.format(self.name(i)) for i in self.silent()} | ended
 
     def silent(self) -> list[int]:
         """Return the other processes that have not been heard of for too long."""
         if self.rank > 0 and self._service.silence()[0] > SILENCE_S:
             return [0]
         return sorted(self._dead - {self.rank})
-
-    @property
-    def generation(self) -> int:
-        """Return how often all processes have started over after failures."""
-        return self._generations + max(map(operator.sub, self.reported, self._agreed))
-
-    def agree_on_failures(self, each: Sequence[Sequence[int]]) -> None:
-        """Take over [size][size] what each process knows of failures; all of these count as raised."""
-        self.failures = [max(column) for column in zip(*each, strict=True)]
-        self.reported = list(self.failures)
-        self._agreed, self._generations = list(self.failures), self.generation
 
     def _listen(self) -> None:
         """Hear the processes' notices. Runs in a thread."""

@@ -110,15 +110,15 @@ def claim() -> None:
     job = " ".join(f"{name}={os.environ[name]}" for name in _OF_A_JOB if name in os.environ)
     if not job:
         return
-    own = {"pid": os.getpid(), "job": job}
-    before = json.loads(os.environ.get(_JOINED, "null")) or own
-    if before["job"] == job and before["pid"] != own["pid"]:
+    own = str(os.getpid())
+    pid, _, before = os.environ.get(_JOINED, "").partition(" ")
+    if before == job and pid != own:
         raise NcclSyncError(
-            f"Expected process {before['pid']}, which has joined the others ({job}), to be the only one of its number. "
-            f"Received: process {own['pid']}, which it has started. Write processes=False in a helper script; keep a "
+            f"Expected process {pid}, which has joined the others ({job}), to be the only one of its number. "
+            f"Received: process {own}, which it has started. Write processes=False in a helper script; keep a "
             "worker that imports the training script from building the model, by if __name__ == '__main__'"
         )
-    os.environ[_JOINED] = json.dumps(own)
+    os.environ[_JOINED] = f"{own} {job}"
 
 
 def _is_set(launcher: str, given: Mapping[str, str]) -> bool:

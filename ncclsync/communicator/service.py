@@ -70,7 +70,7 @@ class _Connection:
         (length,) = _LENGTH.unpack(head)
         if length > most_bytes:
             raise MessageError(f"Expected at most {most_bytes} bytes. Received: {length}")
-        return messages.read(self._seal.opened(about, read_exactly(self.raw, SEAL_BYTES + length)), length)
+        return messages.read(self._seal.opened(about, read_exactly(self.raw, SEAL_BYTES + length)))
 
     def post(self, *values: Any) -> None:
         """Send a tuple once `start` was called, without waiting: the reader may have stopped."""
@@ -117,7 +117,7 @@ class _Hub:
     def __init__(self, size: int) -> None:
         self._size = size
         self._lock = threading.Lock()
-        self._given: dict[int, dict[int, tuple[bytes, int]]] = {}  # by number and process; until they are complete
+        self._given: dict[int, dict[int, bytes]] = {}  # by number and process; until they are complete
         self._notices: list[Any] = []  # for those who have not joined
         self._members: dict[int, Callable[..., None]] = {}
 
@@ -132,7 +132,7 @@ class _Hub:
         """Do what a process asks."""
         with self._lock:
             if what == "give":
-                self._take(rank, number, *value)
+                self._take(rank, number, value)
             elif what == "who":
                 self._members[rank]("who", value, sorted(self._given.get(number, ())))
             else:
@@ -141,71 +141,27 @@ class _Hub:
                 for send in self._members.values():
                     send("notice", 0, value)
 
-    def _take(self, rank: int, number: int, value: bytes, most_bytes: int) -> None:
+    def _take(self, rank: int, number: int, value: bytes) -> None:
         # A process that has come this far has left all before.
         self._given = {n: given for n, given in self._given.items() if n >= number}
         given = self._given.setdefault(number, {})
-        given[rank] = value, most_bytes
+        given[rank] = value
         if len(given) == self._size:
             del self._given[number]
-            each = [given[i][0] for i in range(self._size)]
-            for i, send in self._members.items():
-                send("given", number, [one if len(one) <= given[i][1] else len(one) for one in each])
+            each = [given[i] for i in range(self._size)]
+            for send in self._members.values():
+                send("given", number, each)
 
 
-class Awaited:
-    """Wait for what process 0 was asked."""
+class Awaited(threading.Event):
+    """Hold what process 0 was asked, once it has come."""
 
-    def __init__(self) -> None:
-        self.value: Any = None  # once it has come
-        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    value: Any = None
 
-    def put(self, value: Any) -> None:
-        """Bring it."""
-        self._queue.put(value)
-
-    def wait(self, slice_s: float) -> bool:
-        """Wait for so many seconds; return whether it has come."""
-        if self.value is None:
-            with contextlib.suppress(queue.Empty):
-                self.value = self._queue.get(timeout=slice_s)
-        return self.value is not None
-
-
-class _Pulse:
-    """Send beats on connections, and measure how long the other sides have been silent.
-
-    Time in which a call kept this process' Python from running is not counted: it could not hear them.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._awake = 0.0  # seconds
-        self._heard: list[float | None] = [None] * size
-        threading.Thread(target=self._count, name="ncclsync pulse", daemon=True).start()
-
-    def add(self, rank: int, raw: socket.socket, says: bytes, hears: bytes) -> None:
-        """Beat by `says` on a connection to a process, which says `hears`."""
-        self._heard[rank] = self._awake
-        native.beat(raw.fileno(), says, _BEAT_S)
-        threading.Thread(target=self._hear, args=(rank, raw, hears), name="ncclsync pulse", daemon=True).start()
-
-    def silence(self) -> list[float]:
-        """Return [size] for how many seconds each process was silent; 0 before it has come."""
-        return [0.0 if heard is None else self._awake - heard for heard in self._heard]
-
-    def _count(self) -> None:
-        last = time.monotonic()
-        while True:
-            time.sleep(_BEAT_S / 4)
-            now = time.monotonic()
-            self._awake += min(now - last, _BEAT_S / 2)
-            last = now
-
-    def _hear(self, rank: int, raw: socket.socket, hears: bytes) -> None:
-        """Hear beats until the connection ends: the process is silent from then on."""
-        with contextlib.suppress(OSError):
-            while read_exactly(raw, len(hears)) == hears:
-                self._heard[rank] = self._awake
+    def bring(self, value: Any) -> None:
+        """Let `wait` end."""
+        self.value = value
+        self.set()
 
 
 class _Door:
@@ -249,7 +205,7 @@ class _Door:
             raw.sendall(_MAGIC + self._offer + ident)
             connection = _Connection(raw, self._seal, ident.hex(), is_server=True)
             hello = connection.receive(_MOST_HELLO)
-            if not (isinstance(hello, tuple) and list(map(type, hello)) == [int, int, str]):
+            if not (isinstance(hello, list) and list(map(type, hello)) == [int, int, str]):
                 raise MessageError(f"Expected a number, a count and a word. Received: {hello!r}")
             rank, size, kind = hello
             refused = self._refused(rank, size, kind)
@@ -305,7 +261,8 @@ class Service:
         self._awaited: dict[tuple[str, int], Awaited] = {}
         self._questions = itertools.count()
         self._data: dict[int, socket.socket] = {}
-        self._pulse = _Pulse(size)
+        self._beats: dict[int, socket.socket] = {}
+        self._silent, self._asked, self._lock = [0.0] * size, time.monotonic(), threading.Lock()
         host, _, port = address.rpartition(":")
         host = host.strip("[]")
         if rank == 0:
@@ -327,13 +284,13 @@ class Service:
         self._ask = self._connection.post
         self._connection.start(self._hear, self._lose)
 
-    def give(self, number: int, value: bytes, most_bytes: int) -> Awaited:
-        """Give a value; wait for [size] those of all processes; of one of more than `most_bytes`, for its length.
+    def give(self, number: int, value: bytes) -> Awaited:
+        """Give a value; wait for [size] those of all processes.
 
         Whoever gives one of a number gives none of lower numbers any more.
         """
         awaited = self._expect("given", number)
-        self._ask("give", number, (value, most_bytes))
+        self._ask("give", number, value)
         return awaited
 
     def who(self, number: int, wait_s: float) -> list[int]:
@@ -349,8 +306,18 @@ class Service:
         self.who(0, 0 if self._lost[1] else wait_s)
 
     def silence(self) -> list[float]:
-        """Return [size] for how many seconds each process was silent: process 0 knows of all, the others of it."""
-        return self._pulse.silence()
+        """Return [size] for how many seconds each process was silent: process 0 knows of all, the others of it.
+
+        To be asked at least every two seconds: more time is not counted, in which this process may have been stopped.
+        """
+        with self._lock:
+            passed_s, self._asked = min(2.0, time.monotonic() - self._asked), time.monotonic()
+            for rank, raw in list(self._beats.items()):
+                self._silent[rank] += passed_s
+                with contextlib.suppress(OSError):  # no more has come
+                    while raw.recv(1 << 12, socket.MSG_DONTWAIT):
+                        self._silent[rank] = 0.0
+            return list(self._silent)
 
     def check_reached(self, within_s: float) -> None:
         """Raise NcclSyncError if process 0 was not reached for so many seconds."""
@@ -389,9 +356,8 @@ class Service:
         self._data[rank] = connection.raw
 
     def _beat(self, rank: int, connection: _Connection) -> None:
-        member = max(rank, self._rank)
-        texts = [self._seal.sealed(f"beat {one}", b"") for one in (member, f"to {member}")]
-        self._pulse.add(rank, connection.raw, *(texts if self._rank else texts[::-1]))
+        native.beat(connection.raw.fileno(), b".", _BEAT_S)
+        self._beats[rank] = connection.raw
 
     def _serve(self, rank: int, connection: _Connection) -> None:
         """Answer a process' requests, in process 0."""
@@ -413,7 +379,7 @@ class Service:
             return
         awaited = self._awaited.pop((what, number), None)
         if awaited is not None:
-            awaited.put(value)
+            awaited.bring(value)
 
     def _lose(self, error: Exception) -> None:
         self._lost = time.monotonic(), str(error) or type(error).__name__
@@ -462,26 +428,23 @@ def _listen(host: str, port: int, on_one_host: bool) -> socket.socket:
     """Return a socket that listens at an address. Raises NcclSyncError: it is not this host's, or the port is taken."""
     chosen = os.environ.get(VARIABLE) or _bound(host, on_one_host)
     try:
-        family, kind, protocol, _, where = socket.getaddrinfo(chosen, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(where)
-        listener.listen(128)
+        family, _, _, _, where = socket.getaddrinfo(chosen, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(where, family=family, backlog=128)
     except OSError as error:
         raise NcclSyncError(
             f"Expected process 0 to listen at {chosen}, port {port}. Received: {error}. Name an address of its host, "
             f"and a free port; where the others reach it by another address than its own, set {VARIABLE} to its own"
         ) from None
-    return listener
 
 
 def _bound(host: str, on_one_host: bool) -> str:
     """Return the address to listen at; where this host resolves its own name to a loopback address, its network's."""
-    if on_one_host or host == "localhost" or _is_number(host):
+    if on_one_host or host == "localhost":
         return host
     with contextlib.suppress(OSError):
         found = {str(one[4][0]) for one in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
-        if all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found):
+        loops = all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found)
+        if loops and host not in found:  # a name
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
                 # Sends nothing: an address reserved for documentation, by the usual route.
                 probe.connect(("192.0.2.1", 9))
@@ -490,11 +453,3 @@ def _bound(host: str, on_one_host: bool) -> str:
             _logger.warning(words, host, " and ".join(sorted(found)), own, VARIABLE)
             return own
     return host
-
-
-def _is_number(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return False
-    return True

@@ -154,6 +154,11 @@ _kept: _Interrupts | None = None
 _on_interrupt: Callable[[], None] | None = None  # is called by a Ctrl-C meanwhile
 
 
+def _takes_ctrl_c() -> bool:
+    is_main = threading.current_thread() is threading.main_thread()
+    return is_main and signal.getsignal(signal.SIGINT) == signal.default_int_handler
+
+
 @contextlib.contextmanager
 def interruptible(on_interrupt: Callable[[], None] | None = None) -> Iterator[None]:
     """Let `wait` see Ctrl-C while the main thread runs native code that waits for other threads; lose none.
@@ -169,8 +174,7 @@ def interruptible(on_interrupt: Callable[[], None] | None = None) -> Iterator[No
             drop what that raises.
     """
     global _active, _kept, _on_interrupt
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) != signal.default_int_handler:
+    if not _takes_ctrl_c():
         yield
         return
     if _active:  # within another
@@ -204,8 +208,7 @@ def interruptible(on_interrupt: Callable[[], None] | None = None) -> Iterator[No
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
     """Let what runs within be complete: a Ctrl-C meanwhile is raised at its end. For the main thread and short work."""
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) != signal.default_int_handler:
+    if not _takes_ctrl_c():
         yield
         return
     pressed: list[int] = []

@@ -148,11 +148,13 @@ def connect(
             index if is_cpu(device) else known[int(device.split(":")[1])]
             for index, device in enumerate(placement.devices)
         ]
-        repeatable = tf_compat.is_op_determinism_enabled()
-        join: Callable[..., NcclCommunicator] = NcclCommunicator
-        if process is not None:
-            join = functools.partial(NcclCommunicator.from_peers, peers_of(process, timeout_s))
-        communicator = join(ordinals, timeout_s=timeout_s, preflight=preflight, repeatable=repeatable)
+        communicator = NcclCommunicator(
+            ordinals,
+            peers=None if process is None else peers_of(process, timeout_s),
+            timeout_s=timeout_s,
+            preflight=preflight,
+            repeatable=tf_compat.is_op_determinism_enabled(),
+        )
         on_host = any(map(is_cpu, placement.devices))
         if communicator.launcher(on_host=on_host).blocks and not on_host:
             _logger.warning(

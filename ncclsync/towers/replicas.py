@@ -19,7 +19,7 @@ from ncclsync.ops import current_context
 from ncclsync.semantics.holders import WRITTEN_BY_GRAPH, Holder
 from ncclsync.semantics.roles import Role, role_of, start_value
 from ncclsync.towers.layout import is_cpu
-from ncclsync.towers.session import Session, most_bytes
+from ncclsync.towers.session import Session
 
 _MEMORY = {"CPU": 1, "GPU": 2}  # DLPack's codes, by kinds of devices
 _NAMED = 6  # variables in a message
@@ -228,8 +228,7 @@ class Replicas:
         session, is_chief = self._session, self._session.layout.is_chief
         unused = [variable for variable in variables if id(variable) not in self._held]
         own = [variable.numpy() for variable in unused] if is_chief else None
-        room = sum(map(most_bytes, unused))
-        values = session.of_all_processes(own, "variables that no step has used", room)[0]
+        values = session.of_all_processes(own, "variables that no step has used")[0]
         if not is_chief:
             for variable, value in zip(unused, values, strict=True):
                 variable.assign(value)

@@ -14,7 +14,6 @@ from typing import Any
 import tensorflow as tf
 
 from ncclsync.communicator import AllReduce, Broadcast, NcclCommunicator
-from ncclsync.communicator.messages import MOST_BYTES
 from ncclsync.communicator.timeouts import interruptible
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError, ProcessError
@@ -225,9 +224,9 @@ class Session:
 
     # What processes give each other. Collective, where there are several.
 
-    def of_all_processes(self, value: Any, what: str, array_bytes: int = 0) -> list[Any]:
+    def of_all_processes(self, value: Any, what: str) -> list[Any]:
         """Return what each process gives; see `Communicator.exchange`."""
-        return self.communicator.exchange(value, what, MOST_BYTES + array_bytes)
+        return self.communicator.exchange(value, what)
 
     def of_tower_0(self, variable: tf.Variable, what: str) -> tf.Tensor:
         """Return tower 0's value, whichever process has it."""
@@ -235,7 +234,7 @@ class Session:
         if not self.layout.meets_processes:
             return value
         own = value.numpy() if self.layout.is_chief else None
-        return tf.convert_to_tensor(self.of_all_processes(own, what, most_bytes(value))[0], value.dtype)
+        return tf.convert_to_tensor(self.of_all_processes(own, what)[0], value.dtype)
 
     def total(self, parts: Sequence[tf.Tensor], what: str) -> tf.Tensor:
         """Return the sum of what the towers of all processes hold; `parts` are this process'."""
@@ -251,8 +250,7 @@ class Session:
             self.warn_once("Of optimizers' state, which shard_optimizer divides, the parts of other processes are lost")
             before = self.layout.ranks[0]
             return tf.pad(rows, [[before, towers - before - len(rows)], [0, 0]])
-        row_bytes = most_bytes(rows) // max(1, len(rows))
-        return tf.concat(self.of_all_processes(rows.numpy(), what, towers * row_bytes), 0)
+        return tf.concat(self.of_all_processes(rows.numpy(), what), 0)
 
     def broadcast(self, values: Sequence[tf.Tensor], what: str, *, in_place: bool = False) -> list[tf.Tensor]:
         """Return tower 0's value on each tower, where these only enqueue; by a graph that is traced for each dtype.
@@ -300,8 +298,3 @@ def _check_audits(devices: Sequence[str]) -> None:
             "wrong. Received: TensorFlow without them. Call tf.config.experimental.enable_op_determinism() first, "
             "and keras.utils.set_random_seed(...)"
         )
-
-
-def most_bytes(value: tf.Tensor | tf.Variable) -> int:
-    """Return how many bytes its numbers have as a message, and more than short texts have."""
-    return (value.shape.num_elements() or 0) * (256 if value.dtype == tf.string else value.dtype.size)

@@ -163,7 +163,6 @@ def _compare_classes(callbacks: Sequence[Any], name: str, model: keras.Model, to
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Let Keras print nothing."""
     was_on = keras.config.is_interactive_logging_enabled()
     keras.config.disable_interactive_logging()
     try:
@@ -189,7 +188,7 @@ def _written_by_first(
     return tf_compat.members_replaced(
         callback,
         on_train_begin=restore,
-        **keras_compat.backup_methods(write=functools.partial(_leave_file, towers), read=lambda: None),
+        **keras_compat.backup_methods(write=_written_once(towers, lambda: None), read=lambda: None),
         delete_checkpoint=False,
     )
 
@@ -213,13 +212,11 @@ def _restore(
         return keras_compat.first_epoch(model), built, None if data is None else data.upcoming
 
     epoch, built, upcoming = _of_first(towers, restore_here, "restore a backup", everywhere=True)
-    if towers.is_chief:
-        _send(model, towers)
-        return
-    if built and not model.optimizer.built:
-        model.optimizer.build(model.trainable_variables)
-    keras_compat.begin_at(model, epoch)
-    if data is not None and data.upcoming != upcoming:
+    if not towers.is_chief:
+        if built and not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        keras_compat.begin_at(model, epoch)
+    if data is not None and data.upcoming != tuple(upcoming):
         data.seek(*upcoming)
     _send(model, towers)
 
@@ -284,11 +281,6 @@ def _file(towers: Towers) -> Iterator[bool]:
         towers.communicator.report_file()
 
 
-def _leave_file(towers: Towers) -> None:
-    with _file(towers):
-        pass
-
-
 def _model_file(model: Any) -> contextlib.AbstractContextManager[bool]:
     """Return `_file` of a model, also of one that `keras.saving.save_model` writes."""
     towers = towers_of(model)
@@ -309,14 +301,13 @@ def _written_once(towers: Towers, write: Callable) -> Callable:
 def _read_once(model: keras.Model, towers: Towers, read: Callable) -> Callable:
     @functools.wraps(read)
     def read_once(*args, **kwargs):
-        _of_first(towers, functools.partial(_nothing_of, read, *args, **kwargs), "load weights")
+        def read_here() -> None:
+            read(*args, **kwargs)
+
+        _of_first(towers, read_here, "load weights")
         _send(model, towers)
 
     return read_once
-
-
-def _nothing_of(function: Callable, *args: Any, **kwargs: Any) -> None:
-    function(*args, **kwargs)
 
 
 def _watched(callbacks: Sequence[Any], towers: Towers) -> list[Any]:

@@ -19,8 +19,8 @@ VALUES = (
     "täglich \ud800",
     b"\x00\xff",
     [],
-    (1, [2, (3,)], "4"),
-    {"epoch": 3, "": (None,)},
+    [1, [2, [3]], "4"],
+    {"epoch": 3, "": [None]},
     np.arange(12, dtype=np.int16).reshape(3, 4),
     np.zeros((0, 3), np.float32),
     np.float32(0.1),
@@ -32,9 +32,9 @@ VALUES = (
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 def test_values_come_as_they_were(value):
-    """Types, shapes and bits."""
+    """Types, shapes and bits; tuples are lists."""
     found = messages.read(messages.written([value, (value,)]))
-    assert type(found) is list and type(found[1]) is tuple
+    assert type(found) is list and type(found[1]) is list
     for one in (found[0], found[1][0]):
         assert type(one) is type(value)
         if isinstance(value, (np.ndarray, np.generic)):
@@ -52,7 +52,7 @@ def test_bfloat16():
 
 def test_other_values_are_refused():
     """Where they are written: nothing is pickled."""
-    for value in (object(), {1: 2}, {2}, lambda: None, [np.datetime64("2020")]):
+    for value in (object(), {2}, lambda: None, [np.datetime64("2020")]):
         with pytest.raises(TypeError, match="Expected numbers, texts, bytes"):
             messages.written(value)
 
@@ -77,16 +77,20 @@ def test_any_bytes_are_a_value_or_an_error():
 @pytest.mark.parametrize(
     "text",
     [
-        '["array", "float32", [1099511627776]]',
-        '["array", "float32", [-1, -1]]',
-        '["array", "object", [1]]',
-        '["array", "float32", [4294967296, 4294967296, 0, 1]]  ',
-        '["bytes", -4]',
-        '["objects", [1000000000]]',
-        '["pickle", 4]',
-        '{"a": 1}',
+        '{"ncclsync": ["float32", [1099511627776]]}',
+        '{"ncclsync": ["float32", [-1, -1]]}',
+        '{"ncclsync": ["float32", [4294967296, 4294967296, 0, 1]]}',
+        '{"ncclsync": ["float32", [0.5]]}',
+        '{"ncclsync": ["float32", 1]}',
+        '{"ncclsync": ["bytes", [-4]]}',
+        '{"ncclsync": ["bytes", ["4"]]}',
+        '{"ncclsync": ["object", [1000000000], []]}',
+        '{"ncclsync": ["object", [1]]}',
+        '{"ncclsync": ["pickle", [4]]}',
+        '{"ncclsync": [["pickle"], []]}',
+        '{"ncclsync": 1}',
         "[" * 100_000,
-        "[]",
+        "[]]",
         "9" * 5000,
     ],
 )
@@ -94,14 +98,6 @@ def test_what_a_stranger_would_write(text):
     """Sizes that are not there, kinds that are none, depth without an end."""
     with pytest.raises(MessageError, match="Expected a message of ncclsync's"):
         messages.read(len(text).to_bytes(4, "little") + text.encode())
-
-
-def test_limit_of_bytes():
-    """More than the reader expects is not read."""
-    data = messages.written(b"x" * 100)
-    assert messages.read(data, len(data)) == b"x" * 100
-    with pytest.raises(MessageError, match=f"at most {len(data) - 1} bytes"):
-        messages.read(data, len(data) - 1)
 
 
 def test_a_changed_message_is_refused(monkeypatch):

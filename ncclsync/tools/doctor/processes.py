@@ -119,7 +119,7 @@ def _reduce(joined: Peers, report: Report, by_nccl: bool, timeout_s: float) -> A
 
     def join() -> Communicator:
         if by_nccl:
-            return NcclCommunicator.from_peers(joined, devices, timeout_s=timeout_s)
+            return NcclCommunicator(devices, peers=joined, timeout_s=timeout_s)
         return TcpCommunicator(joined, len(devices), timeout_s=timeout_s)
 
     probes.reduce_known(join, by_nccl, lambda **facts: found.update(facts))

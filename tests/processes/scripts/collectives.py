@@ -50,7 +50,7 @@ for dtype, count in itertools.product(DTYPES, (0, 1, 7, 1000, 40_001)):
         buffers = [parts[rank].copy() for rank in ranks]
         communicator.broadcast(buffers, root)
         assert all(buffer.tobytes() == parts[root].tobytes() for buffer in buffers)
-assert communicator.exchange((peers.rank, "x"), "a value") == [(i, "x") for i in range(peers.size)]
+assert communicator.exchange((peers.rank, "x"), "a value") == [[i, "x"] for i in range(peers.size)]
 
 
 def grouped(join, members):

@@ -4,7 +4,8 @@ A view for the passes that cut a step (`partition.py`, `cut.py`, `segment.py`); 
 """
 
 import copy
-import functools
+import dataclasses
+import types
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -21,10 +22,12 @@ from ncclsync.semantics.roles import Role, role_of
 class StepGraph:
     """Describe the traced graph by names: ops, inputs, and the exchanges that are put between them.
 
-    The partition adds to it; all passes after that read one description, which none changes. A tensor has the name that
-    TensorFlow gave it. Names, not a type of their own, since dictionaries of every layer have them as keys; only
-    `op_name` parses them.
+    The partition adds to it, and then freezes it: all passes after that read one description, which none changes. A
+    tensor has the name that TensorFlow gave it. Names, not a type of their own, since dictionaries of every layer have
+    them as keys; only `op_name` parses them.
     """
+
+    _frozen = False
 
     def __init__(self, trace: Trace, home_device: str, same_seeds: bool = False):
         function = trace.function
@@ -85,13 +88,21 @@ class StepGraph:
         self.outputs: list[tuple[str, str]] = []
         self.by_name = {op.name: op for op in self.ops}
 
-    @functools.cached_property
-    def free_prefix(self) -> str:
-        """Return how names may begin that a segment gives to nodes, once the step is partitioned."""
-        prefix = "ncclsync"
-        while any(name.startswith(prefix) for name in self.nodes):
-            prefix += "_"
-        return prefix
+    def freeze(self) -> None:
+        """Let nothing change it from now on: attributes cannot be set, nor collections be added to."""
+        self.free_prefix = "ncclsync"  # of names that a segment may give to nodes
+        while any(name.startswith(self.free_prefix) for name in self.nodes):
+            self.free_prefix += "_"
+        views: dict[type, Any] = {dict: types.MappingProxyType, list: tuple, set: frozenset}
+        for name, value in vars(self).items():
+            if type(value) in views and name != "structure":  # which is the user's
+                vars(self)[name] = views[type(value)](value)
+        self._frozen = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._frozen:
+            raise dataclasses.FrozenInstanceError(f"cannot assign to {name!r}: the step is partitioned")
+        super().__setattr__(name, value)
 
     def rewired(self, inputs: dict[str, list[str]], controls: dict[str, list[str]]) -> "StepGraph":
         """Return the same step in which these ops have other inputs and control dependencies."""

@@ -76,6 +76,7 @@ class Partition(Conversions):
         self._fold_metrics()
         self.graph.ops = self.order
         self.graph.by_name = {op.name: op for op in self.order}
+        self.graph.freeze()
         return self
 
     # One op.

@@ -153,8 +153,14 @@ def test_metric_state_is_sent_and_then_kept_by_the_first():
         np.testing.assert_array_equal(count, expected)
 
 
-def test_a_rewired_step_is_another(graph):
-    """It leaves the one that it was made of as it was."""
+def test_a_placed_step_does_not_change(graph):
+    """Passes read one description; one that is to have other inputs is another, which leaves this as it was."""
     name = graph.ops[-1].name
+    with pytest.raises(AttributeError, match="cannot assign to 'ops'"):
+        graph.ops = ()
+    with pytest.raises(TypeError):
+        graph.inputs[name] = []
+    for collection in ("ops", "exchanges", "differing"):
+        assert not hasattr(getattr(graph, collection), "update") and not hasattr(getattr(graph, collection), "append")
     other = graph.rewired({name: ["x:0"]}, {})
     assert other.inputs[name] == ["x:0"] and graph.inputs[name] != ["x:0"] and other.ops is graph.ops

@@ -1,4 +1,4 @@
-"""Build ncclsync's cffi extension. Used by ``pyproject.toml`` only.
+"""Build ncclsync's cffi extension and source archive. Used by ``pyproject.toml`` only.
 
 The binding is generated from the header: the part of ``ncclsync.h`` between the "cdef" marks is
 what cffi reads, so that C and Python cannot disagree.
@@ -11,9 +11,13 @@ import shutil
 
 import cffi
 from setuptools.command.build_ext import build_ext
+from setuptools.command.sdist import sdist
 from setuptools.errors import SetupError
 
 HEADER = pathlib.Path("csrc/ncclsync.h")
+
+# Sources, and the pages beside them.
+ARCHIVED = {".c", ".cc", ".h", ".py", ".md", ".ipynb", ".svg", ".png", ".sh", ".sbatch"}
 
 # C may call it: native.py defines it.
 PYTHON_FUNCTIONS = 'extern "Python" void ncs_hear_span(void* context, int span, int ends, int64_t value);\n'
@@ -31,17 +35,18 @@ def read_cdef(header: pathlib.Path = HEADER) -> str:
 class BuildNative(build_ext):
     """Generate the binding's C file and compile it with the C library into one extension."""
 
-    def build_extension(self, ext) -> None:
-        """Compile all of ``csrc`` and the generated file; again if any of them, or a header, is newer.
-
-        Or say in one sentence which compiler is missing.
-        """
+    def build_extensions(self) -> None:
+        """Compile, or say in one sentence which compiler is missing."""
         command = getattr(self.compiler, "compiler_so", None) or ["cc"]
         if shutil.which(command[0]) is None:
             raise SetupError(
                 f"Expected a C compiler to build ncclsync. Received: none ({command[0]!r} is not "
                 "on the PATH). Install one, e.g. by 'apt-get install gcc', or name it in CC."
             )
+        super().build_extensions()
+
+    def build_extension(self, ext) -> None:
+        """Compile all of ``csrc`` and the generated file; again if any of them, or a header, is newer."""
         ffi = cffi.FFI()
         ffi.cdef(read_cdef())
         ffi.set_source(ext.name, f'#include "{HEADER.name}"')
@@ -51,3 +56,15 @@ class BuildNative(build_ext):
         ext.sources = [*map(str, sorted(HEADER.parent.rglob("*.c"))), str(generated)]
         ext.depends = [*map(str, sorted(HEADER.parent.rglob("*.h")))]
         super().build_extension(ext)
+
+
+class SourceArchive(sdist):
+    """Add what setuptools leaves out by itself: headers, this file, all tests and the examples."""
+
+    def make_release_tree(self, base_dir, files) -> None:
+        """Copy, with every source of these folders."""
+        # Not add_defaults(): setuptools asks another class for the defaults.
+        for folder in ("csrc", "ncclsync", "tests", "examples"):
+            found = sorted(pathlib.Path(folder).rglob("*.*"))
+            files = [*files, *(str(file) for file in found if file.suffix in ARCHIVED)]
+        super().make_release_tree(base_dir, sorted({*files, "CHANGELOG.md"}))

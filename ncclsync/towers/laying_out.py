@@ -227,8 +227,8 @@ def _checked_rows(program: Program, shards: Shards) -> list[Any]:
             tf.debugging.Assert(
                 tf.equal(total, rows),
                 [
-                    f"{tf_compat.OWN_WORDS}Expected a batch of {rows} rows: a stateful RNN, or a tensor of that length, "
-                    "fixes them in this step. batch_size counts the rows of all towers together, as in "
+                    f"{tf_compat.OWN_WORDS}Expected a batch of {rows} rows: a stateful RNN, or a tensor of that "
+                    "length, fixes them in this step. batch_size counts the rows of all towers together, as in "
                     "MirroredStrategy's fit; a script for Horovod gives those of one process. Received:",
                     total,
                 ],

@@ -100,15 +100,13 @@ class Staging:
         total: how many shards it divides a batch into.
     """
 
-    def __init__(
-        self, fetch: Callable[[tf.Tensor], list[tf.Tensor]], specs: Any, layout: Layout, meter: Meter | None
-    ) -> None:
-        """Make the graph functions; `fetch` returns the components of the next batch, of these specs."""
+    def __init__(self, fetch: Callable[[tf.Tensor], Any], specs: Any, layout: Layout, meter: Meter | None) -> None:
+        """Make the graph functions; `fetch` returns the next batch, of these specs, of the iterator of a handle."""
         self._specs, self._layout = specs, layout
         self.total = layout.shards
 
         def next_batch(handle: tf.Tensor) -> list[tf.Tensor]:
-            components = fetch(handle)
+            components = components_of(fetch(handle))
             return [*components, *layout.read(components)]  # the next batch may have others
 
         def bring(*components: tf.Tensor) -> list[tf.Tensor]:

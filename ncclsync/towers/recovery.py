@@ -1,44 +1,85 @@
-"""Keep what a step needs if it fails: its batch, to run it again, and old values, to undo its writes.
+"""Keep a step's batch, to run it again if it fails, and old values, to undo its writes.
 
 Called by `laying_out.py` and `step.py` while the graph of the step is built, and when it has failed.
 """
 
 import functools
-import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from ncclsync.errors import NonFiniteError
+from ncclsync.ops.spans import hold
 from ncclsync.program.own_memory import own_copy
 from ncclsync.program.program import Program
 from ncclsync.semantics.roles import Role, role_of
-from ncclsync.semantics.shards import packed, rows_of
+from ncclsync.semantics.shards import components_of, packed
+from ncclsync.towers.feeding import feeds
 from ncclsync.towers.layout import is_cpu
 from ncclsync.towers.state import TowerState
 
 
-class Rollback:
-    """Undo a step that failed on one tower after it had written weights; keep its batch for who runs it again.
+class KeptBatch:
+    """Keep the batch of the current step, in the memory that it has, for who runs it again.
 
     That is, in more shards; or to find an error: when one tower fails, TensorFlow cancels the others, and may report
     the cancellation instead. The same step, run outside a graph, tower by tower, raises the error itself.
+    """
+
+    def __init__(self, specs: Any) -> None:
+        """Prepare for batches of these `tf.TypeSpec`s."""
+        self._specs = specs
+        self._given: list[tf.Tensor] | None = None  # see `keep_components`
+        with tf.device("/CPU:0"):
+            self._leaves = [
+                tf.Variable(tf.zeros([0], leaf.dtype), shape=tf.TensorShape(None), trainable=False)
+                if leaf.dtype != tf.string
+                else tf.Variable([""], shape=tf.TensorShape(None), trainable=False)
+                for leaf in components_of(specs)
+            ]
+
+    def keep(self, batch: Any) -> Any:
+        """Keep a batch, in the graph of the step; return it for the step to use."""
+        kept = [variable.assign(leaf) for variable, leaf in zip(self._leaves, components_of(batch), strict=True)]
+        with tf.device("/CPU:0"):  # where the leaves are: with no device given, TensorFlow would send them to a GPU
+            return hold(batch, _ops(kept))
+
+    def keep_components(self, components: list[tf.Tensor]) -> None:
+        """Keep a batch that is there before the step begins: its components, in the host's memory."""
+        self._given = components
+
+    def batch(self) -> Any:
+        """Return the last batch kept."""
+        with tf.device("/CPU:0"):  # else TensorFlow copies it to a GPU, which may be full
+            components = self._given or [variable.read_value() for variable in self._leaves]
+            return packed(self._specs, components)
+
+
+class Rollback:
+    """Undo a step that failed on one tower after it had written weights.
 
     The saved values share memory with tower 0's variables until a step writes those.
 
     Attributes:
-        components: of the last step's batch, in the host's memory.
         undone: whether `restore` has undone a step that was under way when it was last called.
     """
 
-    def __init__(self, program: Program, towers: TowerState, specs: Any = None) -> None:
-        """Prepare for a program that is run on these towers, on batches of these `tf.TypeSpec`s."""
-        self.components: Sequence[tf.Tensor] = ()
-        self.undone = False
-        self._program, self._towers, self._specs = program, towers, specs
+    undone = False
+
+    def __init__(
+        self, program: Program, towers: TowerState, report: Callable[[np.ndarray, np.ndarray], None] | None = None
+    ) -> None:
+        """Prepare for a program.
+
+        Args:
+            program: what is run.
+            towers: where.
+            report: is called with the values of `program.finite` if one is False, and the shards' samples, before
+                the step is undone; what it raises fails the step. Needed if the program has that result.
+        """
         variables = dict(program.variables)
+        self._report = report
         # (variable, its value before the step, the copies that get it where a gradient is not finite)
         self._saved: list[tuple[tf.Variable, tf.Variable, list[tf.Variable]]] = []
         with tf.device(f"/{towers.layout.devices[0]}"):
@@ -53,14 +94,15 @@ class Rollback:
             others = not towers.layout.is_chief
             self._sums = [one for _, one in program.variables if others and role_of(one) is Role.SUM]
             self._saved += [(variable, _saved(variable), []) for variable in self._sums]
-            # True while a step is under way; needed also for one that writes nothing, if it may run again.
-            needed = self._saved or towers.options.on_oom is not None
+            # True while a step is under way; needed also for one that writes nothing, if it may run again, or takes its
+            # batch within the graph: its own iterator may end before that, and another one after it.
+            needed = self._saved or towers.options.on_oom is not None or not feeds(towers.layout.devices)
             self._begun = tf.Variable(False, trainable=False) if needed else None
 
-    def batch(self) -> Any:
-        """Return the batch of the last step."""
-        with tf.device("/CPU:0"):  # else TensorFlow copies it to a GPU, which may be full
-            return packed(self._specs, self.components)
+    @property
+    def under_way(self) -> bool:
+        """Return whether a step has begun that has not ended, as far as that is recorded."""
+        return self._begun is not None and bool(self._begun.numpy())
 
     def begin(self) -> list[tf.Operation]:
         """Save, in the graph of the step; the step must wait for what is returned."""
@@ -92,7 +134,7 @@ class Rollback:
 
     def restore(self) -> None:
         """Undo a step that failed on its way; do nothing if it failed before it began."""
-        self.undone = self._begun is not None and bool(self._begun.numpy())
+        self.undone = self.under_way
         if self._begun is not None and self.undone:
             for variable, saved, _ in self._saved:
                 variable.assign(saved)
@@ -100,15 +142,8 @@ class Rollback:
 
     def _undo(self, finite: tf.Tensor, sizes: Sequence[tf.Tensor]) -> tf.Tensor:
         """Give every tower, in a branch of the step's graph, the values from before the step."""
-        borrowed = weakref.ref(self)  # TensorFlow keeps every py op's function for good
-
-        def report(finite: np.ndarray, sizes: np.ndarray) -> None:
-            rollback = borrowed()
-            assert rollback is not None  # the step that calls it is its own
-            rollback._report(finite, sizes)
-
         with tf.device("/CPU:0"):
-            reported = tf.numpy_function(report, [finite, tf.stack(sizes)], [])
+            reported = tf.numpy_function(self._report, [finite, tf.stack(sizes)], [])
         writes = []
         with tf.control_dependencies([] if tf.executing_eagerly() else [reported]):
             for _, saved, copies in self._saved:
@@ -119,19 +154,6 @@ class Rollback:
                         writes.append(tf.raw_ops.AssignVariableOp(resource=copy.handle, value=value))
         with tf.control_dependencies([] if tf.executing_eagerly() else writes):
             return tf.constant(0.0)
-
-    def _report(self, finite: np.ndarray, sizes: np.ndarray) -> None:
-        """Report gradients that are not finite; called by the graph of a step, whose batch is kept."""
-        batch, layout, total = self.batch(), self._towers.layout, int(sizes.sum())
-        if rows_of(batch) != total:  # it has this process' rows alone: copies stand in the others' places
-            rows = tf.range(total) - int(sizes[: layout.own_shards[0]].sum())
-            rows = tf.clip_by_value(rows, 0, (rows_of(batch) or 1) - 1)
-            batch = tf.nest.map_structure(lambda one: tf.gather(one, rows), batch)
-        try:
-            self._towers.watch.on_nonfinite.report(finite, sizes, self._program.gradients, batch, layout.owners)
-        except NonFiniteError as error:  # TensorFlow wraps it
-            self._towers.session.in_flight.put(error)
-            raise
 
 
 def _saved(variable: tf.Variable) -> tf.Variable:

@@ -5,12 +5,14 @@
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from ncclsync.communicator.peers import SAME_ROWS
@@ -25,7 +27,7 @@ from ncclsync.semantics.shards import digest_of_rows, fixed_specs, grouped, has_
 from ncclsync.towers.audit import Audit
 from ncclsync.towers.feeding import CountingDataset, feeds
 from ncclsync.towers.laying_out import lay_out
-from ncclsync.towers.recovery import Rollback
+from ncclsync.towers.recovery import KeptBatch, Rollback
 from ncclsync.towers.state import TowerState
 from ncclsync.towers.step_function import OnFed, OnGiven, OnIterator, StepFunction, without_optionals
 from ncclsync.towers.traced_step import Key, TracedStep
@@ -136,7 +138,7 @@ class TowerStep(TracedStep):
                 if towers.session.communicator.enqueues:
                     towers.session.in_flight.add(function.written, results)
         except tf.errors.ResourceExhaustedError:
-            batch = function.rollback.batch() if function.rollback.undone else None
+            batch = function.kept.batch() if function.rollback.undone else None
             rows = None if batch is None or towers.options.on_oom is None else rows_of(batch)
             if rows is None or not towers.split_further(rows):
                 raise
@@ -196,6 +198,15 @@ class TowerStep(TracedStep):
             self.towers.session.warn_once(warning)
         known = (self._functions.get(key._replace(watched=watched, audits=False)) for watched in (True, False))
         other = next((one for one in known if one is not None and one.program is program), None)
+        if other is not None:
+            kept, rollback = other.kept, other.rollback
+        else:
+            kept = KeptBatch(specs)
+            # TensorFlow keeps every py op's function for good, and what that refers to.
+            borrowed = weakref.ref(self.towers), weakref.ref(kept)
+            rollback = Rollback(
+                program, self.towers, functools.partial(_report_nonfinite, *borrowed, program.gradients)
+            )
         layout = self.towers.layout
         made = key.kind(
             towers=self.towers,
@@ -203,7 +214,8 @@ class TowerStep(TracedStep):
             batch_specs=batch_specs,
             specs=specs,
             program=program,
-            rollback=Rollback(program, self.towers, specs) if other is None else other.rollback,
+            rollback=rollback,
+            kept=kept,
             meter=meter,
             audit=Audit(program, self.towers) if key.audits else None,
         )
@@ -257,7 +269,7 @@ class TowerStep(TracedStep):
         """Run the batch of a cancelled step again, outside a graph, one tower after another; return its error."""
         self.towers.replicas.sync()
         try:
-            lay_out(function.program, self.towers, function.rollback.batch(), function.rollback)
+            lay_out(function.program, self.towers, function.kept.batch(), function.rollback)
         except BaseException as error:
             self._mend(function)
             return self.towers.session.cause_of(error)
@@ -288,7 +300,7 @@ class TowerStep(TracedStep):
         self._number += 1
         if self._number > _COMPARED and (self._number % _EVERY or not communicator.reads_same_rows):
             return
-        digest = digest_of_rows(function.rollback.batch()) if self._digest is None else self._digest()
+        digest = digest_of_rows(function.kept.batch()) if self._digest is None else self._digest()
         digests = communicator.exchange(digest, "the comparison of batches")
         other = next((i for i, digest in enumerate(digests) if digest != digests[0]), None)
         if other is not None:
@@ -299,9 +311,9 @@ class TowerStep(TracedStep):
 
     def _warn_of_costs(self, function: StepFunction) -> None:
         """Warn if towers lose much of a step, since each needs the rows of all; exact it is."""
-        rows, towers, program = rows_of(function.rollback.batch()) or 0, len(self.towers), function.program
+        rows, towers, program = rows_of(function.kept.batch()) or 0, len(self.towers), function.program
         losses = losses_of(program.work, program.gradient_bytes(towers, rows), rows, towers)
-        if rows < towers and has_groups(function.rollback.batch()):
+        if rows < towers and has_groups(function.kept.batch()):
             self.towers.session.warn_once(
                 f"Exact, but {towers - rows} of {towers} towers have nothing to do: a batch has as many samples as its "
                 f"tensor with the fewest rows, {rows}. Give a value for the whole batch to each row, as tf.repeat "
@@ -319,7 +331,7 @@ class TowerStep(TracedStep):
         if not self._functions:
             return None
         key, function = list(self._functions.items())[-1]
-        batch = function.rollback.batch()
+        batch = function.kept.batch()
         return function.program if key.layout is self.towers.layout else self.program_of(fixed_specs(batch)), batch
 
 
@@ -333,3 +345,25 @@ def _collecting_no_garbage() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
+
+
+def _report_nonfinite(
+    towers: "weakref.ref[TowerState]",
+    kept: "weakref.ref[KeptBatch]",
+    names: tuple[str, ...],
+    finite: np.ndarray,
+    sizes: np.ndarray,
+) -> None:
+    """Report gradients that are not finite; called by the graph of a step, whose batch is kept."""
+    state, batch = towers(), kept()
+    assert state is not None and batch is not None  # the step that calls it is theirs
+    given, total = batch.batch(), int(sizes.sum())
+    if rows_of(given) != total:  # it has this process' rows alone: copies stand in the others' places
+        rows = tf.range(total) - int(sizes[: state.layout.own_shards[0]].sum())
+        rows = tf.clip_by_value(rows, 0, (rows_of(given) or 1) - 1)
+        given = tf.nest.map_structure(lambda one: tf.gather(one, rows), given)
+    try:
+        state.watch.on_nonfinite.report(finite, sizes, names, given, state.layout.owners)
+    except NonFiniteError as error:  # TensorFlow wraps it
+        state.session.in_flight.put(error)
+        raise

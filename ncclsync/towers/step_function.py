@@ -14,14 +14,14 @@ import tensorflow as tf
 
 from ncclsync.compat import other_libraries
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.ops.spans import STEPS, WAIT, Meter, NoBatchLeft, measured
+from ncclsync.ops.spans import STEPS, WAIT, Meter, NoBatchLeft, begin, hold, measured
 from ncclsync.program.program import Program
-from ncclsync.semantics.shards import components_of, grouped, packed
+from ncclsync.semantics.shards import Shards, components_of, grouped
 from ncclsync.towers.audit import Audit
 from ncclsync.towers.feeding import Feeder, Staging, split_batch
 from ncclsync.towers.laying_out import lay_out
 from ncclsync.towers.layout import Layout
-from ncclsync.towers.recovery import Rollback
+from ncclsync.towers.recovery import KeptBatch, Rollback
 from ncclsync.towers.state import TowerState
 
 
@@ -34,7 +34,8 @@ class StepFunction(abc.ABC):
     batch_specs: Any  # of the batches, as they come
     specs: Any  # of the batches that a step gets
     program: Program
-    rollback: Rollback  # several functions of the program share it
+    rollback: Rollback  # several functions of the program share it, as they do `kept`
+    kept: KeptBatch  # the batch of the current step
     meter: Meter | None  # records timestamps, if the step is watched
     audit: Audit | None  # of an audited step
 
@@ -54,65 +55,75 @@ class StepFunction(abc.ABC):
             function = tf.function(self._body, input_signature=self._signature, autograph=False)
             return function.get_concrete_function()
 
+    @abc.abstractmethod
     def run(self, batches: Any) -> Any:
         """Run a step on what comes next; return its results.
 
         Raises:
             NoBatchLeft: an iterator has no batch left.
         """
-        self.rollback.components, given = self._take(batches)
-        return self.graph(*given)
-
-    @abc.abstractmethod
-    def _take(self, batches: Any) -> tuple[Sequence[tf.Tensor], Sequence[tf.Tensor]]:
-        """Return the components of the batch that comes next, in the host's memory, and what the graph is given."""
 
     @property
-    def _signature(self) -> Sequence[tf.TensorSpec]:
+    @abc.abstractmethod
+    def _signature(self) -> Sequence[Any]:
         """Return the specs of what the graph is given."""
-        return components_of(self.specs)
 
-    def _batch(self, given: Sequence[tf.Tensor]) -> Any:
+    @abc.abstractmethod
+    def _batch(self, *given: tf.Tensor) -> Any:
         """Return the batch, or its `Shards`, in the graph."""
-        batch = packed(self.specs, given)
-        # Else only the layout of all steps is known where it is split.
-        return batch if self.layout.sizes is None else split_batch(batch, self.layout, self.meter)
 
     def _body(self, *given: tf.Tensor) -> Any:
         """Run a step, in the graph; return its results."""
-        return lay_out(self.program, self.towers, self._batch(given), self.rollback, self.meter, self.audit)
+        batch = self._batch(*given)
+        if not isinstance(batch, Shards):
+            batch = self.kept.keep(batch)
+            if self.layout.sizes is not None:  # which only this layout knows
+                batch = split_batch(batch, self.layout, self.meter)
+        return lay_out(self.program, self.towers, batch, self.rollback, self.meter, self.audit)
 
 
 class OnGiven(StepFunction):
     """Run one step on a batch that is given."""
 
-    def _take(self, batches: Any) -> tuple[Sequence[tf.Tensor], Sequence[tf.Tensor]]:
-        components = components_of(batches)
-        return components, components
+    def run(self, batches: Any) -> Any:
+        """Run a step on this batch."""
+        return self.graph(*leaves_of(batches))
+
+    @property
+    def _signature(self) -> Sequence[Any]:
+        return leaves_of(self.specs)
+
+    def _batch(self, *given: tf.Tensor) -> Any:
+        left = iter(given)
+        return tf.nest.map_structure(lambda spec: None if spec is None else next(left), self.specs)
 
 
 class OnIterator(StepFunction):
-    """Run steps on an iterator's batches."""
+    """Run steps on batches that the graph takes from an iterator."""
 
-    @functools.cached_property
-    def _fetch(self) -> Callable[[tf.Tensor], list[tf.Tensor]]:
-        fetch = functools.partial(_next_batch, self.batch_specs)
-        return tf.compat.v1.wrap_function(fetch, [tf.TensorSpec([], tf.resource)])
-
-    def _take(self, batches: tf.data.Iterator) -> tuple[Sequence[tf.Tensor], Sequence[tf.Tensor]]:
+    def run(self, batches: tf.data.Iterator) -> Any:
+        """See `StepFunction.run`."""
+        # Its handle, since tf.function looks at whatever else it is called with, in Python.
+        (handle,) = tf.nest.flatten(batches, expand_composites=True)
         try:
-            with measured(self.meter, STEPS, WAIT):
-                return self._take_next(batches)
+            return self.graph(handle)
         except tf.errors.OutOfRangeError as error:
+            if self.rollback.under_way:  # another iterator, within the step
+                raise
             raise NoBatchLeft(error) from None
 
-    def _take_next(self, iterator: tf.data.Iterator) -> tuple[Sequence[tf.Tensor], Sequence[tf.Tensor]]:
-        (handle,) = tf.nest.flatten(iterator, expand_composites=True)
-        components = self._fetch(handle)
-        return components, components
+    @property
+    def _signature(self) -> Sequence[Any]:
+        return [tf.TensorSpec([], tf.resource)]
+
+    def _batch(self, *given: tf.Tensor) -> Any:
+        span = begin(self.meter, STEPS, WAIT)
+        with tf.control_dependencies(span.ops):
+            batch = _next_batch(self.batch_specs, *given)
+        return hold(batch, span.end(components_of(batch)))
 
 
-class OnFed(OnIterator):
+class OnFed(StepFunction):
     """Run steps on an iterator's batches that a feeder brings to the towers, ahead of the steps."""
 
     @functools.cached_property
@@ -120,25 +131,31 @@ class OnFed(OnIterator):
         fetch = functools.partial(_next_batch, self.batch_specs)
         return Staging(fetch, self.specs, self.layout, self.meter)
 
-    def _take_next(self, iterator: tf.data.Iterator) -> tuple[Sequence[tf.Tensor], Sequence[tf.Tensor]]:
-        feeder = self.towers.session.feeders.get(iterator)
+    def run(self, batches: tf.data.Iterator) -> Any:
+        """See `StepFunction.run`."""
+        feeder = self.towers.session.feeders.get(batches)
         if feeder is None:
-            feeder = self.towers.session.feeders[iterator] = Feeder(iterator)
-        return feeder.take(self._staging)
+            feeder = self.towers.session.feeders[batches] = Feeder(batches)
+        try:
+            with measured(self.meter, STEPS, WAIT):
+                components, parts = feeder.take(self._staging)
+        except tf.errors.OutOfRangeError as error:
+            raise NoBatchLeft(error) from None
+        self.kept.keep_components(components)
+        return self.graph(*parts)
 
     @property
-    def _signature(self) -> Sequence[tf.TensorSpec]:
+    def _signature(self) -> Sequence[Any]:
         return self._staging.signature
 
-    def _batch(self, given: Sequence[tf.Tensor]) -> Any:
+    def _batch(self, *given: tf.Tensor) -> Any:
         return self._staging.shards(given)
 
 
-def _next_batch(batch_specs: Any, handle: tf.Tensor) -> list[tf.Tensor]:
-    """Return, in a graph, the components of the next batch of the iterator of that handle, as a step gets it."""
+def _next_batch(batch_specs: Any, handle: tf.Tensor) -> Any:
+    """Return the next batch of the iterator of that handle, in a graph, as a step gets it."""
     iterator = tf.nest.pack_sequence_as(tf.data.IteratorSpec(batch_specs), [handle], expand_composites=True)
-    with tf.device("/CPU:0"):
-        return components_of(grouped(without_optionals(iterator.get_next())))
+    return grouped(without_optionals(iterator.get_next()))
 
 
 def without_optionals(batch: Any) -> Any:
@@ -168,3 +185,8 @@ def to_tensor(leaf: Any) -> Any:
         return leaf
     with tf.device("/CPU:0"):  # where it is split; else TensorFlow takes it to a GPU, and back
         return tf.convert_to_tensor(leaf)
+
+
+def leaves_of(structure: Any) -> list[Any]:
+    """Return the leaves of a nested structure that are not None."""
+    return [leaf for leaf in tf.nest.flatten(structure) if leaf is not None]

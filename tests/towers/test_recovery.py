@@ -1,4 +1,4 @@
-"""`Rollback` by hand: a program of two variables, which the test writes in place of a step."""
+"""`Rollback` and `KeptBatch` by hand: a program of two variables, which the test writes in place of a step."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from ncclsync import Towers
 from ncclsync.program.cost import StepWork
 from ncclsync.program.program import Program, Results
 from ncclsync.semantics.shards import fixed_specs
-from ncclsync.towers.recovery import Rollback
+from ncclsync.towers.recovery import KeptBatch, Rollback
 
 
 def program(weight, metric):
@@ -51,17 +51,17 @@ def test_a_step_that_began_is_undone(held):
     towers, weights, metrics, made = held
     rollback = Rollback(made, towers)
     write(weights, 1.0)
+    assert not rollback.under_way
     rollback.restore()
     assert not rollback.undone and values(weights) == [[2.0, 3.0]] * 2
 
     rollback.begin()
+    assert rollback.under_way
     write(weights, 10.0)
     write(metrics, 7.0)
     assert values(metrics) == [12.0, 7.0]
     rollback.restore()
-    assert rollback.undone and values(metrics) == [5.0, 0.0]
-    rollback.restore()
-    assert not rollback.undone
+    assert rollback.undone and not rollback.under_way and values(metrics) == [5.0, 0.0]
     towers.replicas.mark_stale()
     towers.replicas.sync()
     assert values(weights) == [[2.0, 3.0]] * 2
@@ -74,17 +74,11 @@ def test_a_step_that_began_is_undone(held):
 
 
 @pytest.mark.parametrize("finite", [True, False])
-def test_a_step_that_is_not_finite_is_undone_but_for_metrics(held, finite, monkeypatch):
+def test_a_step_that_is_not_finite_is_undone_but_for_metrics(held, finite):
     """In its graph, after it was told; then it is complete."""
     towers, weights, metrics, made = held
     told = []
-
-    def report(finite, sizes, names, batch, owners):
-        told.append((finite.tolist(), sizes.tolist(), batch.shape[0]))
-
-    monkeypatch.setattr(towers.watch.on_nonfinite, "report", report)
-    rollback = Rollback(made, towers, fixed_specs(tf.zeros([5, 1])))
-    rollback.components = [tf.zeros([5, 1])]
+    rollback = Rollback(made, towers, lambda finite, sizes: told.append((finite.tolist(), sizes.tolist())))
 
     @tf.function
     def step():
@@ -95,18 +89,25 @@ def test_a_step_that_is_not_finite_is_undone_but_for_metrics(held, finite, monke
 
     step()
     assert values(weights) == [[2.0, 3.0] if finite else [1.0, 2.0]] * 2 and values(metrics) == [6.0, 1.0]
-    assert told == ([] if finite else [([[True, False]], [3, 2], 5)])
-    rollback.restore()
-    assert not rollback.undone
+    assert told == ([] if finite else [([[True, False]], [3, 2])]) and not rollback.under_way
 
 
-def test_the_batch_of_a_step_is_kept(held):
-    """Nones and sparse tensors, too."""
+def test_the_batch_of_a_step_is_kept():
+    """Of a graph, which goes on with it; or of what was brought before; Nones and sparse tensors, too."""
     sparse = tf.sparse.from_dense([[0, 1], [2, 0]])
     batch = {"x": tf.constant([[1.0], [2.0]]), "none": None, "sparse": sparse, "text": tf.constant(["a", "b"])}
-    rollback = Rollback(held[3], held[0], fixed_specs(batch))
-    rollback.components = [sparse.indices, sparse.values, sparse.dense_shape, batch["text"], batch["x"] + 5.0]
-    found = rollback.batch()
-    np.testing.assert_array_equal(found["x"], batch["x"] + 5.0)
+    kept = KeptBatch(fixed_specs(batch))
+
+    @tf.function
+    def step(scale):
+        used = kept.keep({**batch, "x": batch["x"] * scale})
+        return used["x"]
+
+    for scale in (2.0, 3.0):
+        np.testing.assert_array_equal(step(tf.constant(scale)), batch["x"] * scale)
+        found = kept.batch()
+        np.testing.assert_array_equal(found["x"], batch["x"] * scale)
     assert found["none"] is None and tf.sparse.to_dense(found["sparse"]).numpy().tolist() == [[0, 1], [2, 0]]
     assert found["text"].numpy().tolist() == [b"a", b"b"]
+    kept.keep_components([sparse.indices, sparse.values, sparse.dense_shape, batch["text"], batch["x"] + 5.0])
+    np.testing.assert_array_equal(kept.batch()["x"], batch["x"] + 5.0)

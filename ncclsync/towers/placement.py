@@ -18,6 +18,7 @@ from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops import host_ops
 from ncclsync.program.program import Target
 from ncclsync.towers.layout import Layout, is_cpu
+from ncclsync.towers.options import TowerOptions
 
 _logger = logging.getLogger("ncclsync")
 
@@ -166,7 +167,7 @@ def connect(
     return CpuCommunicator(len(placement.devices))
 
 
-def make_target(layout: Layout, backend: str, bucket_bytes: int, *, same_seeds: bool) -> Target:
+def make_target(layout: Layout, backend: str, options: TowerOptions) -> Target:
     """Return the target that programs for these towers are cut for.
 
     If the number of shards was given, nothing depends on the number of towers.
@@ -177,8 +178,8 @@ def make_target(layout: Layout, backend: str, bucket_bytes: int, *, same_seeds: 
     return Target(
         home_device=layout.devices[0],
         # Where memory is short, none is taken for the copies that buckets are packed of.
-        bucket_bytes=1 if layout.adds_up else bucket_bytes,
-        same_seeds=same_seeds,
+        bucket_bytes=1 if layout.adds_up else options.bucket_bytes,
+        same_seeds=options.exact_random,
         many_shards=layout.divided is not None,
         shares_memory=any(map(is_cpu, layout.devices)),
         passes=host_passes(layout.divided or len(layout.devices), joins=joins) if on_host else (),

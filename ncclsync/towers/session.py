@@ -19,7 +19,6 @@ from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError, ProcessError
 from ncclsync.ops import device_ops, gpu_streams
 from ncclsync.ops.group_ops import group_exchange
-from ncclsync.program.program import Target
 from ncclsync.towers.feeding import Feeder
 from ncclsync.towers.in_flight import InFlight
 from ncclsync.towers.layout import Layout, is_cpu
@@ -87,7 +86,7 @@ class Session:
         weights = None if self.shares is None else self.shares.variable
         # Which shard of a batch is whose, and what programs are cut for; others after `split`.
         self.layout = Layout(devices, ranks, self.communicator.world_size, options.shards, weights=weights)
-        self.target = self._make_target()
+        self.target = make_target(self.layout, self.backend, options)
         self.in_flight = InFlight(self.communicator)
         # What fetches ahead of the steps, on GPUs.
         self.feeders: weakref.WeakKeyDictionary[tf.data.Iterator, Feeder] = weakref.WeakKeyDictionary()
@@ -97,14 +96,10 @@ class Session:
         self._broadcasts: dict[Any, Callable[..., list[tf.Tensor]]] = {}
         self._saved_after: BaseException | None = None
 
-    def _make_target(self) -> Target:
-        options = self.options
-        return make_target(self.layout, self.backend, options.bucket_bytes, same_seeds=options.exact_random)
-
     def split(self) -> None:
         """Divide batches into twice as many shards from now on."""
         self.layout = self.layout.split()
-        self.target = self._make_target()
+        self.target = make_target(self.layout, self.backend, self.options)
 
     def lets_xla_compile(self) -> bool:
         """Return whether XLA may compile steps; warn if it may not."""

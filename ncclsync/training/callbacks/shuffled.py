@@ -290,8 +290,8 @@ class OwnRows(CountingDataset):
     def __init__(self, data: Shuffled, batches: tf.data.Dataset) -> None:
         """Give these batches."""
         super().__init__(batches, data.counted)
-        for name in ("cardinality", "fetching", "fetched", "hand_out"):
-            setattr(self, name, getattr(data, name))
+        self.fetching, self.fetched = data.fetching, data.fetched  # type: ignore[method-assign]
+        self.hand_out, self.cardinality = data.hand_out, data.cardinality  # type: ignore[method-assign]
         self.digest = data.digest_of_place  # type: ignore[method-assign]
 
 

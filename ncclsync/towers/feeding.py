@@ -174,8 +174,9 @@ class _Ahead:
     def __init__(self, staging: Staging, fetch: Callable[[], tuple[list[tf.Tensor], list[Any]]]) -> None:
         self.staging = staging
         self.fetch = fetch  # returns its components, in the host's memory, and the places after it of `_counting`
-        self.fetched: concurrent.futures.Future[tuple[list[tf.Tensor], list[Any]]] = concurrent.futures.Future()
-        self.parts: concurrent.futures.Future[list[tf.Tensor]] = concurrent.futures.Future()  # what a step takes
+        # Of both, and what a step takes; None: it did not fit the memory beside a step.
+        self.result: concurrent.futures.Future[tuple[list[tf.Tensor], list[Any], list[tf.Tensor] | None]]
+        self.result = concurrent.futures.Future()
 
 
 class Feeder:
@@ -213,13 +214,10 @@ class Feeder:
             self._ahead.append(_Ahead(staging, fetch))
             self._wanted.put(self._ahead[-1])
         ahead = self._ahead.popleft()
-        components, places = ahead.fetched.result()
-        lacked_memory = isinstance(ahead.parts.exception(), tf.errors.ResourceExhaustedError)
-        if lacked_memory or ahead.staging.total != staging.total:
-            del ahead  # its memory
+        components, places, parts = ahead.result.result()
+        if parts is None or ahead.staging.total != staging.total:
+            del ahead, parts  # their memory
             parts = staging.bring(components)
-        else:
-            parts = ahead.parts.result()
         for dataset, place in zip(self._counting, places, strict=True):
             dataset.hand_out(place)
         return components, parts
@@ -240,18 +238,19 @@ def _do_next(wanted: "queue.SimpleQueue[_Ahead | None]", order: threading.Lock) 
         ahead = wanted.get()
         if ahead is None:
             return False
-        if not ahead.fetched.set_running_or_notify_cancel():
+        if not ahead.result.set_running_or_notify_cancel():
             return True
         try:
-            ahead.fetched.set_result(ahead.fetch())
+            components, places = ahead.fetch()
         except BaseException as error:  # raised by `take`, whatever it is
-            ahead.fetched.set_exception(error)
+            ahead.result.set_exception(error)
             return True
     try:
-        components, _ = ahead.fetched.result()
-        ahead.parts.set_result(ahead.staging.bring(components))
+        ahead.result.set_result((components, places, ahead.staging.bring(components)))
+    except tf.errors.ResourceExhaustedError:
+        ahead.result.set_result((components, places, None))
     except BaseException as error:  # the same
-        ahead.parts.set_exception(error)
+        ahead.result.set_exception(error)
     return True
 
 
@@ -268,6 +267,6 @@ def _fetch(
 def _end(wanted: "queue.SimpleQueue[_Ahead | None]", under_way: "collections.deque[_Ahead]") -> None:
     """End a feeder's threads, whose iterator is gone."""
     for ahead in under_way:
-        ahead.fetched.cancel()
+        ahead.result.cancel()
     for _ in range(AHEAD):
         wanted.put(None)

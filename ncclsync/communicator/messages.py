@@ -24,7 +24,7 @@ from ncclsync.errors import NcclSyncError, ProcessError
 VARIABLE = "NCCLSYNC_SECRET"
 SEAL_BYTES = 16
 _LEAST_SECRET = 16  # characters
-_MARK = "ncclsync"  # the key of what stands for an array, or for bytes
+_MARK = "<bytes>"  # the key of what stands for an array, or for bytes
 _LENGTH = struct.Struct("<I")  # of the JSON, in bytes; raw bytes follow it
 # NumPy knows the last three once ml_dtypes is imported, as TensorFlow does.
 _DTYPES = {*(np.dtype(kind).name for kind in "?bhilqBHILQefdFD"), "bfloat16", "float8_e4m3fn", "float8_e5m2"}

@@ -252,8 +252,9 @@ class TowerOptions:
             self._check_shards(self.shards)
         if not isinstance(self.shares, (str, type(None))) or self.shares not in (AUTO, None):
             self._check_shares(self.shares)
+        values = {**vars(self.health), **vars(self)}
         for (one, other), why in _EXCLUSIVE.items():
-            given = getattr(self, one), getattr(self, other)
+            given = values[one], values[other]
             if not any(value is None or value is False for value in given):
                 received = f"{one}={given[0]!r}, {other}={given[1]!r}"
                 raise ValueError(f"Expected {one} or {other}, not both{why}. Received: {received}")

@@ -124,10 +124,11 @@ class Buffers:
                     f"Received: address {address:#x}"
                 )
 
-    def check_apart(self, other: Buffers, may_be_same: bool = True) -> None:
+    def check_apart(self, other: Buffers, first: int, may_be_same: bool = True) -> None:
         """Raise ValueError if one of these overlaps one of the other's, but for what `may_be_same` allows.
 
-        Then two may be the same; or, where the one is several blocks, the other the one's block of its rank.
+        Then two may be the same; or, where the one is several blocks, the other the one's block of its rank. `first` is
+        the first buffer's rank.
         """
         size, other_size = (buffers.count * DTYPE_SIZES[buffers.dtype] for buffers in (self, other))
         others = other.addresses()
@@ -136,7 +137,7 @@ class Buffers:
                 distance = other_address - address
                 if (self is other and rank == other_rank) or not -other_size < distance < size:
                     continue
-                in_place = other_rank * other_size if other_size < size else -rank * size
+                in_place = (first + other_rank) * other_size if other_size < size else -(first + rank) * size
                 if may_be_same and distance == (0 if size == other_size else in_place):
                     continue
                 same = f", or {'the same' if size == other_size else 'in place'}" if may_be_same else ""

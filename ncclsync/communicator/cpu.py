@@ -64,15 +64,24 @@ class CpuCommunicator(Communicator):
     def _run_group(self, collectives: Sequence[AnyCollective]) -> None:
         """Run the collectives one after another: there is no launch to be saved, and nothing to be moved."""
         runs = [(one, *read_buffers(one, HOST, self.world_size)) for one in collectives]
-        if len(runs) > 1 or not isinstance(collectives[0], AllReduce | Broadcast):
-            check_buffers(runs)  # a single call of C's is checked there, before it writes
+        if len(runs) > 1 or not isinstance(collectives[0], AllReduce):
+            self.check_buffers(runs)  # a single all-reduce is checked by C, before it writes
         try:
             for run in runs:
                 for _ in self.stages(*run):
                     pass
         except NcclError:
-            check_buffers(runs)  # C has written nothing: find out which buffer it was
+            self.check_buffers(runs)  # C has written nothing: find out which buffer it was
             raise
+
+    def check_buffers(self, runs: Sequence[tuple[AnyCollective, Buffers, Buffers]]) -> None:
+        """Raise ValueError if a buffer of collectives begins within an element, or overlaps one that is written."""
+        for collective, reads, writes in runs:
+            for buffers in (reads, writes):
+                buffers.check_aligned()
+            writes.check_apart(reads, self.ranks[0])
+            # Ranks that receive the same may receive it into one buffer.
+            writes.check_apart(writes, self.ranks[0], may_be_same=not isinstance(collective, ReduceScatter))
 
     def stages(self, collective: AnyCollective, reads: Buffers, writes: Buffers) -> Iterator[Move]:
         """Yield what a collective moves; when the generator ends, the collective is complete."""
@@ -143,16 +152,6 @@ def check_size(size: Any) -> None:
     """Raise ValueError unless it is a number of ranks."""
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ValueError(f"Expected size to be a number of ranks, at least 1. Received: {size!r}")
-
-
-def check_buffers(runs: Sequence[tuple[AnyCollective, Buffers, Buffers]]) -> None:
-    """Raise ValueError if a buffer of collectives begins within an element, or overlaps one that is written."""
-    for collective, reads, writes in runs:
-        for buffers in (reads, writes):
-            buffers.check_aligned()
-        writes.check_apart(reads)
-        # Ranks that receive the same may receive it into one buffer.
-        writes.check_apart(writes, may_be_same=not isinstance(collective, ReduceScatter))
 
 
 def _add_up(sends: Sequence[Any], recvs: Sequence[Any], count: int, dtype: int, op: int) -> None:

@@ -54,8 +54,22 @@ def written(value: Any) -> bytes:
             return {_MARK: [one.dtype.name, one.shape]}
         raise TypeError(f"Expected numbers, texts, bytes, or lists of such. Received: {type(one).__name__}")
 
+    _check_keys(value)
     text = json.dumps(value, default=encoded).encode()
     return b"".join([_LENGTH.pack(len(text)), text, *raw])
+
+
+def _check_keys(value: Any) -> None:
+    """Raise TypeError for a dict with keys that JSON would change, or that stands for something else."""
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str) or key == _MARK:
+                raise TypeError(f"Expected numbers, texts, bytes, or dicts by text. Received: a dict by {key!r}")
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return
+    for one in value:
+        _check_keys(one)
 
 
 def read(data: bytes) -> Any:

@@ -156,7 +156,7 @@ class NcclCommunicator(Communicator):
             raise
         text = f"the joining of GPUs, preflight={self._preflight}, repeatable={self.repeatable}"
         each = peers.exchange((len(self.devices), made), text, self.timeout_s)
-        self._met = peers.met = peers.generation
+        self._met = peers.generation
         sizes = [size for size, _ in each]
         begin = sum(sizes[: peers.rank])
         self._joined_by, self.world_size, self.ranks = each[0][1], sum(sizes), tuple(range(begin, begin + self.size))

@@ -79,7 +79,6 @@ class Peers:
         remark: is added to messages about this process.
         place, number, batch: as of `Doing`.
         generation: how often all have started over after failures, as far as these were raised here.
-        met: the generation in which the processes last agreed to start over.
         failures: [size] the generation that must follow the last known failure of each process; 0 without one.
         begun: how often this process has begun to meet the others.
         in_turn: is held by a thread while its processes are to do nothing else together.
@@ -96,7 +95,7 @@ class Peers:
         self.lost: set[int] = set()
         self.remark = self.place = self.batch = ""
         self.number = 0
-        self.generation = self.met = 0
+        self.generation = 0
         self.failures = [0] * size
         self.begun = 0
         self.files = [(0, 0)] * size
@@ -230,15 +229,20 @@ class Peers:
 
     def report(self, words: str) -> None:
         """Tell the others that something has failed in this process; whatever they wait for raises it."""
-        # Those of several processes that fail before they meet again are one failure.
-        self.failures[self.rank] = max(self.failures[self.rank], self.met) + 1
+        # Those of several processes that fail before they meet again are one failure. A process that has begun to meet
+        # the others, who may do so without it, fails anew.
+        self.failures[self.rank] = max(self.failures[self.rank], self._met_in()) + 1
         self.generation = max(self.generation, self.failures[self.rank])
         self._words[self.rank] = words
         self._tell({"words": shortened(words)})
 
+    def _met_in(self) -> int:
+        """Return the generation in which this process last began to meet the others."""
+        return self.begun >> _COUNT_BITS
+
     def end(self, words: str) -> None:
         """Tell the others that this process ends, and why; process 0 waits until they have heard of it."""
-        failed, is_known = self._words[self.rank], self.failures[self.rank] <= self.met
+        failed, is_known = self._words[self.rank], self.failures[self.rank] <= self._met_in()
         # They may hear of a failure and of the end at once.
         told = words if is_known or failed in words else f"{words}, after {failed}"
         self._tell({"ended": shortened(told)})

@@ -153,15 +153,23 @@ class _Hub:
                 send("given", number, each)
 
 
-class Awaited(threading.Event):
-    """Hold what process 0 was asked, once it has come."""
+class Awaited:
+    """Hold what process 0 was asked, once it has come. Waits without a lock: a signal's handler may ask, too."""
 
-    value: Any = None
+    def __init__(self) -> None:
+        self.value: Any = None
+        self._come: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def bring(self, value: Any) -> None:
         """Let `wait` end."""
-        self.value = value
-        self.set()
+        self._come.put(value)
+
+    def wait(self, slice_s: float) -> bool:
+        """Wait for so many seconds; return whether it has come."""
+        if self.value is None:
+            with contextlib.suppress(queue.Empty):
+                self.value = self._come.get(timeout=slice_s)
+        return self.value is not None
 
 
 class _Door:
@@ -262,7 +270,7 @@ class Service:
         self._questions = itertools.count()
         self._data: dict[int, socket.socket] = {}
         self._beats: dict[int, socket.socket] = {}
-        self._silent, self._asked, self._lock = [0.0] * size, time.monotonic(), threading.Lock()
+        self._silent, self._asked, self._lock = [0.0] * size, time.monotonic(), threading.RLock()
         host, _, port = address.rpartition(":")
         host = host.strip("[]")
         if rank == 0:
@@ -429,7 +437,8 @@ def _listen(host: str, port: int, on_one_host: bool) -> socket.socket:
     chosen = os.environ.get(VARIABLE) or _bound(host, on_one_host)
     try:
         family, _, _, _, where = socket.getaddrinfo(chosen, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(where, family=family, backlog=128)
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        return socket.create_server(where, family=family, backlog=128, dualstack_ipv6=both)
     except OSError as error:
         raise NcclSyncError(
             f"Expected process 0 to listen at {chosen}, port {port}. Received: {error}. Name an address of its host, "

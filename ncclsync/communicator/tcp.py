@@ -23,7 +23,7 @@ import numpy as np
 from ncclsync.communicator import native, timeouts
 from ncclsync.communicator.base import NAMES, AnyCollective, read_buffers
 from ncclsync.communicator.buffers import HOST, Buffers
-from ncclsync.communicator.cpu import CpuCommunicator, Move, check_buffers, check_size
+from ncclsync.communicator.cpu import CpuCommunicator, Move, check_size
 from ncclsync.communicator.peers import SAME_MODEL, SILENCE_S, Peers, shortened
 from ncclsync.errors import NcclSyncError, ProcessError
 
@@ -93,7 +93,7 @@ class TcpCommunicator(CpuCommunicator):
     def _run_group(self, collectives: Sequence[AnyCollective]) -> None:
         """Run collectives side by side: all send their data at once, and then their sums."""
         runs = [(one, *read_buffers(one, HOST, self.world_size)) for one in collectives]
-        check_buffers(runs)
+        self.check_buffers(runs)
         what = [_described(collective, writes) for collective, _, writes in runs]
         text = what[0] if len(what) == 1 else f"{what[0]}, and {len(what) - 1} more"
         stages = [self.stages(*run) for run in runs]

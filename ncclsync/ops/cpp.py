@@ -26,7 +26,7 @@ _FLAGS = ("-O1", "-w", "-shared", "-fPIC")
 _LONGEST_S = 300
 
 # What `load` may raise. RuntimeError: the user has no home; ValueError: it is not a path.
-ERRORS = (OSError, RuntimeError, ValueError, subprocess.SubprocessError)
+ERRORS = (OSError, RuntimeError, ValueError, AttributeError, subprocess.SubprocessError)
 
 
 def load(name: str, source: str, function: str) -> Any:

@@ -52,7 +52,7 @@ def test_bfloat16():
 
 def test_other_values_are_refused():
     """Where they are written: nothing is pickled."""
-    for value in (object(), {2}, lambda: None, [np.datetime64("2020")]):
+    for value in (object(), {2}, lambda: None, [np.datetime64("2020")], [{1: 2}], {"a": {"<bytes>": 1}}):
         with pytest.raises(TypeError, match="Expected numbers, texts, bytes"):
             messages.written(value)
 

@@ -181,7 +181,7 @@ def test_processes_that_fail_together():
     peers.report("ValueError: pruned")
     peers.hear(failures=1, words="ValueError: pruned")
     peers.check("the next step")
-    peers.met = peers.generation
+    peers.exchange(None, "")
     peers.hear(failures=2, words="ValueError: other")
     with pytest.raises(ProcessError, match=r"process 0 .*: ValueError: other"):
         peers.check("the next step")
@@ -195,7 +195,7 @@ def test_an_end_right_after_a_failure_says_both():
     peers.report("ValueError: pruned")
     peers.end("has ended")
     peers.end("has ended: ValueError: pruned")  # nobody has caught it
-    peers.met = peers.generation
+    peers.exchange(None, "")
     peers.end("has ended")
     first, *said, last = peers._service.said
     assert said == ["has ended, after ValueError: pruned", "has ended: ValueError: pruned"]

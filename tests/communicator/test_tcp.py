@@ -67,7 +67,15 @@ def group_of(communicator):
         in_place, copied = ([part.copy() for part in parts] for _ in range(2))
         group += [AllReduce(parts, sums), AllReduce(in_place, in_place, "max"), Broadcast(copied, world - 1)]
         group += [ReduceScatter(list(whole), blocks), AllGather(parts, gathered)]
-        written += [sums, in_place, copied, blocks, gathered]
+        # In place: a rank's own block of what is gathered, or scattered.
+        there, rows = [np.zeros(world * count, "float32") for _ in ranks], [row.copy() for row in whole]
+        own = [slice(rank * count, (rank + 1) * count) for rank in ranks]
+        for row, block, part in zip(there, own, parts, strict=True):
+            row[block] = part
+        scattered = [row[block] for row, block in zip(rows, own, strict=True)]
+        group += [AllGather([row[block] for row, block in zip(there, own, strict=True)], there)]
+        group += [ReduceScatter(rows, scattered)]
+        written += [sums, in_place, copied, blocks, gathered, there, scattered]
     return group, written
 
 

@@ -232,14 +232,27 @@ def forget_failed_builds(model: keras.Model) -> None:
             layer._layers = [one for one in layer._layers if not isinstance(one, keras.layers.InputLayer)]
 
 
+class BackupMethods(keras.callbacks.BackupAndRestore):
+    """Name the two private methods by which Keras' callback writes and reads a backup."""
+
+    def write_backup(self) -> None:
+        """Write a backup."""
+        super()._save_model()
+
+    def read_backup(self) -> None:
+        """Read a backup into the model."""
+        super()._load_model()
+
+    def _save_model(self) -> None:
+        self.write_backup()
+
+    def _load_model(self) -> None:
+        self.read_backup()
+
+
 def backup_methods(write: Callable[[], None], read: Callable[[], None]) -> dict[str, Callable[[], None]]:
     """Return members that make a `BackupAndRestore`, Keras' or ours, write and read backups by these functions."""
     return {"_save_model": write, "_load_model": read}
-
-
-def read_backup(callback: keras.callbacks.BackupAndRestore) -> None:
-    """Read a backup into the model as Keras' callback does."""
-    keras.callbacks.BackupAndRestore._load_model(callback)
 
 
 def backup_files(callback: keras.callbacks.BackupAndRestore) -> tuple[str, str, str]:

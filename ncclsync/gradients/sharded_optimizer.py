@@ -307,6 +307,8 @@ def _coupling_of(op: tf.Operation) -> str | None:
     if not arrays or op.type in _APART:
         return None
     results = {tuple(t.shape) for t in op.outputs}
-    if op.type in ELEMENTWISE | {"ReadVariableOp"} and len(arrays) == 1 and results == arrays:
+    # A check has a state for TensorFlow, and would run on one tower for all.
+    alone = ELEMENTWISE.union({"ReadVariableOp"}) - {"CheckNumerics", "CheckNumericsV2"}
+    if op.type in alone and len(arrays) == 1 and results == arrays:
         return None
     return f"its update computes {op.type} ({op.name}) of {' and '.join(map(str, sorted(arrays)))}"

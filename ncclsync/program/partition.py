@@ -164,13 +164,17 @@ class Partition(Conversions):
             return rules.counted(given[0])
         if output.dtype in (tf.resource, tf.variant) or not (self.is_function(op) or op.type in rules.BACK_TO_ROWS):
             return None
-        rowed = [one for one in given if one.kind in (Kind.SHARD, Kind.COUNTS)]
-        if of_unit := [one for one in rowed if one.kind is Kind.COUNTS and one.unit]:  # of which `Axes` knows nothing
-            made = rules.counted(rules.counted_by(of_unit[0]))
-            return made if made.kind is Kind.SHARD and op.type in rules.BACK_TO_ROWS - {"TopKV2"} else None
+        if not self.is_function(op) and (at := rules.shape_input(op)) is not None:
+            shape, rank = given[at], output.shape.rank
+            if shape.kind is not Kind.COUNTS or not rank:
+                return None
+            axis = next(i for i, count in enumerate(shape.counts) if count)  # of [rows, rows], of all pairs, the first
+            along = rank - 1 if op.type == "TopKV2" else axis
+            return rules.shard(along, 1, max(shape.counts[axis], 0), shape.unit)
+        rowed = any(one.kind is Kind.SHARD for one in (given if self.is_function(op) else given[:1]))
         lengths = self.axes.lengths(output) if rowed else None
         found = [(axis, one.each) for axis, one in enumerate(lengths or ()) if isinstance(one, Rows)]
-        return rules.shard(found[0][0], 1, found[0][1]) if found else None  # of [rows, rows], of all pairs, the first
+        return rules.shard(found[0][0], 1, found[0][1]) if found else None
 
     def _made(self, call: Call) -> list[Placement]:
         op, graph = call.op, self.graph

@@ -350,7 +350,22 @@ class Axes:
         except (ValueError, tf.errors.OpError):  # not of such a batch
             return None
         known = all(value is not None for results in cases for value in results)
-        return list(zip(*cases, strict=True)) if known else None
+        return list(zip(*cases, strict=True)) if known and _holds(op, given) else None
+
+
+# They decide which of two numbers is larger.
+_DECIDING = frozenset({"Equal", "Greater", "GreaterEqual", "Less", "LessEqual", "Maximum", "Minimum", "NotEqual"})
+
+
+def _holds(op: tf.Operation, given: Sequence[Any]) -> bool:
+    """Return whether an op gives for any longer batch what it gives for these: the difference of its inputs grows.
+
+    `tf.minimum(rows, 1000)` is the rows for both batches, and not for a batch of 2000.
+    """
+    if op.type not in _DECIDING or op.inputs[0].dtype == tf.bool:
+        return True
+    few, *more = (np.subtract(*case, dtype=np.float64) for case in zip(*given, strict=True))
+    return all(np.all((few * many >= 0) & (abs(many) >= abs(few))) for many in more)
 
 
 # Of an input: its values; a vector's, of which some are known; its shape; None: nothing.

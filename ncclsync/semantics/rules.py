@@ -223,7 +223,9 @@ def only_one(placed: Placement) -> Any:
 def counted_by(shape: Placement) -> Placement:
     """Return the placement of what has this shape, of rows that are all alike; the shape's own if it counts none."""
     axis = only_one(shape)
-    return shape if axis is None else shard(axis, 0, max(shape.counts[axis], 0), shape.unit)
+    if axis is None:
+        return shape if shape.kind is Kind.COUNTS else REPLICATE
+    return shard(axis, 0, max(shape.counts[axis], 0), shape.unit)
 
 
 # Element by element: each row of the result comes from the same row of each operand.
@@ -1018,6 +1020,14 @@ BACK_TO_ROWS = DRAWS.union(SEGMENTS) | names("""
     FusedBatchNormV2 FusedBatchNormV3 ImageProjectiveTransformV2 ImageProjectiveTransformV3 Reshape ScatterNd
     SparseToDense StatelessMultinomial StridedSliceGrad TopKV2
 """)
+
+
+def shape_input(op: tf.Operation) -> int | None:
+    """Return the index of the input that gives the shape, or a length, of an op's result; None if none does."""
+    sizes = {"shape", "dims", "num_segments", "k"} | ({"output_shape"} if op.type == "SparseToDense" else set())
+    return next((i for i, argument in enumerate(op.op_def.input_arg) if argument.name in sizes), None)
+
+
 # Their results, or those of that index, have the shape of their first input.
 SAME_SHAPE = names("""
     Cumsum Cumprod CumulativeLogsumexp ReverseV2 Roll StatelessShuffle Softmax LogSoftmax IsotonicRegression FFT IFFT

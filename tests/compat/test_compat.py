@@ -1019,24 +1019,34 @@ def test_same_dataset():
 
 
 def test_backups_are_written_and_read_by_methods(tmp_path):
-    """Which an object may replace, Keras' own too; and where Keras' callback writes."""
+    """Which a subclass may replace, and an object, Keras' own too; and where Keras' callback writes."""
     called = []
 
-    def noted(word, method):
-        called.append(word)
-        method()
+    class Mine(keras_compat.BackupMethods):
+        def write_backup(self):
+            called.append("save")
+            super().write_backup()
+
+        def read_backup(self):
+            called.append("load")
+            super().read_backup()
 
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     x = np.ones([4, 1])
     for _ in range(2):
-        callback = keras.callbacks.BackupAndRestore(str(tmp_path), double_checkpoint=True, delete_checkpoint=False)
-        write = functools.partial(noted, "save", callback._save_model)
-        read = functools.partial(noted, "load", functools.partial(keras_compat.read_backup, callback))
-        vars(callback).update(keras_compat.backup_methods(write, read))
+        callback = Mine(str(tmp_path), double_checkpoint=True, delete_checkpoint=False)
         model.fit(x, x, epochs=2, batch_size=4, verbose=0, callbacks=[callback])
     assert called == ["load", "save", "save", "load"]
     assert set(keras_compat.backup_files(callback)) <= {str(file) for file in tmp_path.iterdir()}
+    for cls in (Mine, keras.callbacks.BackupAndRestore):
+        replaced, callback = [], cls(str(tmp_path))
+        write, read = (functools.partial(replaced.append, word) for word in ("write", "read"))
+        vars(callback).update(keras_compat.backup_methods(write, read))
+        model = keras.models.clone_model(model)
+        model.compile("sgd", "mse")
+        model.fit(x, x, epochs=1, batch_size=4, verbose=0, callbacks=[callback])
+        assert replaced == ["read", "write"]
 
 
 def test_run_op():

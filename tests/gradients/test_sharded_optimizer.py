@@ -272,11 +272,17 @@ class Branching(keras.optimizers.SGD):
         super().update_step(gradient - tf.reduce_mean(gradient), variable, learning_rate)
 
 
+class Checking(keras.optimizers.SGD):
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(tf.debugging.check_numerics(gradient, "a gradient"), variable, learning_rate)
+
+
 REFUSED = {
     "Lamb": (keras.optimizers.Lamb, "Lamb: its update computes Sum"),
     "Adafactor": (keras.optimizers.Adafactor, "Adafactor: it keeps "),
     "Muon": (keras.optimizers.Muon, "Muon: it keeps nothing"),
     "custom": (lambda: Branching(0.1), "Branching: its update computes Mean"),
+    "checking": (lambda: Checking(0.1), "Checking: its update computes CheckNumerics"),
     "accumulating": (lambda: keras.optimizers.SGD(gradient_accumulation_steps=2), "gradient_accumulation_steps=2"),
     "scaling": (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), "within a branch"),
 }

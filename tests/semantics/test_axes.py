@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from parity import assert_close
 
 import ncclsync
 from ncclsync.semantics.axes import Axes, Rows, given_rows, length_of
@@ -232,3 +233,53 @@ def test_rows_that_are_taken_apart(function):
         np.testing.assert_allclose(one, other, rtol=1e-5 if function is alignments else 1e-10, atol=1e-12)
     if function not in LOOPS_OVER_ROWS or function is alone:
         assert gathered == BACK_TO_ROWS.get(function, set())
+
+
+def _hardest(x):
+    """The mean of the largest losses, of at most 1000 rows."""
+    losses = tf.reduce_sum(x**2, 1)
+    largest, at = tf.math.top_k(losses, tf.minimum(tf.size(losses), 1000))
+    return tf.reduce_mean(largest), tf.gather(losses, at[:3])
+
+
+def _capped(x):
+    """Sums over at most 1000 segments, a scatter, draws and a reshape of as many."""
+    rows = tf.shape(x)[0]
+    most = tf.minimum(rows, 1000)
+    numbers = tf.range(rows) % most
+    drawn = tf.random.stateless_uniform([most], (1, 2), maxval=rows, dtype=tf.int32)
+    scattered = tf.scatter_nd(numbers[:, None], x, [most, 4])
+    shaped = tf.reshape(x[: most * (rows // most)], [most, -1])
+    sums = tf.math.unsorted_segment_sum(x, numbers, most)
+    return tf.reduce_sum(sums**2), tf.reduce_sum(scattered**2), drawn[:5], tf.reduce_sum(tf.reduce_sum(shaped, 1) ** 2)
+
+
+def _decided(x):
+    """What a batch of more than 1000 rows decides."""
+    rows = tf.shape(x)[0]
+    kept = tf.sort(x[:, 0])[: tf.where(rows < 1000, rows, 1000)]
+    return tf.reduce_sum(kept), tf.cond(rows > 1000, lambda: tf.reduce_sum(x**2), lambda: tf.reduce_sum(x))
+
+
+def _counted(x):
+    """The number of rows that a mask leaves, as a value and as a limit, not as a shape."""
+    kept = tf.boolean_mask(x, x[:, 0] > 0)
+    left = tf.shape(kept)[0]
+    drawn = tf.random.stateless_uniform([5], (1, 2), maxval=left, dtype=tf.int32)
+    filled = tf.cast(tf.fill([7], left), tf.float32)
+    each = tf.random.stateless_uniform([tf.shape(x)[0]], (3, 4), maxval=left, dtype=tf.int32)
+    return (
+        tf.reduce_sum(tf.gather(kept, drawn)),
+        tf.reduce_sum(filled),
+        tf.reduce_sum(tf.gather(kept, each)[:, 1] * x[:, 1]),
+    )
+
+
+@pytest.mark.parametrize("rows", [30, 900, 2048])
+@pytest.mark.parametrize("step", [_hardest, _capped, _decided, _counted])
+def test_a_longer_batch_than_was_asked_about(step, rows):
+    """A length that counts rows up to some number of them does not count rows; nor does a count that is no length."""
+    batch = tf.constant(np.random.default_rng(0).normal(size=(rows, 4)).astype("float32"))
+    expected = tf.function(step)(batch)
+    with ncclsync.Towers(2) as towers:
+        assert_close([one.numpy() for one in towers.run(step, batch)], [one.numpy() for one in expected], 1e-5)

@@ -32,7 +32,7 @@ _STATE = "ncclsync"  # the attribute of the weights' file that holds the other s
 _PASS_ENDED = object()
 
 
-class BackupAndRestore(keras.callbacks.BackupAndRestore):
+class BackupAndRestore(keras_compat.BackupMethods):
     """Resume in the middle of an epoch: Keras' callback of this name, with its arguments.
 
     ```python
@@ -81,7 +81,6 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
                 f"batches: other data cannot be resumed at a sample. Received: save_freq={save_freq}"
             )
         super().__init__(os.fspath(backup_dir), save_freq, double_checkpoint, delete_checkpoint)
-        self.__dict__.update(keras_compat.backup_methods(self.write_backup, self.read_backup))
         self.data = data
         self._epoch = 0  # of fit: the current epoch, or, between two, the next
         self._begun = Position(0, 0)  # the position when that epoch began
@@ -194,7 +193,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
                 )
             # The metadata may be of the backup before, if a kill came between the two files.
             _write_metadata(metadata, state["epoch"])
-        keras_compat.read_backup(self)
+        super().read_backup()
         if state is None:
             return
         for variable, value in zip(variables, state["seeds"], strict=True):

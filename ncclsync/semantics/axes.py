@@ -350,22 +350,7 @@ class Axes:
         except (ValueError, tf.errors.OpError):  # not of such a batch
             return None
         known = all(value is not None for results in cases for value in results)
-        return list(zip(*cases, strict=True)) if known and _holds(op, given) else None
-
-
-# They decide which of two numbers is larger.
-_DECIDING = frozenset({"Equal", "Greater", "GreaterEqual", "Less", "LessEqual", "Maximum", "Minimum", "NotEqual"})
-
-
-def _holds(op: tf.Operation, given: Sequence[Any]) -> bool:
-    """Return whether an op gives for any longer batch what it gives for these: the difference of its inputs grows.
-
-    `tf.minimum(rows, 1000)` is the rows for both batches, and not for a batch of 2000.
-    """
-    if op.type not in _DECIDING or op.inputs[0].dtype == tf.bool:
-        return True
-    few, *more = (np.subtract(*case, dtype=np.float64) for case in zip(*given, strict=True))
-    return all(np.all((few * many >= 0) & (abs(many) >= abs(few))) for many in more)
+        return list(zip(*cases, strict=True)) if known else None
 
 
 # Of an input: its values; a vector's, of which some are known; its shape; None: nothing.
@@ -393,8 +378,9 @@ class Kernels:
         return self._once(_shape_of, op, cases)
 
     def values(self, op: tf.Operation, cases: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray | None]]:
-        """Return the results of an op; see `shapes`."""
-        return self._once(tf_compat.folded, op, cases)
+        """Return the results of an op; None for those that a longer batch might decide otherwise. See `shapes`."""
+        found = self._once(tf_compat.folded, op, cases)
+        return found if _holds(op, cases) else [[None] * len(results) for results in found]
 
     def _once(
         self, find: Callable[[tf.Tensor], Any], op: tf.Operation, cases: Sequence[Sequence[_Given]]
@@ -426,6 +412,21 @@ class Kernels:
             else:
                 self._inputs[key] = tf.constant(given, dtype)
         return self._inputs[key]
+
+
+# They decide which of two numbers is larger.
+_DECIDING = frozenset({"Equal", "Greater", "GreaterEqual", "Less", "LessEqual", "Maximum", "Minimum", "NotEqual"})
+
+
+def _holds(op: tf.Operation, cases: Sequence[Sequence[np.ndarray]]) -> bool:
+    """Return whether an op gives for any longer batch what it gives in these cases: the difference of its inputs grows.
+
+    `tf.minimum(rows, 1000)` is the rows for batches of 1 and of 840, and not for a batch of 2000.
+    """
+    if op.type not in _DECIDING or op.inputs[0].dtype == tf.bool:
+        return True
+    few, *more = (np.subtract(*case, dtype=np.float64) for case in cases)
+    return all(np.all((few * many >= 0) & (abs(many) >= abs(few))) for many in more)
 
 
 def _shape_of(tensor: tf.Tensor) -> Shape | None:

@@ -318,7 +318,7 @@ def run_independently(op: tf.Operation) -> None:
         manager.run_independently(op)
 
 
-def unordered_function(body: Callable, signature: Sequence[tf.TensorSpec]) -> Callable:
+def unordered_function(body: Callable, signature: Sequence[Any]) -> Callable:
     """Return `body` as a function of a graph whose ops have the order that `body` gives them, and no other.
 
     `tf.function` adds control dependencies: between ops that use the same variable, and from all side effects to the
@@ -327,11 +327,12 @@ def unordered_function(body: Callable, signature: Sequence[tf.TensorSpec]) -> Ca
     `body` is traced now, for tensors of these specs; its results must come after its side effects.
     """
 
-    def named(*components: tf.Tensor) -> Any:
+    def on_components(*components: tf.Tensor) -> Any:
         with tf.name_scope("caller"):  # of functions that share its rendezvous, see `shared_function`
-            return body(*components)
+            return body(*tf.nest.pack_sequence_as(signature, components, expand_composites=True))
 
-    return tf.compat.v1.wrap_function(named, signature)
+    function = tf.compat.v1.wrap_function(on_components, tf.nest.flatten(signature, expand_composites=True))
+    return lambda *given: function(*tf.nest.flatten(given, expand_composites=True))
 
 
 def forget_custom_gradients(graph: tf.Graph) -> None:

@@ -150,7 +150,7 @@ def trace(step: Callable[[Any], Any], batch_specs: Any, *, jit_compile: bool = F
         with running_in(marking), tf.variable_creator_scope(_made_by_itself):
             try:
                 return step(batch)
-            except Exception as error:
+            except Exception as error:  # of any kind: it is the step's own
                 # Raised when tf.function has initialised the variables that were created, such as an optimizer's:
                 # their owners do not create them again, if the step is traced otherwise, or by a later call.
                 failures.append(error)

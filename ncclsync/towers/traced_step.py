@@ -210,7 +210,7 @@ class TracedStep(abc.ABC):
             self._fixed_rows.add(repr(shard))
             try:
                 program = self.program_of(specs, meter)
-            except Exception:
+            except Exception:  # raised again, once it is forgotten that rows were fixed
                 self._fixed_rows.discard(repr(shard))
                 raise
             self.towers.session.warn_once(

@@ -273,7 +273,7 @@ class ModelStep(TowerStep):
         """Trace the step; after a failure remove the traces of a failed build from the model."""
         try:
             return super().make_program(specs, meter)
-        except Exception:
+        except Exception:  # raised again
             keras_compat.forget_failed_builds(self._model)
             raise
 

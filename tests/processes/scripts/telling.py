@@ -10,7 +10,7 @@ def told(call):
     process, began, error = find_process(), time.monotonic(), None
     try:
         call()
-    except Exception as raised:
+    except Exception as raised:  # printed and returned
         error = raised
     words = "nothing" if error is None else f"{type(error).__name__} after {time.monotonic() - began:.0f} s: {error}"
     print(f"[{0 if process is None else process.rank}] {words}", flush=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from ncclsync.communicator import native
@@ -99,14 +99,13 @@ class Communicator(contextlib.AbstractContextManager):
     repeatable: bool = True  # whether sums have equal bits in every call and every run
     waits: bool = False  # whether a collective may wait for another process or a GPU, so that Ctrl-C must end the wait
     peers: Peers | None = None  # the other processes, if there are any
-    compares_batches = False  # whether the processes compare the batches that `on_batch` names
+    compares_batches = False  # whether the processes compare the batches that `Peers.on_batch` names
     reads_same_rows = True  # whether all processes read the same batches; False where each reads its own rows alone
     enqueues: bool = False  # whether ops launch collectives on it and nobody waits for their ends
     failed_group: int = 0  # the first launched group that the last failure has ended, from 1
     was_delivered: bool = False  # whether an op may have computed with the failed groups' results
     agreed: float = math.inf  # the last group that all processes are known to have launched
     _closed = False  # by `close`
-    _batch = ""  # of the last `on_batch` that named a batch
 
     @abc.abstractmethod
     def _run_group(self, collectives: Sequence[AnyCollective]) -> None:
@@ -241,54 +240,6 @@ class Communicator(contextlib.AbstractContextManager):
     def process(self) -> int:
         """Return this process' number."""
         return 0 if self.peers is None else self.peers.rank
-
-    @property
-    def leads(self) -> bool:
-        """Return whether this process writes files: process 0, or the first of those that are left after a failure."""
-        return self.ranks[0] == 0 if self.peers is None else self.peers.lost.issuperset(range(self.peers.rank))
-
-    def remark(self, words: str) -> None:
-        """Add words to other processes' messages about this process."""
-        if self.peers is not None:
-            self.peers.remark = f"; {words}"
-
-    def at(self, place: str, number: int = 0) -> tuple[str, int]:
-        """Tell messages in other processes that this one is at batch `number` of a place, such as "`fit`, at epoch 3".
-
-        Return the arguments of the previous call.
-        """
-        if self.peers is None:
-            return "", 0
-        before = self.peers.place, self.peers.number
-        self.peers.place, self.peers.number = place, number
-        return before
-
-    @contextlib.contextmanager
-    def on_batch(self, batch: str | None) -> Iterator[None]:
-        """Run collectives for a batch, which must be the same in all processes.
-
-        `batch` is its number of rows and a digest of some of them; None: the previous call's.
-        """
-        if self.peers is None:
-            yield
-            return
-        if batch is not None:
-            self.peers.number, self._batch = self.peers.number + 1, batch
-        self.peers.batch = self._batch
-        try:
-            yield
-        finally:
-            self.peers.batch = ""
-
-    def report_file(self) -> None:
-        """Tell the other processes that this one has written a file for them, without waiting for them."""
-        if self.peers is not None:
-            self.peers.report_file()
-
-    def wait_for_file(self) -> None:
-        """Wait for a file that this process leaves to process 0. Raises as `exchange`, also if process 0 fails."""
-        if self.peers is not None:
-            self.peers.wait_for_file(self.timeout_s)
 
     def take_error(self) -> Exception | None:
         """Return the error that another process has caused in the last collective, once; None if there is none."""

@@ -9,7 +9,7 @@ import re
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from ncclsync.communicator import messages, native, timeouts
@@ -76,7 +76,7 @@ class Peers:
         failure: what has ended the agreement, for good.
         raised: an error of another process that may not have reached the user yet.
         lost: numbers of the processes that have ended or are silent.
-        remark: is added to messages about this process.
+        remark: is added to messages about this process, behind a semicolon.
         place, number, batch: as of `Doing`.
         generation: how often all have started over after failures, as far as these were raised here.
         failures: [size] the generation that must follow the last known failure of each process; 0 without one.
@@ -94,6 +94,7 @@ class Peers:
         self.raised: ProcessError | None = None
         self.lost: set[int] = set()
         self.remark = self.place = self.batch = ""
+        self._last_batch = ""  # that `on_batch` has named
         self.number = 0
         self.generation = 0
         self.failures = [0] * size
@@ -172,6 +173,31 @@ class Peers:
                 self.fail(self.difference(each))
             return [one[6] for one in received]
 
+    @property
+    def leads(self) -> bool:
+        """Return whether this process writes files: process 0, or the first of those that are left after a failure."""
+        return self.lost.issuperset(range(self.rank))
+
+    def at(self, place: str, number: int = 0) -> tuple[str, int]:
+        """Tell messages in other processes that this one is at batch `number` of a place; return the arguments before.
+
+        See `Doing`.
+        """
+        before = self.place, self.number
+        self.place, self.number = place, number
+        return before
+
+    @contextlib.contextmanager
+    def on_batch(self, batch: str | None) -> Iterator[None]:
+        """Run collectives for a batch; see `Doing`. None: the one of the previous call."""
+        if batch is not None:
+            self.number, self._last_batch = self.number + 1, batch
+        self.batch = self._last_batch
+        try:
+            yield
+        finally:
+            self.batch = ""
+
     def data(self, timeout_s: float | None) -> dict[int, socket.socket]:
         """Return a connection to each other process, see `Service.connect`. Collective when first called."""
         if not self._data:
@@ -195,7 +221,7 @@ class Peers:
 
     def doing(self, text: str) -> Doing:
         """Return what this process is doing in the call `text`."""
-        return Doing(self.place, self.number, self.batch, text + self.remark)
+        return Doing(self.place, self.number, self.batch, f"{text}; {self.remark}" if self.remark else text)
 
     def difference(self, each: Sequence[Doing]) -> str:
         """Return an error's words for [size] processes that do different things."""

@@ -185,7 +185,8 @@ def _join_on_host(
             results += recvs
         joined = _alive(borrowed)
         batch = describe(joined, *given) if describe is not None else None
-        with joined.on_batch(batch) if in_step else contextlib.nullcontext():
+        peers = joined.peers if in_step else None
+        with contextlib.nullcontext() if peers is None else peers.on_batch(batch):
             joined.run_group(group)
         return results
 

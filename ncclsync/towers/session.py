@@ -210,7 +210,8 @@ class Session:
         if failure is None or failure is self._saved_after or save is None:
             return failure
         self._saved_after = failure
-        if self.communicator.leads:
+        peers = self.communicator.peers
+        if peers is None or peers.leads:
             try:
                 save()
             except Exception:  # whatever it is: the failure itself must be raised

@@ -16,6 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ncclsync.communicator.peers import Peers
 from ncclsync.compat import keras as keras_compat
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import ProcessError
@@ -54,6 +55,12 @@ def keep_in_step(model: keras.Model, towers: Towers) -> None:
     keras_compat.write_models_within(_model_file)
 
 
+def _peers(towers: Towers) -> Peers:
+    peers = towers.communicator.peers
+    assert peers is not None  # there are several processes
+    return peers
+
+
 def _telling(towers: Towers, method: Callable) -> Callable:
     @functools.wraps(method)
     def telling(*args, **kwargs):
@@ -68,11 +75,10 @@ def _in_step(model: keras.Model, towers: Towers, method: Callable, read: Callabl
     @functools.wraps(method)
     def in_step(*args, **kwargs):
         towers.session.require_open()
+        peers = _peers(towers)
         with towers.telling(), contextlib.ExitStack() as stack:
-            before = towers.communicator.at("")
-            stack.callback(towers.communicator.at, *before)
-            within = f", within {before[0]}" if before[0] else ""
-            towers.communicator.at(f"`{method.__name__}`{within}")
+            within = f", within {peers.place}" if peers.place else ""
+            stack.callback(peers.at, *peers.at(f"`{method.__name__}`{within}"))
             args, kwargs = named_arguments(method, args, kwargs)
             callbacks = kwargs.pop("callbacks", None) or []
             for name in ("x", "validation_data"):
@@ -269,16 +275,17 @@ def _file(towers: Towers) -> Iterator[bool]:
         yield True
         return
     towers.replicas.add_up_parts()
-    if not towers.communicator.leads:
+    peers = _peers(towers)
+    if not peers.leads:
         yield False
-        towers.communicator.wait_for_file()
+        peers.wait_for_file(towers.communicator.timeout_s)
         return
     token = _is_writing.set(True)
     try:
         yield True
     finally:
         _is_writing.reset(token)
-        towers.communicator.report_file()
+        peers.report_file()
 
 
 def _model_file(model: Any) -> contextlib.AbstractContextManager[bool]:
@@ -318,20 +325,20 @@ def _watched(callbacks: Sequence[Any], towers: Towers) -> list[Any]:
         if isinstance(callback, _DECIDE_NOTHING):
             watched.append(callback)
             continue
-        watched += [callback, _Watch(type(callback).__name__, decisions, towers)]
+        watched += [callback, _Watch(type(callback).__name__, decisions, _peers(towers))]
     return [*watched, _Compare(decisions, towers)]
 
 
 class _Watch(keras.callbacks.Callback):
     """Record what a callback has decided: whether training stops, and the learning rate."""
 
-    def __init__(self, name: str, decisions: list[tuple[str, bool, float]], towers: Towers) -> None:
+    def __init__(self, name: str, decisions: list[tuple[str, bool, float]], peers: Peers) -> None:
         super().__init__()
-        self._name, self._decisions, self._towers, self._stops = name, decisions, towers, False
+        self._name, self._decisions, self._peers = name, decisions, peers
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Forget the fit before."""
-        self._stops = False
+        self._remark()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """See whether training stops."""
@@ -343,10 +350,9 @@ class _Watch(keras.callbacks.Callback):
         self._decisions.append((self._name, bool(self.model.stop_training), _learning_rate(self.model)))
 
     def _remark(self) -> None:
-        stops = bool(self.model.stop_training)
-        if stops and not self._stops:
-            self._towers.communicator.remark(f"{self._name} has set stop_training")
-        self._stops = stops
+        """Name the first callback after which training is to stop; the watches of all others see that as well."""
+        before = self._peers.remark
+        self._peers.remark = (before or f"{self._name} has set stop_training") if self.model.stop_training else ""
 
 
 class _Compare(keras.callbacks.Callback):
@@ -358,7 +364,7 @@ class _Compare(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Let other processes say where this one is."""
-        self._towers.communicator.at(f"`fit`, at epoch {epoch + 1}")
+        _peers(self._towers).at(f"`fit`, at epoch {epoch + 1}")
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Compare.

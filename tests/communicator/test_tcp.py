@@ -178,7 +178,7 @@ def test_a_process_that_ends(threads, joined):
     assert all((one == 2).all() for one in sums)
     with pytest.raises(ProcessError, match=r"process 0 on \S+ has ended: ValueError: told to"):
         raise error
-    assert second.leads and second.take_error() is not None
+    assert second.peers.leads and second.take_error() is not None
 
 
 def test_a_connection_that_ends(joined, monkeypatch):
@@ -195,14 +195,14 @@ def test_files_are_counted_between_collectives(threads, joined):
     """One that process 0 has written alone, before, is not the one that is waited for; nor does it wait for ever."""
     first, second = joined(1, 1)
     x = np.ones(4)
-    first.report_file()
+    first.peers.report_file()
     together(threads, *(lambda one=one: one.all_reduce([x], [np.zeros(4)]) for one in (first, second)))
-    waiting = threads.submit(second.wait_for_file)
+    waiting = threads.submit(second.peers.wait_for_file, 20)
     time.sleep(0.5)
     assert not waiting.done()
-    first.report_file()
+    first.peers.report_file()
     assert waiting.result(10) is None
     going_on = threads.submit(first.all_reduce, [x], [np.zeros(4)])
-    second.wait_for_file()  # process 0 does not write it
+    second.peers.wait_for_file(20)  # process 0 does not write it
     second.all_reduce([x], [np.zeros(4)])
     assert going_on.result(10) is None

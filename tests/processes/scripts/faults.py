@@ -109,7 +109,7 @@ if WAY == "callback":
 if WAY == "rate":
     told(lambda: fit(model, callbacks=[keras.callbacks.EarlyStopping("loss"), RandomRate()]))
 if WAY == "between":
-    told(lambda: fit(model, callbacks=[StopBetween()]))
+    told(lambda: fit(model, callbacks=[StopBetween(), keras.callbacks.EarlyStopping("loss")]))
 if WAY == "data":
     told(lambda: fit(model, x=X if RANK == 0 else X[::-1]))
 if WAY == "skips":  # the fifth batch of an endless stream

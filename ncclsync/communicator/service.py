@@ -278,7 +278,6 @@ class Service:
             self._hub.join(0, self._hear)
             self._ask: Callable[..., None] = functools.partial(self._hub.hear, 0)
             self._offer = messages.new_offer()
-            self._seal = Seal(self._offer)
             listener = _listen(host, int(port), on_one_host)
             self.address = f"{host}:{listener.getsockname()[1]}"
             admit = {_REQUESTS: self._serve, _BEATS: self._beat, _DATA: self._add_data}
@@ -415,8 +414,7 @@ class Service:
         offer, ident = bytes(greeting[len(_MAGIC) : -_IDENT_BYTES]), greeting[-_IDENT_BYTES:]
         if greeting[: len(_MAGIC)] != _MAGIC or self._offer not in (b"", offer):
             raise OSError("another program answers")
-        self._seal = Seal(offer)
-        connection = _Connection(raw, self._seal, ident.hex(), is_server=False)
+        connection = _Connection(raw, Seal(offer), ident.hex(), is_server=False)
         connection.send((self._rank, self._size, kind))
         try:
             refused = connection.receive()

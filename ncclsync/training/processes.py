@@ -80,7 +80,7 @@ def _in_step(model: keras.Model, towers: Towers, method: Callable, read: Callabl
             within = f", within {peers.place}" if peers.place else ""
             stack.callback(peers.at, *peers.at(f"`{method.__name__}`{within}"))
             args, kwargs = named_arguments(method, args, kwargs)
-            callbacks = kwargs.pop("callbacks", None) or []
+            callbacks: Any = kwargs.pop("callbacks", None) or []
             for name in ("x", "validation_data"):
                 check_alone(kwargs.get(name))
                 if isinstance(kwargs.get(name), Local):
@@ -90,22 +90,22 @@ def _in_step(model: keras.Model, towers: Towers, method: Callable, read: Callabl
                 # `predict`, and a step that runs line by line, take whole batches.
                 elif isinstance(kwargs.get(name), Shuffled) and method.__name__ != "predict" and not model.run_eagerly:
                     kwargs[name] = kwargs[name].of_process(towers.layout)
-            if not isinstance(callbacks, keras.callbacks.CallbackList):
-                callbacks = keras.tree.flatten(callbacks)
-                _arrange(callbacks, method.__name__, model, towers)
-            elif method.__name__ == "fit":  # else it may be that of the `fit` which validates
-                _arrange(callbacks.callbacks, "fit", model, towers)
-                for one in callbacks.callbacks:
-                    if isinstance(one, (_Watch, _Compare)):
-                        one.set_model(model)
+            is_list = isinstance(callbacks, keras.callbacks.CallbackList)
+            each = callbacks.callbacks if is_list else keras.tree.flatten(callbacks)
+            if method.__name__ == "fit" or not is_list:  # else it may be that of the `fit` which validates
+                _arrange(each, method.__name__, model, towers)
             if method.__name__ == "fit":
-                for one in getattr(callbacks, "callbacks", callbacks):
+                for one in each:
+                    if isinstance(one, (_Watch, _Compare)):
+                        one.set_model(model)  # which a CallbackList does only when it is made
                     stack.enter_context(_written_by_first(one, model, towers, read))
             if not towers.is_chief:
                 if takes(method, "verbose"):
                     kwargs["verbose"] = 0
-                stack.enter_context(_quiet())
-            results = method(*args, **kwargs, callbacks=callbacks)
+                if keras.config.is_interactive_logging_enabled():
+                    keras.config.disable_interactive_logging()
+                    stack.callback(keras.config.enable_interactive_logging)
+            results = method(*args, **kwargs, callbacks=callbacks if is_list else each)
             towers.communicator.exchange(None, f"the end of {method.__name__}")
         return results
 
@@ -165,17 +165,6 @@ def _compare_classes(callbacks: Sequence[Any], name: str, model: keras.Model, to
             f"Expected the same callbacks for {name} in all processes. Received: {what}. Give all the same list; in "
             f"process 0 alone may be what only writes: {', '.join(one.__name__ for one in writers)}"
         )
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    was_on = keras.config.is_interactive_logging_enabled()
-    keras.config.disable_interactive_logging()
-    try:
-        yield
-    finally:
-        if was_on:
-            keras.config.enable_interactive_logging()
 
 
 def _written_by_first(
@@ -322,10 +311,9 @@ def _watched(callbacks: Sequence[Any], towers: Towers) -> list[Any]:
     watched: list[Any] = []
     decisions: list[tuple[str, bool, float]] = []
     for callback in callbacks:
-        if isinstance(callback, _DECIDE_NOTHING):
-            watched.append(callback)
-            continue
-        watched += [callback, _Watch(type(callback).__name__, decisions, _peers(towers))]
+        watched.append(callback)
+        if not isinstance(callback, _DECIDE_NOTHING):
+            watched.append(_Watch(type(callback).__name__, decisions, _peers(towers)))
     return [*watched, _Compare(decisions, towers)]
 
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import math
 import os
 import pathlib
 import secrets
@@ -15,7 +16,7 @@ from ncclsync.communicator import messages, timeouts
 from ncclsync.communicator.messages import MessageError
 from ncclsync.communicator.peers import Peers, end_with_process
 from ncclsync.communicator.processes import Process, claim
-from ncclsync.communicator.service import FOR_EVER_S, Service
+from ncclsync.communicator.service import Service
 from ncclsync.errors import NcclSyncError, NcclTimeoutError, NcclUnavailableError
 
 _LEAVE_S = 8.0  # that an ended process gives the others to end as well, if mpirun is to end a silent one
@@ -64,8 +65,7 @@ def _service(process: Process, timeout_s: float | None) -> Service:
     alone = process.local_size == process.size
 
     def joined(address: str) -> Service:
-        join_s = timeout_s or FOR_EVER_S
-        return Service(address, process.rank, process.size, join_s=join_s, on_one_host=alone)
+        return Service(address, process.rank, process.size, join_s=timeout_s or math.inf, on_one_host=alone)
 
     if process.address is not None:
         return joined(process.address)

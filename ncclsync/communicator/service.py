@@ -38,7 +38,6 @@ _LENGTH = struct.Struct("<Q")
 _MOST_HELLO = 256  # bytes of the first message of a connection
 _MOST = 1 << 36
 _MOST_STRANGERS = 256  # connections whose first message has not come yet
-FOR_EVER_S = 7 * 86400.0
 _HELLO_S = 10.0
 _BEAT_S = 1.0
 _RETRY_S = 0.2
@@ -260,7 +259,7 @@ class Service:
             address: "host:port", where process 0 listens; port 0: any that is free.
             rank: this process' number.
             size: how many there are.
-            join_s: how long to wait for process 0.
+            join_s: how long to wait for process 0; infinity for no limit.
             on_one_host: whether all processes are on one host.
         """
         self._size, self._rank = size, rank
@@ -344,11 +343,12 @@ class Service:
             _Door(listener, self._offer, self._size, {_DATA: self._add_data})
             where = raw.getsockname()[0], listener.getsockname()[1]
         addresses = exchange(where)
-        until = time.monotonic() + (timeout_s or FOR_EVER_S)
+        join_s = timeout_s or math.inf
+        until = time.monotonic() + join_s
         for other, address in enumerate(addresses[: self._rank]):
             # Each process reaches those of lower numbers.
             address = address or self._connection.raw.getpeername()[:2]
-            self._add_data(other, self._connect(other, address, _DATA, until, timeout_s or FOR_EVER_S))
+            self._add_data(other, self._connect(other, address, _DATA, until, join_s))
         timeouts.wait(
             lambda slice_s: timeouts.poll(lambda: len(self._data) == self._size - 1, slice_s),
             call="connect",

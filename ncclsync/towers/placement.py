@@ -121,13 +121,11 @@ def default_device() -> str:
 
 def device_models(devices: Sequence[str]) -> list[str]:
     """Return [n] the model of each device, as its driver names it; without such a name its kind, such as "GPU"."""
-    gpus = tf.config.list_physical_devices("GPU")
-    found = []
+    gpus, found = _physical_gpus(), []
     for device in devices:
         kind, _, number = device.partition(":")
-        physical = gpus[int(number) :][:1] if kind == "GPU" else []  # a logical one may have a number beyond
-        details = [tf.config.experimental.get_device_details(gpu) for gpu in physical]
-        found += [one.get("device_name", kind) for one in details] or [kind]
+        details = tf.config.experimental.get_device_details(gpus[int(number)]) if kind == "GPU" else {}
+        found.append(details.get("device_name", kind))
     return found
 
 
@@ -144,7 +142,7 @@ def connect(
     """
     host_ops.register()
     if placement.backend == "nccl":
-        known = _cuda_ordinals("GPU")
+        known = [int(gpu.name.rpartition(":")[2]) for gpu in _physical_gpus()]  # as CUDA numbers them
         ordinals = [
             index if is_cpu(device) else known[int(device.split(":")[1])]
             for index, device in enumerate(placement.devices)
@@ -194,16 +192,12 @@ def host_passes(towers: int, *, joins: bool) -> tuple[Callable[[Any], Any], ...]
     return (functools.partial(improve, crowded=towers >= native.usable_cores(), joins=joins),)
 
 
-def _cuda_ordinals(kind: str) -> list[int]:
-    """Return the numbers of CUDA's devices, one for each of TensorFlow's logical devices.
-
-    They differ where TensorFlow sees only some GPUs, or makes several logical ones of a GPU.
-    """
-    ordinals = []
-    for device in tf.config.get_visible_devices(kind):
-        logical = tf.config.get_logical_device_configuration(device) or [None]
-        ordinals += [int(device.name.rpartition(":")[2])] * len(logical)
-    return ordinals
+def _physical_gpus() -> list[tf.config.PhysicalDevice]:
+    """Return the GPU of each logical one: TensorFlow may see only some, or make several logical ones of a GPU."""
+    gpus = []
+    for gpu in tf.config.get_visible_devices("GPU"):
+        gpus += [gpu] * len(tf.config.get_logical_device_configuration(gpu) or [None])
+    return gpus
 
 
 def keep_quiet(process: Process) -> None:

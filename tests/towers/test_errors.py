@@ -334,7 +334,10 @@ def joined_with(monkeypatch, chosen_placement):
 
 def test_logical_gpus_are_those_of_cuda(monkeypatch):
     """NCCL counts CUDA's devices, TensorFlow the logical ones that it made of those it was told to see."""
-    assert placement._cuda_ordinals("CPU") == [0] * len(tf.config.list_logical_devices("CPU"))
+    visible = tf.config.get_visible_devices
+    with monkeypatch.context() as real:
+        real.setattr(tf.config, "get_visible_devices", lambda kind: visible("CPU"))
+        assert placement._physical_gpus() == visible("CPU") * len(tf.config.list_logical_devices("CPU"))
     logical = tf.config.LogicalDeviceConfiguration(memory_limit=1024)
     seen = {
         tf.config.PhysicalDevice(f"/physical_device:GPU:{ordinal}", "GPU"): configuration
@@ -344,13 +347,16 @@ def test_logical_gpus_are_those_of_cuda(monkeypatch):
     monkeypatch.setattr(tf.config, "get_logical_device_configuration", seen.get)
     chosen_placement = placement.Placement(("GPU:3", "GPU:2", "GPU:0", "GPU:1"), "nccl", "")
     assert joined_with(monkeypatch, chosen_placement).ordinals == [10, 3, 1, 3]
+    monkeypatch.setattr(tf.config.experimental, "get_device_details", lambda gpu: {"device_name": gpu.name[-2:]})
+    assert placement.device_models(["GPU:3", "GPU:0", "CPU:0"]) == ["10", ":1", "CPU"]
 
 
 @pytest.mark.parametrize("on", [False, True])
 def test_sums_are_repeatable_where_ops_are_deterministic(monkeypatch, on):
     """NCCL's communicator is made for it."""
     monkeypatch.setattr(placement.tf_compat, "is_op_determinism_enabled", lambda: on)
-    monkeypatch.setattr(placement, "_cuda_ordinals", lambda kind: [0, 1])
+    gpus = [tf.config.PhysicalDevice(f"/physical_device:GPU:{ordinal}", "GPU") for ordinal in (0, 1)]
+    monkeypatch.setattr(placement, "_physical_gpus", lambda: gpus)
     assert joined_with(monkeypatch, placement.Placement(("GPU:0", "GPU:1"), "nccl", "")).repeatable is on
 
 

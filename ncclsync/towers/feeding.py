@@ -23,17 +23,12 @@ from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops import Share
 from ncclsync.ops.spans import COPY, SHARD, Meter, begin, hold
 from ncclsync.semantics.shards import Shards, components_of, divide_rows, packed, shard_batch
-from ncclsync.towers.layout import Layout, is_cpu
+from ncclsync.towers.layout import Layout
 
 AHEAD = 2  # batches, besides the one that is trained
 
 # A GPU's kernels take these from the host's memory.
 _ON_HOST = (tf.int32, tf.string, tf.resource, tf.variant)
-
-
-def feeds(devices: Sequence[str]) -> bool:
-    """Return whether towers on these devices are fed ahead: CPU towers find the batch where it lies."""
-    return not all(map(is_cpu, devices))
 
 
 def split_batch(

@@ -15,7 +15,6 @@ from ncclsync.program.own_memory import own_copy
 from ncclsync.program.program import Program
 from ncclsync.semantics.roles import Role, role_of
 from ncclsync.semantics.shards import components_of, packed
-from ncclsync.towers.feeding import feeds
 from ncclsync.towers.layout import is_cpu
 from ncclsync.towers.state import TowerState
 
@@ -96,7 +95,7 @@ class Rollback:
             self._saved += [(variable, _saved(variable), []) for variable in self._sums]
             # True while a step is under way; needed also for one that writes nothing, if it may run again, or takes its
             # batch within the graph: its own iterator may end before that, and another one after it.
-            needed = self._saved or towers.options.on_oom is not None or not feeds(towers.layout.devices)
+            needed = self._saved or towers.options.on_oom is not None or not towers.layout.on_gpus
             self._begun = tf.Variable(False, trainable=False) if needed else None
 
     @property

@@ -228,7 +228,7 @@ class Replicas:
         session, is_chief = self._session, self._session.layout.is_chief
         unused = [variable for variable in variables if id(variable) not in self._held]
         own = [variable.numpy() for variable in unused] if is_chief else None
-        values = session.of_all_processes(own, "variables that no step has used")[0]
+        values = session.communicator.exchange(own, "variables that no step has used")[0]
         if not is_chief:
             for variable, value in zip(unused, values, strict=True):
                 variable.assign(value)

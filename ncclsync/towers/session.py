@@ -219,17 +219,13 @@ class Session:
 
     # What processes give each other. Collective, where there are several.
 
-    def of_all_processes(self, value: Any, what: str) -> list[Any]:
-        """Return what each process gives; see `Communicator.exchange`."""
-        return self.communicator.exchange(value, what)
-
     def of_tower_0(self, variable: tf.Variable, what: str) -> tf.Tensor:
         """Return tower 0's value, whichever process has it."""
         value = variable.value()
         if not self.layout.meets_processes:
             return value
         own = value.numpy() if self.layout.is_chief else None
-        return tf.convert_to_tensor(self.of_all_processes(own, what)[0], value.dtype)
+        return tf.convert_to_tensor(self.communicator.exchange(own, what)[0], value.dtype)
 
     def total(self, parts: Sequence[tf.Tensor], what: str) -> tf.Tensor:
         """Return the sum of what the towers of all processes hold; `parts` are this process'."""
@@ -245,7 +241,7 @@ class Session:
             self.warn_once("Of optimizers' state, which shard_optimizer divides, the parts of other processes are lost")
             before = self.layout.ranks[0]
             return tf.pad(rows, [[before, towers - before - len(rows)], [0, 0]])
-        return tf.concat(self.of_all_processes(rows.numpy(), what), 0)
+        return tf.concat(self.communicator.exchange(rows.numpy(), what), 0)
 
     def broadcast(self, values: Sequence[tf.Tensor], what: str, *, in_place: bool = False) -> list[tf.Tensor]:
         """Return tower 0's value on each tower, where these only enqueue; by a graph that is traced for each dtype.

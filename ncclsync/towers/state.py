@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError, ProcessError
 from ncclsync.gradients.compression import ErrorFeedback
+from ncclsync.towers.feeding import CountingDataset
 from ncclsync.towers.layout import Layout
 from ncclsync.towers.options import MOST_TOWERS, TowerOptions
 from ncclsync.towers.replicas import Replicas
@@ -26,8 +26,8 @@ class TowerState:
     A context manager; `close` ends it. Tower 0 is the user's model.
     """
 
-    # `sizes` of `CountingDataset` for batches that steps are given, and take from no iterator.
-    sizes_of_given: tf.Variable | None = None
+    # What gives the batches that steps take from no iterator, if each process reads other rows.
+    own_rows_given: CountingDataset | None = None
 
     def __init__(self, options: TowerOptions) -> None:
         """Choose devices and backend, and join them; see `Session`."""

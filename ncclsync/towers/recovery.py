@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ncclsync.ops.spans import hold
+from ncclsync.ops.spans import delay
 from ncclsync.program.own_memory import own_copy
 from ncclsync.program.program import Program
 from ncclsync.semantics.roles import Role, role_of
@@ -42,7 +42,7 @@ class KeptBatch:
         """Keep a batch, in the graph of the step; return it for the step to use."""
         kept = [variable.assign(leaf) for variable, leaf in zip(self._leaves, components_of(batch), strict=True)]
         with tf.device("/CPU:0"):  # where the leaves are: with no device given, TensorFlow would send them to a GPU
-            return hold(batch, _ops(kept))
+            return delay(batch, _ops(kept))
 
     def keep_components(self, components: list[tf.Tensor]) -> None:
         """Keep a batch that is there before the step begins: its components, in the host's memory."""

@@ -261,7 +261,7 @@ class Replicas:
         again. Where several processes only enqueue, values are written when all have launched all of them.
         """
         meets, is_chief = self._session.layout.meets_processes, self._session.layout.is_chief
-        agrees, arriving, sent = self._session.enqueues and meets, [], []
+        agrees, arriving, sent = self._session.launches and meets, [], []
         for key in list(self._held) if keys is None else keys:
             held = self._held[key]
             if (not held.copies and not meets) or held.role in (Role.PARTIAL, Role.PARTITION):
@@ -315,7 +315,7 @@ class Replicas:
                 fresh = buffers or ranks[0] > 0
                 shape = tf.constant(value.shape.as_list(), tf.int32)
                 buffers.append(tf.raw_ops.Empty(shape=shape, dtype=value.dtype) if fresh else tf.identity(value))
-        if session.enqueues:
+        if session.launches:
             buffers = session.broadcast(buffers, "a variable", in_place=True)
         else:
             session.communicator.broadcast(buffers, 0, label=name)

@@ -5,7 +5,6 @@ A session keeps no variables. `replicas.py` has these, `watch.py` looks after th
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,7 @@ from ncclsync.towers.in_flight import InFlight
 from ncclsync.towers.layout import Layout, is_cpu
 from ncclsync.towers.options import AUTO, TowerOptions
 from ncclsync.towers.placement import (
-    choose_placement,
+    choose_devices,
     connect,
     device_models,
     keep_quiet,
@@ -73,15 +72,16 @@ class Session:
             # How many threads an op has may change the order of its sums: it must not depend on the towers.
             divided = options.shards is not None and all(is_cpu(str(one)) for one in options.devices or ())
             share_cores(*((options.shards, None) if divided else (options.towers, options.devices)), process)
-        placement = choose_placement(options.towers, options.devices, options.backend, process)
-        devices, self.backend = placement.devices, placement.backend
+        choice = choose_devices(options.towers, options.devices, options.backend, process)
+        devices, self.backend = choice.devices, choice.backend
         options.check_towers(len(devices))
         if health.audit_every is not None:
             _check_audits(devices)
         shared = options.shares is not None and (options.shares != AUTO or len(devices) > 1)
         # By what towers of different speed share a batch, if they do.
         self.shares = Shares(options.shares, devices) if shared and options.shares is not None else None
-        self.communicator = connect(placement, process, timeout_s=health.timeout_s, preflight=health.preflight)
+        self.communicator = connect(choice, process, timeout_s=health.timeout_s, preflight=health.preflight)
+        self.launches = isinstance(self.communicator, NcclCommunicator)  # joins towers by the ops of `ops.device_ops`
         ranks = range(self.communicator.ranks[0], self.communicator.ranks[-1] + 1)
         weights = None if self.shares is None else self.shares.variable
         # Which shard of a batch is whose, and what programs are cut for; others after `split`.
@@ -157,11 +157,6 @@ class Session:
         """Return the names of tower 0's variables for messages: their Keras paths where known."""
         paths = self.model.paths()
         return [paths.get(id(variable), variable.name) for variable in variables]
-
-    @functools.cached_property
-    def enqueues(self) -> bool:
-        """Return whether towers are joined by ops that only enqueue; see `ops.device_ops`."""
-        return isinstance(self.communicator, NcclCommunicator)
 
     def interruptible(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which Ctrl-C ends collectives, where they can hang."""

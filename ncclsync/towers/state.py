@@ -3,7 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,14 +17,14 @@ from ncclsync.towers.replicas import Replicas
 from ncclsync.towers.session import Session
 from ncclsync.towers.watch import Watch
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 logger = logging.getLogger("ncclsync")
 
 
 class TowerState:
-    """Hold N replicas of one model's state, one per device, joined by a communicator.
-
-    A context manager; `close` ends it. Tower 0 is the user's model.
-    """
+    """Hold N replicas of one model's state, one per device: what `Towers` have without the steps that they run."""
 
     # What gives the batches that steps take from no iterator, if each process reads other rows.
     own_rows_given: CountingDataset | None = None
@@ -77,7 +77,7 @@ class TowerState:
         state = ", closed" if self.session.closed else ""
         return f"<Towers {len(self)} on {', '.join(self.layout.devices)}, backend {self.session.backend}{state}>"
 
-    def __enter__(self) -> "TowerState":
+    def __enter__(self) -> "Self":
         """Return these towers, which are closed where the `with` ends.
 
         Raises:
@@ -98,10 +98,7 @@ class TowerState:
         )
 
     def close(self) -> None:
-        """Free the other towers' copies and end the communicator. Idempotent.
-
-        Tower 0, the user's model, stays usable by itself; training it through closed towers is an error.
-        """
+        """See `Towers.close`."""
         session, replicas, failure = self.session, self.replicas, None
         try:
             session.in_flight.settle()

@@ -105,10 +105,8 @@ class TowerStep(TracedStep):
         self._forget_other_layouts()
         towers.communicator.reads_same_rows = self._own_rows is None
         audits = self.trains and towers.watch.is_audit_due(steps)
-        if audits or not self.trains:  # what is computed again is no part of a step's time
+        if audits:  # what is computed again is no part of a step's time
             watchers = ()
-        elif (shares := towers.session.shares) is not None and not shares.settled:
-            watchers = [*watchers, shares.measure]
         known = len(self._functions)
         function = self._function_for(kind, batches, watched=bool(watchers), audits=audits)
         is_new = len(self._functions) > known

@@ -42,9 +42,10 @@ class Watch:
         self._watchers.append(watcher)
 
     def take_watchers(self) -> list[Watcher]:
-        """Return the watchers of the step that is about to run, and forget them."""
+        """Return who watches the training step about to run: who has asked to, this once, and what measures shares."""
         watchers, self._watchers = self._watchers, []
-        return watchers
+        shares = self._session.shares
+        return watchers if shares is None or shares.settled else [*watchers, shares.measure]
 
     def is_audit_due(self, steps: int) -> bool:
         """Return whether the next call, of so many steps, is to be an audit."""

@@ -19,12 +19,12 @@ from ncclsync.compat import keras as keras_compat
 from ncclsync.compat import keras_optimizers, other_libraries
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError
+from ncclsync.ops.device_ops import default_device
 from ncclsync.ops.spans import Meter, NoBatchLeft
 from ncclsync.program.program import Program
 from ncclsync.semantics.exactness import Inexact, find_inexact
 from ncclsync.semantics.shards import fixed_specs, grouped, rows_of
 from ncclsync.towers.explanation import Explanation, explain_program
-from ncclsync.towers.placement import default_device
 from ncclsync.towers.session import ModelSide
 from ncclsync.towers.step import TowerStep
 from ncclsync.towers.step_function import to_tensor, without_optionals
@@ -35,7 +35,7 @@ from ncclsync.training.random_data import check_targets, fixed_batch_size, rando
 
 _BATCH_SIZE = 32  # Keras' own
 
-_logger = logging.getLogger("ncclsync")
+logger = logging.getLogger("ncclsync")
 
 
 def attach(model: keras.Model, towers: Towers) -> None:
@@ -143,7 +143,7 @@ def _save(borrowed: "weakref.ref[keras.Model]", path: pathlib.Path) -> None:
             model.save_weights(part, overwrite=True)
         else:
             model.save(part, overwrite=True)
-    _logger.warning("Saved tower 0 to %s, since a collective has failed", path)
+    logger.warning("Saved tower 0 to %s, since a collective has failed", path)
 
 
 class ModelStep(TowerStep):

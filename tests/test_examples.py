@@ -36,10 +36,10 @@ SETTING = {
 }
 TWO_TOWERS = """
 from ncclsync.towers import session
-from ncclsync.towers.placement import Placement
-chosen = session.choose_placement
-session.choose_placement = lambda count, devices, backend, process: (
-    chosen(count, devices, backend) if count or devices else Placement(("CPU:0",) * 2, "cpu", "")
+from ncclsync.towers.placement import Choice
+chosen = session.choose_devices
+session.choose_devices = lambda count, devices, backend, process: (
+    chosen(count, devices, backend) if count or devices else Choice(("CPU:0",) * 2, "cpu", "")
 )
 """
 LOOKED_AT = {"README.md: Use": "assert model.towers.divergence() == 0.0 and int(model.optimizer.iterations) == 5"}

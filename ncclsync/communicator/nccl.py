@@ -38,7 +38,7 @@ from ncclsync.communicator.peers import Peers
 from ncclsync.communicator.preflight import check_paths
 from ncclsync.errors import NcclError, NcclSyncError, NcclTimeoutError, ProcessError
 
-_logger = logging.getLogger("ncclsync")
+logger = logging.getLogger("ncclsync")
 
 # The C library's kind of each collective.
 _KINDS: dict[type, int] = {
@@ -633,4 +633,4 @@ def _let_end(held: weakref.ref[NcclCommunicator]) -> None:
         try:
             communicator.wait()
         except NcclSyncError:  # nobody is left to raise it to
-            _logger.exception("What this process had launched has not ended well, and it ends now")
+            logger.exception("What this process had launched has not ended well, and it ends now")

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 VARIABLE = "NCCL_NVLS_ENABLE"
 
-_logger = logging.getLogger("ncclsync")
+logger = logging.getLogger("ncclsync")
 
 # The value that NCCL has read for the whole process, with its first communicator; [] before.
 _read: list[str | None] = []
@@ -66,7 +66,7 @@ def apply(repeatable: bool) -> None:
             )
         elif not os.environ.get(VARIABLE):
             os.environ[VARIABLE] = "0"
-            _logger.info(
+            logger.info(
                 "NVLS is kept out of NCCL's communicators (%s=0), since op determinism is on and NVLS adds up in "
                 "another order at each call",
                 VARIABLE,
@@ -77,7 +77,7 @@ def apply(repeatable: bool) -> None:
 
 @functools.cache  # once per process
 def _warn(message: str) -> None:
-    _logger.warning("%s", message)
+    logger.warning("%s", message)
 
 
 def _number(value: str) -> int:

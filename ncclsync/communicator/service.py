@@ -29,7 +29,7 @@ from ncclsync.communicator import messages, native, timeouts
 from ncclsync.communicator.messages import SEAL_BYTES, MessageError, Seal
 from ncclsync.errors import NcclSyncError
 
-_logger = logging.getLogger("ncclsync")
+logger = logging.getLogger("ncclsync")
 
 VARIABLE = "NCCLSYNC_LISTEN"
 _MAGIC = b"ncclsync"
@@ -223,7 +223,7 @@ class _Door:
         except (OSError, MessageError) as error:
             if isinstance(error, MessageError) and not self._has_warned:
                 self._has_warned = True
-                _logger.warning("A connection is refused, and perhaps more: %s", error)
+                logger.warning("A connection is refused, and perhaps more: %s", error)
             raw.close()
             return
         finally:
@@ -371,7 +371,7 @@ class Service:
 
         def lose(error: Exception) -> None:
             if not isinstance(error, OSError):
-                _logger.warning("A process is served no longer: %s", error)
+                logger.warning("A process is served no longer: %s", error)
 
         self._hub.join(rank, connection.post)
         connection.start(functools.partial(self._hub.hear, rank), lose)
@@ -457,6 +457,6 @@ def _bound(host: str, on_one_host: bool) -> str:
                 probe.connect(("192.0.2.1", 9))
                 own = str(probe.getsockname()[0])
             words = "%s is %s on its own host: process 0 listens at %s. Set %s if the others use another network"
-            _logger.warning(words, host, " and ".join(sorted(found)), own, VARIABLE)
+            logger.warning(words, host, " and ".join(sorted(found)), own, VARIABLE)
             return own
     return host

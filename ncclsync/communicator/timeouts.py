@@ -20,7 +20,7 @@ from typing import Any
 from ncclsync.communicator import native
 from ncclsync.errors import NcclSyncError, NcclTimeoutError
 
-_logger = logging.getLogger("ncclsync")
+logger = logging.getLogger("ncclsync")
 
 DEFAULT_TIMEOUT_S = 600.0
 WARN_AFTER_S = 60.0
@@ -94,7 +94,7 @@ def wait(
 def warn_of_pending(what: str, arrived: str, waited_s: float, timeout_s: float | None) -> None:
     """Log that something has been pending for so many seconds."""
     limit = "there is no limit" if timeout_s is None else f"it is given up after {timeout_s:g} s"
-    _logger.warning("%s has been pending for %.0f s: %s; %s", what, waited_s, arrived, limit)
+    logger.warning("%s has been pending for %.0f s: %s; %s", what, waited_s, arrived, limit)
 
 
 class Aside:

@@ -1,7 +1,7 @@
 """Wrap the interfaces that TensorFlow does not promise to keep.
 
-`keras.py` and `keras_optimizers.py` wrap Keras'. The rest of the package uses no such interface. `tests/compat` has a
-test for each function of these modules, so that an upgrade that breaks an assumption fails under the assumption's name.
+`keras.py` and `keras_optimizers.py` wrap Keras'. The rest of the package uses no such interface. `tests/compat` tests
+most functions of these modules by name, so that an upgrade that breaks an assumption fails under the assumption's name.
 """
 
 import contextlib

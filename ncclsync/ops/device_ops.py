@@ -63,6 +63,11 @@ class Launched:
         return _create("NcclsyncDeliver", [self.token], dtypes, attributes, device)
 
 
+def default_device() -> str:
+    """Return the device on which TensorFlow runs what nobody places."""
+    return "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
+
+
 def launch(
     columns: Sequence[Sequence[tf.Tensor]],
     communicator: Communicator,

@@ -79,8 +79,7 @@ def _enqueued(
     turns: Turns | None,
 ) -> list[list[tf.Tensor]]:
     """Join tensors by the ops of `device_ops`, and deliver the results at once."""
-    usual = "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
-    devices = [tensor.device or usual for tensor in columns[0]]
+    devices = [tensor.device or device_ops.default_device() for tensor in columns[0]]
     turns = turns if turns is not None and not tf.executing_eagerly() else Turns([], str)
 
     def join(columns):

@@ -114,21 +114,21 @@ class Begun:
     end: Callable[..., list[tf.Operation]]
 
 
-def hold(structure: Any, ops: Sequence[tf.Operation]) -> Any:
+def delay(structure: Any, ops: Sequence[tf.Operation]) -> Any:
     """Return nested tensors whose consumers wait for `ops`; the same tensors if there are no ops."""
     if not ops:
         return structure
-    held: dict[int, tf.Tensor] = {}  # towers may share a tensor
+    made: dict[int, tf.Tensor] = {}  # towers may share a tensor
 
-    def held_back(leaf: Any) -> Any:
+    def delayed(leaf: Any) -> Any:
         if leaf is None:
             return None
-        if id(leaf) not in held:
-            held[id(leaf)] = tf.identity(leaf)
-        return held[id(leaf)]
+        if id(leaf) not in made:
+            made[id(leaf)] = tf.identity(leaf)
+        return made[id(leaf)]
 
     with tf.control_dependencies(ops):
-        return tf.nest.map_structure(held_back, structure, expand_composites=True)
+        return tf.nest.map_structure(delayed, structure, expand_composites=True)
 
 
 class Meter:

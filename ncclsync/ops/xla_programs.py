@@ -29,7 +29,7 @@ _WORDS = {
 
 
 @functools.cache
-def share(devices: tuple[str, ...]) -> bool:
+def share_programs(devices: tuple[str, ...]) -> bool:
     """Let these devices, such as "GPU:0", share what XLA compiles, as far as they are of a kind; return whether all do.
 
     Decided once, and logged. NCCLSYNC_XLA_PROGRAMS=own in the environment says that each compiles for itself; other

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from ncclsync.ops import CollectiveKind
 from ncclsync.ops.buckets import pack, unpack
-from ncclsync.ops.spans import Meter, begin, hold
+from ncclsync.ops.spans import Meter, begin, delay
 from ncclsync.program.program import Bucket
 
 
@@ -21,10 +21,10 @@ def unpack_all(
     tensors = [tensor for each in received for tensor in each]
     span = begin(meter if packed else None, tower, "unpack", tensors)
     values: dict[str, tf.Tensor] = {}
-    for bucket, each in zip(buckets, hold(list(received), span.ops), strict=True):
+    for bucket, each in zip(buckets, delay(list(received), span.ops), strict=True):
         parts = unpack(each[0], [e.shape for e in bucket.exchanges]) if bucket.packed else each
         values.update(zip((exchange.result for exchange in bucket.exchanges), parts, strict=True))
-    return hold(values, span.end(list(values.values())))
+    return delay(values, span.end(list(values.values())))
 
 
 def pack_all(
@@ -47,7 +47,7 @@ def pack_all(
     packed = any(bucket.packed for bucket in buckets)
     sources = {exchange.source: values[exchange.source] for b in buckets for exchange in b.exchanges}
     span = begin(meter if packed else None, tower, "pack", list(sources.values()))
-    sources = hold(sources, span.ops)
+    sources = delay(sources, span.ops)
     outgoing = [_send(bucket, sources, fraction, has_samples) for bucket in buckets]
     return outgoing, span.end([tensor for each in outgoing for tensor in each])
 

@@ -9,7 +9,7 @@ from ncclsync.semantics.functions import drops_nothing
 
 _INSTEAD = "Draw with keras.random or tf.random.stateless_*"
 
-_logger = logging.getLogger("ncclsync")
+logger = logging.getLogger("ncclsync")
 
 
 def check_draws(function: Any, refuses: bool) -> None:
@@ -40,7 +40,7 @@ def check_draws(function: Any, refuses: bool) -> None:
                 f"shards=, on_oom= or audit_every=. Received: {node.op}, whose state TensorFlow hides, {place}. "
                 f"{_INSTEAD}."
             )
-        _logger.warning(
+        logger.warning(
             "%s, %s, draws from a state that TensorFlow hides: towers that share a device draw from it "
             "in any order, and those on devices of their own draw the same. %s.",
             node.op,

@@ -35,7 +35,7 @@ from ncclsync.semantics.placements import (
 )
 from ncclsync.semantics.rules import Call
 
-_logger = logging.getLogger("ncclsync")
+logger = logging.getLogger("ncclsync")
 
 # Stateful ops whose results are equal on all towers if their inputs are.
 REPEATABLE = rules.names("""
@@ -268,7 +268,7 @@ class Placer(abc.ABC):
             return made
         except Refused as reason:
             del self.draws[drawn:]
-            _logger.debug("%s %s is made whole: %s", call.op.type, call.op.name, reason)
+            logger.debug("%s %s is made whole: %s", call.op.type, call.op.name, reason)
             call.begin_anew()
             handles = any(
                 p.kind is Kind.LOCAL and t.dtype == tf.resource for p, t in zip(call.inputs, call.tensors, strict=True)

@@ -23,7 +23,7 @@ from ncclsync.towers.state import TowerState
 _MOST_COMPUTED = 3  # how often each shard is computed; of two results that differ, the wrong one would not be known
 
 
-class Call(NamedTuple):
+class SegmentCall(NamedTuple):
     """Hold what one call of a segment was given besides values by name, and what it sends."""
 
     incoming: Sent
@@ -131,7 +131,7 @@ class Audit:
                 begun.append(tf.raw_ops.AssignVariableOp(resource=copy.handle, value=value))
         return [op for op in begun if op is not None]
 
-    def compute(self, number: int, segment: Segment, calls: Sequence[Call], towers: Sequence[Any]) -> None:
+    def compute(self, number: int, segment: Segment, calls: Sequence[SegmentCall], towers: Sequence[Any]) -> None:
         """Compute a segment again, and compare.
 
         Args:

@@ -21,7 +21,7 @@ import tensorflow as tf
 from ncclsync.communicator import AllGather, AllReduce, AnyCollective, Broadcast, Communicator, ReduceScatter, native
 from ncclsync.ops import Collective, CollectiveKind, device_ops
 from ncclsync.ops.group_ops import Turns, agree, gather_rows, group_exchange
-from ncclsync.ops.spans import COMMUNICATION, Begun, Meter, begin, hold
+from ncclsync.ops.spans import COMMUNICATION, Begun, Meter, begin, delay
 from ncclsync.ops.tree import Node, nodes_within, reduce_nodes, reduce_tree
 from ncclsync.program.program import Bucket, Sent
 from ncclsync.semantics.shards import Shards, digest_of_rows
@@ -73,7 +73,7 @@ class Exchanges:
         self._towers, self._shards, self._meter = towers, shards, meter
         self._layout, self._divided = towers.layout, towers.layout.divided is not None
         # Outside a graph everything has happened, and nothing is enqueued.
-        self._enqueues = towers.session.enqueues and not tf.executing_eagerly() and len(towers) > 1
+        self._enqueues = towers.session.launches and not tf.executing_eagerly() and len(towers) > 1
         self.recorded: list[tf.Operation] = []
         self.turns = Turns([shards.shares[0].total, *shards.whole], _described)
         self._called: list[Any] = []  # what has been exchanged
@@ -211,7 +211,7 @@ class Exchanges:
     def _run(self, call: _Call) -> list[list[list[tf.Tensor]]]:
         """Join buckets at once; return [s][B] lists of tensors, what each shard receives."""
         span = self._begin(call)
-        call = call._replace(given=hold(call.given, span.ops))
+        call = call._replace(given=delay(call.given, span.ops))
         join, root, count = call.buckets[0].join, call.buckets[0].wire.root, self._layout.shards
         if root >= count:
             what = "shards" if self._divided else "towers"
@@ -220,7 +220,7 @@ class Exchanges:
             joined = join(call.buckets, call.given, [share.fraction for share in self._shards.shares])
         else:
             joined = [[[tensor] for tensor in row] for row in zip(*self._joined(call), strict=True)]
-        return hold(joined, span.end(tf.nest.flatten(joined)))
+        return delay(joined, span.end(tf.nest.flatten(joined)))
 
     def _joined(self, call: _Call) -> list[list[tf.Tensor]]:
         """Join the columns of a call: what the communicator can take grouped, or one bucket of any kind."""

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ncclsync.ops import CollectiveKind
-from ncclsync.ops.xla_programs import share
+from ncclsync.ops.xla_programs import share_programs
 from ncclsync.program.cost import Whole
 from ncclsync.program.program import Exchange, Program
 from ncclsync.semantics.roles import Role, role_of
@@ -188,7 +188,7 @@ def _compiled(program: Program, shards: Sequence[ShardRow], towers: TowerState) 
     of_these = f", of this batch {' and '.join(map(str, sizes))}" if sizes else ""
     # Parts of even size have one number of rows, or two that differ by one; by shares each tower may have its own.
     most = towers.layout.shards
-    if not share(towers.layout.devices):
+    if not share_programs(towers.layout.devices):
         total = ": each device compiles what it runs"
     else:
         compilations = f": {count + by_rows * (len(sizes) - 1)} compilations" if sizes else ","

@@ -21,19 +21,14 @@ import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops import Share
-from ncclsync.ops.spans import COPY, SHARD, Meter, begin, hold
+from ncclsync.ops.spans import COPY, SHARD, Meter, begin, delay
 from ncclsync.semantics.shards import Shards, components_of, divide_rows, packed, shard_batch
-from ncclsync.towers.layout import Layout, is_cpu
+from ncclsync.towers.layout import Layout
 
 AHEAD = 2  # batches, besides the one that is trained
 
 # A GPU's kernels take these from the host's memory.
 _ON_HOST = (tf.int32, tf.string, tf.resource, tf.variant)
-
-
-def feeds(devices: Sequence[str]) -> bool:
-    """Return whether towers on these devices are fed ahead: CPU towers find the batch where it lies."""
-    return not all(map(is_cpu, devices))
 
 
 def split_batch(
@@ -58,7 +53,7 @@ def split_batch(
     """
     spans = [begin(meter, shard, SHARD, after) for shard in layout.own_shards]
     with tf.device("/CPU:0"):
-        given = hold(batch, [op for span in spans for op in span.ops])
+        given = delay(batch, [op for span in spans for op in span.ops])
         (value,) = (layout.read(components_of(given)) if divided is None else divided) or [None]
         weights, sizes = (value, None) if layout.sizes is None else (None, value)
         shards = shard_batch(given, layout.shards, layout.own_shards, weights, sizes)
@@ -66,7 +61,7 @@ def split_batch(
     for i, (shard, device) in enumerate(zip(layout.own_shards, layout.shard_devices, strict=True)):
         batch, share = shards.batches[i], shares[shard]
         with tf.device("/CPU:0"):
-            batch = hold(batch, spans[i].end(components_of(batch)))
+            batch = delay(batch, spans[i].end(components_of(batch)))
         if (copies or meter is not None) and device != "CPU:0":
             batch, fraction = _copied((batch, share.fraction), shard, device, meter)
             shares[shard] = Share(fraction, *share[1:])
@@ -85,7 +80,7 @@ def _copied(part: Any, tower: int, device: str, meter: Meter | None) -> Any:
             return tf.identity(leaf)
 
     part = tf.nest.map_structure(copied, part, expand_composites=True)
-    return hold(part, copying.end(components_of(part)))
+    return delay(part, copying.end(components_of(part)))
 
 
 class Staging:

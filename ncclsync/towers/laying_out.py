@@ -18,7 +18,7 @@ from ncclsync.ops.spans import STEP, STEPS, Meter, begin
 from ncclsync.program.program import Program, Results, Segment, Sent
 from ncclsync.program.trace import Site
 from ncclsync.semantics.shards import Shards, components_of
-from ncclsync.towers.audit import Audit, Call
+from ncclsync.towers.audit import Audit, SegmentCall
 from ncclsync.towers.exchange import After, Exchanges, add_up
 from ncclsync.towers.feeding import split_batch
 from ncclsync.towers.recovery import Rollback
@@ -133,7 +133,7 @@ class _Run:
         if self._towers.layout.meets_processes and segment.written:
             after = self.exchanges.agree(after)
         sent: list[Sent] = []
-        calls: list[Call] = []
+        calls: list[SegmentCall] = []
         done: After = []
         layout = self._towers.layout
         for rank, device, own, waited in zip(layout.ranks, layout.devices, layout.places, after, strict=True):
@@ -150,7 +150,7 @@ class _Run:
                     outcome = segment.run(self.values[place], incoming)
                 for one in own if segment.once else [place]:
                     self.values[one].update(outcome.fetched)
-                calls.append(Call(incoming, outcome.sent))
+                calls.append(SegmentCall(incoming, outcome.sent))
                 tokens, sends = [outcome.token], outcome.sent
                 if layout.adds_up:
                     with tf.device(f"/{device}"):

@@ -63,18 +63,6 @@ def _check_words_and_flags(options: Any) -> None:
             raise TypeError(f"Expected {field.name} to be a bool. Received: {value!r}")
 
 
-def _instead(name: str, value: Any) -> str:
-    """Return how an option is written whose name was another; "": it has none."""
-    if name in {field.name for field in dataclasses.fields(Health)}:
-        return f"health=ncclsync.Health({name}={value!r})"
-    return {
-        "sync_batch_norm": 'exact=("batch_norm",)',
-        "batch_invariant_random": 'exact=("random",)',
-        "check_first_step": "python -m ncclsync verify",
-        "shards_at_once": "shards alone, which a tower computes one after another,",
-    }.get(name, "")
-
-
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -225,10 +213,9 @@ class TowerOptions:
     def of(cls, caller: str, given: dict[str, Any]) -> "Self":
         """Make options of `given`, the arguments of `caller`; an unknown one is an error of that."""
         for name in given.keys() - {field.name for field in dataclasses.fields(cls)}:
-            raise TypeError(
-                f"{caller}() got an unexpected keyword argument {name!r}"
-                + (f". It is {_instead(name, given[name])} now" if _instead(name, given[name]) else "")
-            )
+            of_health = name in {field.name for field in dataclasses.fields(Health)}
+            remedy = f". It is health=ncclsync.Health({name}={given[name]!r}) now" if of_health else ""
+            raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}{remedy}")
         return cls(**given)
 
     def __post_init__(self) -> None:

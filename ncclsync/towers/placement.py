@@ -20,11 +20,11 @@ from ncclsync.program.program import Target
 from ncclsync.towers.layout import Layout, is_cpu
 from ncclsync.towers.options import TowerOptions
 
-_logger = logging.getLogger("ncclsync")
+logger = logging.getLogger("ncclsync")
 
 
 @dataclasses.dataclass(frozen=True)
-class Placement:
+class Choice:
     """Name one device per tower, and the backend that joins them."""
 
     devices: tuple[str, ...]  # such as ("GPU:0", "GPU:1"), TensorFlow's logical devices; a CPU may occur several times
@@ -44,9 +44,9 @@ def own_process(devices: Sequence[str] | None) -> Process | None:
     return process
 
 
-def choose_placement(
+def choose_devices(
     towers: int | None, devices: Sequence[str] | None, backend: str | None, process: Process | None = None
-) -> Placement:
+) -> Choice:
     """Choose devices and backend; log the choice once, at INFO, with the reason.
 
     Args:
@@ -70,19 +70,19 @@ def choose_placement(
         why = "asked for"
         if backend == "nccl" and devices is not None and kinds != {"GPU"}:
             raise ValueError(f"Expected only GPU devices for backend='nccl'. Received: devices={list(devices)}")
-    choice = f"{len(chosen)} tower(s) on {', '.join(chosen)} ({reason}); backend {backend} ({why})"
+    words = f"{len(chosen)} tower(s) on {', '.join(chosen)} ({reason}); backend {backend} ({why})"
     if process is not None:
-        choice += f"; process {process.rank} of {process.size}, by {process.launcher} ({process.reason})"
-    _logger.info("%s", choice)
+        words += f"; process {process.rank} of {process.size}, by {process.launcher} ({process.reason})"
+    logger.info("%s", words)
     if devices is None and not gpus and (cause := _why_no_gpu()):
-        _logger.warning("%s. Towers stand on the CPU; `python -m ncclsync doctor` tells more", cause)
-    return Placement(tuple(chosen), backend, choice)
+        logger.warning("%s. Towers stand on the CPU; `python -m ncclsync doctor` tells more", cause)
+    return Choice(tuple(chosen), backend, words)
 
 
 def share_cores(towers: int | None, devices: Sequence[str] | None, process: Process | None = None) -> None:
     """Let TensorFlow run an op on one thread if these towers will stand on the CPU and keep all cores busy.
 
-    To be called before `choose_placement`, which starts TensorFlow.
+    To be called before `choose_devices`, which starts TensorFlow.
     """
     if devices is not None:
         on_cpu = sum(is_cpu(str(name)) for name in devices)
@@ -105,36 +105,29 @@ def _run_ops_on_one_thread() -> None:
         return
     try:
         tf.config.threading.set_intra_op_parallelism_threads(1)
-        _logger.info("TensorFlow runs an op on one thread, since towers keep all cores of the host busy")
+        logger.info("TensorFlow runs an op on one thread, since towers keep all cores of the host busy")
     except RuntimeError:
-        _logger.warning(
+        logger.warning(
             "Towers keep all cores of the host busy, and TensorFlow, which has started before them, divides "
             "each op among all cores: steps take up to half as long again. Make the towers first, before "
             "any tensor or dataset, or set TF_NUM_INTRAOP_THREADS=1."
         )
 
 
-def default_device() -> str:
-    """Return the device on which TensorFlow runs what nobody places."""
-    return "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
-
-
 def device_models(devices: Sequence[str]) -> list[str]:
     """Return [n] the model of each device, as its driver names it; without such a name its kind, such as "GPU"."""
-    gpus = tf.config.list_physical_devices("GPU")
-    found = []
+    gpus, found = _physical_gpus(), []
     for device in devices:
         kind, _, number = device.partition(":")
-        physical = gpus[int(number) :][:1] if kind == "GPU" else []  # a logical one may have a number beyond
-        details = [tf.config.experimental.get_device_details(gpu) for gpu in physical]
-        found += [one.get("device_name", kind) for one in details] or [kind]
+        details = tf.config.experimental.get_device_details(gpus[int(number)]) if kind == "GPU" else {}
+        found.append(details.get("device_name", kind))
     return found
 
 
 def connect(
-    placement: Placement, process: Process | None = None, *, timeout_s: float | None, preflight: bool
+    choice: Choice, process: Process | None = None, *, timeout_s: float | None, preflight: bool
 ) -> Communicator:
-    """Create the communicator that joins a placement's towers; collective if `process` is one of several.
+    """Create the communicator that joins the chosen towers; collective if `process` is one of several.
 
     Its sums are repeatable where TensorFlow's op determinism is on. The caller closes it.
 
@@ -143,11 +136,10 @@ def connect(
         NcclSyncError: the processes cannot be joined, or TensorFlow does not take ncclsync's ops.
     """
     host_ops.register()
-    if placement.backend == "nccl":
-        known = _cuda_ordinals("GPU")
+    if choice.backend == "nccl":
+        known = [int(gpu.name.rpartition(":")[2]) for gpu in _physical_gpus()]  # as CUDA numbers them
         ordinals = [
-            index if is_cpu(device) else known[int(device.split(":")[1])]
-            for index, device in enumerate(placement.devices)
+            index if is_cpu(device) else known[int(device.split(":")[1])] for index, device in enumerate(choice.devices)
         ]
         communicator = NcclCommunicator(
             ordinals,
@@ -156,15 +148,15 @@ def connect(
             preflight=preflight,
             repeatable=tf_compat.is_op_determinism_enabled(),
         )
-        on_host = any(map(is_cpu, placement.devices))
+        on_host = any(map(is_cpu, choice.devices))
         if communicator.launcher(on_host=on_host).blocks and not on_host:
-            _logger.warning(
+            logger.warning(
                 "The host waits for each collective: the driver cannot let a GPU wait for one, as of CUDA 12.5"
             )
         return communicator
     if process is not None:
-        return TcpCommunicator(peers_of(process, timeout_s), len(placement.devices), timeout_s=timeout_s)
-    return CpuCommunicator(len(placement.devices))
+        return TcpCommunicator(peers_of(process, timeout_s), len(choice.devices), timeout_s=timeout_s)
+    return CpuCommunicator(len(choice.devices))
 
 
 def make_target(layout: Layout, backend: str, options: TowerOptions) -> Target:
@@ -194,22 +186,18 @@ def host_passes(towers: int, *, joins: bool) -> tuple[Callable[[Any], Any], ...]
     return (functools.partial(improve, crowded=towers >= native.usable_cores(), joins=joins),)
 
 
-def _cuda_ordinals(kind: str) -> list[int]:
-    """Return the numbers of CUDA's devices, one for each of TensorFlow's logical devices.
-
-    They differ where TensorFlow sees only some GPUs, or makes several logical ones of a GPU.
-    """
-    ordinals = []
-    for device in tf.config.get_visible_devices(kind):
-        logical = tf.config.get_logical_device_configuration(device) or [None]
-        ordinals += [int(device.name.rpartition(":")[2])] * len(logical)
-    return ordinals
+def _physical_gpus() -> list[tf.config.PhysicalDevice]:
+    """Return the GPU of each logical one: TensorFlow may see only some, or make several logical ones of a GPU."""
+    gpus = []
+    for gpu in tf.config.get_visible_devices("GPU"):
+        gpus += [gpu] * len(tf.config.get_logical_device_configuration(gpu) or [None])
+    return gpus
 
 
 def keep_quiet(process: Process) -> None:
     """Let process 0 alone log what all processes log; errors are logged by each."""
     if process.rank > 0:
-        _logger.addFilter(_is_error)
+        logger.addFilter(_is_error)
 
 
 def _is_error(record: logging.LogRecord) -> bool:

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ncclsync.ops.spans import hold
+from ncclsync.ops.spans import delay
 from ncclsync.program.own_memory import own_copy
 from ncclsync.program.program import Program
 from ncclsync.semantics.roles import Role, role_of
 from ncclsync.semantics.shards import components_of, packed
-from ncclsync.towers.feeding import feeds
 from ncclsync.towers.layout import is_cpu
 from ncclsync.towers.state import TowerState
 
@@ -43,7 +42,7 @@ class KeptBatch:
         """Keep a batch, in the graph of the step; return it for the step to use."""
         kept = [variable.assign(leaf) for variable, leaf in zip(self._leaves, components_of(batch), strict=True)]
         with tf.device("/CPU:0"):  # where the leaves are: with no device given, TensorFlow would send them to a GPU
-            return hold(batch, _ops(kept))
+            return delay(batch, _ops(kept))
 
     def keep_components(self, components: list[tf.Tensor]) -> None:
         """Keep a batch that is there before the step begins: its components, in the host's memory."""
@@ -96,7 +95,7 @@ class Rollback:
             self._saved += [(variable, _saved(variable), []) for variable in self._sums]
             # True while a step is under way; needed also for one that writes nothing, if it may run again, or takes its
             # batch within the graph: its own iterator may end before that, and another one after it.
-            needed = self._saved or towers.options.on_oom is not None or not feeds(towers.layout.devices)
+            needed = self._saved or towers.options.on_oom is not None or not towers.layout.on_gpus
             self._begun = tf.Variable(False, trainable=False) if needed else None
 
     @property

@@ -228,7 +228,7 @@ class Replicas:
         session, is_chief = self._session, self._session.layout.is_chief
         unused = [variable for variable in variables if id(variable) not in self._held]
         own = [variable.numpy() for variable in unused] if is_chief else None
-        values = session.of_all_processes(own, "variables that no step has used")[0]
+        values = session.communicator.exchange(own, "variables that no step has used")[0]
         if not is_chief:
             for variable, value in zip(unused, values, strict=True):
                 variable.assign(value)
@@ -261,7 +261,7 @@ class Replicas:
         again. Where several processes only enqueue, values are written when all have launched all of them.
         """
         meets, is_chief = self._session.layout.meets_processes, self._session.layout.is_chief
-        agrees, arriving, sent = self._session.enqueues and meets, [], []
+        agrees, arriving, sent = self._session.launches and meets, [], []
         for key in list(self._held) if keys is None else keys:
             held = self._held[key]
             if (not held.copies and not meets) or held.role in (Role.PARTIAL, Role.PARTITION):
@@ -315,7 +315,7 @@ class Replicas:
                 fresh = buffers or ranks[0] > 0
                 shape = tf.constant(value.shape.as_list(), tf.int32)
                 buffers.append(tf.raw_ops.Empty(shape=shape, dtype=value.dtype) if fresh else tf.identity(value))
-        if session.enqueues:
+        if session.launches:
             buffers = session.broadcast(buffers, "a variable", in_place=True)
         else:
             session.communicator.broadcast(buffers, 0, label=name)

@@ -5,7 +5,6 @@ A session keeps no variables. `replicas.py` has these, `watch.py` looks after th
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,7 @@ from ncclsync.towers.in_flight import InFlight
 from ncclsync.towers.layout import Layout, is_cpu
 from ncclsync.towers.options import AUTO, TowerOptions
 from ncclsync.towers.placement import (
-    choose_placement,
+    choose_devices,
     connect,
     device_models,
     keep_quiet,
@@ -73,15 +72,16 @@ class Session:
             # How many threads an op has may change the order of its sums: it must not depend on the towers.
             divided = options.shards is not None and all(is_cpu(str(one)) for one in options.devices or ())
             share_cores(*((options.shards, None) if divided else (options.towers, options.devices)), process)
-        placement = choose_placement(options.towers, options.devices, options.backend, process)
-        devices, self.backend = placement.devices, placement.backend
+        choice = choose_devices(options.towers, options.devices, options.backend, process)
+        devices, self.backend = choice.devices, choice.backend
         options.check_towers(len(devices))
         if health.audit_every is not None:
             _check_audits(devices)
         shared = options.shares is not None and (options.shares != AUTO or len(devices) > 1)
         # By what towers of different speed share a batch, if they do.
         self.shares = Shares(options.shares, devices) if shared and options.shares is not None else None
-        self.communicator = connect(placement, process, timeout_s=health.timeout_s, preflight=health.preflight)
+        self.communicator = connect(choice, process, timeout_s=health.timeout_s, preflight=health.preflight)
+        self.launches = isinstance(self.communicator, NcclCommunicator)  # joins towers by the ops of `ops.device_ops`
         ranks = range(self.communicator.ranks[0], self.communicator.ranks[-1] + 1)
         weights = None if self.shares is None else self.shares.variable
         # Which shard of a batch is whose, and what programs are cut for; others after `split`.
@@ -158,11 +158,6 @@ class Session:
         paths = self.model.paths()
         return [paths.get(id(variable), variable.name) for variable in variables]
 
-    @functools.cached_property
-    def enqueues(self) -> bool:
-        """Return whether towers are joined by ops that only enqueue; see `ops.device_ops`."""
-        return isinstance(self.communicator, NcclCommunicator)
-
     def interruptible(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which Ctrl-C ends collectives, where they can hang."""
         communicator = self.communicator
@@ -220,17 +215,13 @@ class Session:
 
     # What processes give each other. Collective, where there are several.
 
-    def of_all_processes(self, value: Any, what: str) -> list[Any]:
-        """Return what each process gives; see `Communicator.exchange`."""
-        return self.communicator.exchange(value, what)
-
     def of_tower_0(self, variable: tf.Variable, what: str) -> tf.Tensor:
         """Return tower 0's value, whichever process has it."""
         value = variable.value()
         if not self.layout.meets_processes:
             return value
         own = value.numpy() if self.layout.is_chief else None
-        return tf.convert_to_tensor(self.of_all_processes(own, what)[0], value.dtype)
+        return tf.convert_to_tensor(self.communicator.exchange(own, what)[0], value.dtype)
 
     def total(self, parts: Sequence[tf.Tensor], what: str) -> tf.Tensor:
         """Return the sum of what the towers of all processes hold; `parts` are this process'."""
@@ -246,7 +237,7 @@ class Session:
             self.warn_once("Of optimizers' state, which shard_optimizer divides, the parts of other processes are lost")
             before = self.layout.ranks[0]
             return tf.pad(rows, [[before, towers - before - len(rows)], [0, 0]])
-        return tf.concat(self.of_all_processes(rows.numpy(), what), 0)
+        return tf.concat(self.communicator.exchange(rows.numpy(), what), 0)
 
     def broadcast(self, values: Sequence[tf.Tensor], what: str, *, in_place: bool = False) -> list[tf.Tensor]:
         """Return tower 0's value on each tower, where these only enqueue; by a graph that is traced for each dtype.

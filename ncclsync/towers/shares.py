@@ -30,8 +30,7 @@ class Shares:
     as long, or after `_ROUNDS`, the weights of the round whose slowest tower was the fastest stay.
 
     Attributes:
-        weights: [towers] ints.
-        variable: [towers] int32, the same in the host's memory.
+        variable: [towers] int32, the weights, in the host's memory.
     """
 
     def __init__(self, given: Sequence[int] | str, devices: Sequence[str]) -> None:
@@ -50,9 +49,14 @@ class Shares:
         self._skipped = self._rows = 0
         self._times: list[list[int]] = []  # [steps][towers] ns, of this round
         self._rounds: list[tuple[float, tuple[int, ...]]] = []  # what the slowest tower took, in ns, and the weights
-        self.weights = (1,) * len(devices) if isinstance(given, str) else tuple(given)
+        weights = (1,) * len(devices) if isinstance(given, str) else tuple(given)
         with tf.device("/CPU:0"):
-            self.variable = tf.Variable(self.weights, dtype=tf.int32, trainable=False)
+            self.variable = tf.Variable(weights, dtype=tf.int32, trainable=False)
+
+    @property
+    def weights(self) -> tuple[int, ...]:
+        """Return [towers] the weights."""
+        return tuple(self.variable.numpy().tolist())
 
     @property
     def settled(self) -> bool:
@@ -89,17 +93,13 @@ class Shares:
             return
         sizes = shard_sizes(self._rows, len(times), self.weights)
         rates = [rows / time for rows, time in zip(sizes, times, strict=True)]
-        self._set(tuple(max(1, round(_SUM * rate / sum(rates))) for rate in rates))
+        self.variable.assign([max(1, round(_SUM * rate / sum(rates))) for rate in rates])
         self._skipped = AHEAD  # batches that are there already, split by the weights before
-
-    def _set(self, weights: tuple[int, ...]) -> None:
-        self.weights = weights
-        self.variable.assign(weights)
 
     def _settle(self) -> None:
         if self._rounds:
             first, (fastest, weights) = self._rounds[0], min(self._rounds)
-            self._set(weights if _GAIN * fastest < first[0] else first[1])
+            self.variable.assign(weights if _GAIN * fastest < first[0] else first[1])
         devices = ", ".join(self._devices)
         logger.info("shares='auto': from now on as shares=%s, by the times of %s", list(self.weights), devices)
 

@@ -3,31 +3,31 @@
 import contextlib
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError, ProcessError
 from ncclsync.gradients.compression import ErrorFeedback
+from ncclsync.towers.feeding import CountingDataset
 from ncclsync.towers.layout import Layout
 from ncclsync.towers.options import MOST_TOWERS, TowerOptions
 from ncclsync.towers.replicas import Replicas
 from ncclsync.towers.session import Session
 from ncclsync.towers.watch import Watch
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 logger = logging.getLogger("ncclsync")
 
 
 class TowerState:
-    """Hold N replicas of one model's state, one per device, joined by a communicator.
+    """Hold N replicas of one model's state, one per device: what `Towers` have without the steps that they run."""
 
-    A context manager; `close` ends it. Tower 0 is the user's model.
-    """
-
-    # `sizes` of `CountingDataset` for batches that steps are given, and take from no iterator.
-    sizes_of_given: tf.Variable | None = None
+    # What gives the batches that steps take from no iterator, if each process reads other rows.
+    own_rows_given: CountingDataset | None = None
 
     def __init__(self, options: TowerOptions) -> None:
         """Choose devices and backend, and join them; see `Session`."""
@@ -77,7 +77,7 @@ class TowerState:
         state = ", closed" if self.session.closed else ""
         return f"<Towers {len(self)} on {', '.join(self.layout.devices)}, backend {self.session.backend}{state}>"
 
-    def __enter__(self) -> "TowerState":
+    def __enter__(self) -> "Self":
         """Return these towers, which are closed where the `with` ends.
 
         Raises:
@@ -98,10 +98,7 @@ class TowerState:
         )
 
     def close(self) -> None:
-        """Free the other towers' copies and end the communicator. Idempotent.
-
-        Tower 0, the user's model, stays usable by itself; training it through closed towers is an error.
-        """
+        """See `Towers.close`."""
         session, replicas, failure = self.session, self.replicas, None
         try:
             session.in_flight.settle()

@@ -9,7 +9,7 @@ import functools
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from ncclsync.program.losses import MOST_LOST, losses_of
 from ncclsync.program.program import Program
 from ncclsync.semantics.shards import digest_of_rows, fixed_specs, grouped, has_groups, rowed_leaves, rows_of
 from ncclsync.towers.audit import Audit
-from ncclsync.towers.feeding import CountingDataset, feeds
+from ncclsync.towers.feeding import CountingDataset
 from ncclsync.towers.laying_out import lay_out
 from ncclsync.towers.recovery import KeptBatch, Rollback
 from ncclsync.towers.state import TowerState
@@ -43,20 +43,17 @@ _COMPARED, _EVERY = 2, 50
 class TowerStep(TracedStep):
     """Run a step on towers."""
 
-    steps_per_execution = 1  # how many steps one call makes on batches of an iterator
-
     def __init__(self, towers: TowerState, trains: bool) -> None:
         """Prepare; see `TracedStep`."""
         super().__init__(towers, trains)
         self._meter: Meter | None = None  # of all graphs that are watched
         self._compared: Any = None  # the iterator, or None, whose batches are compared among processes
         self._number = 0  # of the last of these
-        self._digest: Callable[[], bytes | None] | None = None  # stands for its batches, if each process reads its own
+        self._own_rows: CountingDataset | None = None  # gives the batches, if each process reads other rows
         self._functions: dict[Key, StepFunction] = {}
-        self._sizes: tf.Variable | None = None  # of `CountingDataset`, for the batches that come
 
-    def run_on_iterator(self, iterator: tf.data.Iterator) -> Any:
-        """Run `steps_per_execution` steps, or as many as there are batches for; return the last results.
+    def run_on_iterator(self, iterator: tf.data.Iterator, steps: int = 1) -> Any:
+        """Run so many steps, or as many as there are batches for; return the last results.
 
         Raises:
             NoBatchLeft: an OutOfRangeError of the iterator.
@@ -66,24 +63,23 @@ class TowerStep(TracedStep):
             DivergenceError: towers hold different values; see `Watch`.
             NonFiniteError: a gradient is not finite; see `Health`.
         """
-        if self.towers.layout.meets_processes:
-            if self._compared is None or self._compared() is not iterator:
-                self._compared, self._number = weakref.ref(iterator), 0
-                counting = [one for one in tf_compat.datasets_of(iterator) if isinstance(one, CountingDataset)]
-                self._digest = next((one.digest for one in counting if one.digest() is not None), None)
-                self._sizes = next((one.sizes for one in counting if one.sizes is not None), None)
-            self.towers.communicator.reads_same_rows = self._digest is None
-        kind = OnFed if feeds(self.towers.layout.devices) else OnIterator
-        watchers = self.towers.watch.take_watchers() if self.trains else ()
+        towers = self.towers
+        if towers.layout.meets_processes and (self._compared is None or self._compared() is not iterator):
+            self._compared, self._number = weakref.ref(iterator), 0
+            counting = [one for one in tf_compat.datasets_of(iterator) if isinstance(one, CountingDataset)]
+            self._own_rows = next((one for one in counting if one.digest() is not None), None)
+        kind = OnFed if towers.layout.on_gpus else OnIterator
+        watchers = towers.watch.take_watchers() if self.trains else ()
+        at_once = steps if towers.options.on_oom is None else 1  # each by itself, where one may have to run again
         done = 0
-        while done < self.steps_per_execution:
+        while done < steps:
             try:
-                results = self._run(kind, iterator, watchers)
+                results = self._run(kind, iterator, watchers, at_once)
             except NoBatchLeft:
                 if done == 0:
                     raise
                 break
-            done += self._steps_per_call
+            done += at_once
         return results
 
     def run_on_batch(self, batch: Any) -> Any:
@@ -95,12 +91,10 @@ class TowerStep(TracedStep):
         """
         batch = grouped(batch)
         rowed_leaves(batch)
-        self._compared, self._sizes = None, self.towers.sizes_of_given
-        self._digest = None if self._sizes is None else bytes
-        self.towers.communicator.reads_same_rows = self._sizes is None
+        self._compared, self._own_rows = None, self.towers.own_rows_given
         return self._run(OnGiven, batch, self.towers.watch.take_watchers() if self.trains else ())
 
-    def _run(self, kind: type[StepFunction], batches: Any, watchers: Sequence[Watcher]) -> Any:
+    def _run(self, kind: type[StepFunction], batches: Any, watchers: Sequence[Watcher], steps: int = 1) -> Any:
         """Run the function for an iterator or a batch, and count its steps; return the last one's results.
 
         The watchers get the timestamps of the steps, which a function of its own records.
@@ -109,12 +103,10 @@ class TowerStep(TracedStep):
         # Before anything is kept: the variables of another function's graph would be found by later steps.
         towers.session.require_eager("fit, evaluate, predict and the _on_batch methods of a model on towers")
         self._forget_other_layouts()
-        steps = 1 if kind is OnGiven else self._steps_per_call
+        towers.communicator.reads_same_rows = self._own_rows is None
         audits = self.trains and towers.watch.is_audit_due(steps)
-        if audits or not self.trains:  # what is computed again is no part of a step's time
+        if audits:  # what is computed again is no part of a step's time
             watchers = ()
-        elif (shares := towers.session.shares) is not None and not shares.settled:
-            watchers = [*watchers, shares.measure]
         known = len(self._functions)
         function = self._function_for(kind, batches, watched=bool(watchers), audits=audits)
         is_new = len(self._functions) > known
@@ -151,11 +143,6 @@ class TowerStep(TracedStep):
         del function  # what it keeps on the towers
         return self._run(OnGiven, batch, ())
 
-    @property
-    def _steps_per_call(self) -> int:
-        """Return how many steps one call makes: where a step may have to run again, one."""
-        return self.steps_per_execution if self.towers.options.on_oom is None else 1
-
     def _forget_other_layouts(self) -> None:
         old = [key for key in (*self.programs, *self._functions) if key.layout is not self.towers.layout]
         for key in old:
@@ -188,6 +175,11 @@ class TowerStep(TracedStep):
             if key not in self._functions:
                 self._functions[key] = self._make_function(key, specs, meter)
         return self._functions[key]
+
+    @property
+    def _sizes(self) -> tf.Variable | None:
+        """Return `CountingDataset.sizes` for the batches that come."""
+        return None if self._own_rows is None else self._own_rows.sizes
 
     def _make_function(self, key: Key, batch_specs: Any, meter: Meter | None) -> StepFunction:
         specs = grouped(without_optionals(batch_specs))
@@ -276,17 +268,16 @@ class TowerStep(TracedStep):
         return None
 
     def count(self, steps: int, audit: Audit | None = None) -> None:
-        """Report `steps` that have run to the towers, if they count them; see what `audit` has found.
+        """Report `steps` that have run to the towers, if they train; see what `audit` has found.
 
         Raises:
             AuditError, DivergenceError: towers have computed, or hold, different numbers.
         """
-        watch, health = self.towers.watch, self.towers.options.health
-        if not self.trains or (health.check_every is None and health.audit_every is None):
+        if not self.trains:
             return
         if audit is not None:
-            audit.check(watch.audited(steps))
-        watch.count(steps)
+            audit.check(self.towers.watch.audited(steps))
+        self.towers.watch.count(steps)
 
     def _compare_batches(self, function: StepFunction) -> None:
         """See that all processes have run a step on the same batch, where the step itself does not.
@@ -300,7 +291,7 @@ class TowerStep(TracedStep):
         self._number += 1
         if self._number > _COMPARED and (self._number % _EVERY or not communicator.reads_same_rows):
             return
-        digest = digest_of_rows(function.kept.batch()) if self._digest is None else self._digest()
+        digest = digest_of_rows(function.kept.batch()) if self._own_rows is None else self._own_rows.digest()
         digests = communicator.exchange(digest, "the comparison of batches")
         other = next((i for i, digest in enumerate(digests) if digest != digests[0]), None)
         if other is not None:

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from ncclsync.compat import other_libraries
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.ops.spans import STEPS, WAIT, Meter, NoBatchLeft, begin, hold, measured
+from ncclsync.ops.spans import STEPS, WAIT, Meter, NoBatchLeft, begin, delay, measured
 from ncclsync.program.program import Program
 from ncclsync.semantics.shards import Shards, components_of, grouped
 from ncclsync.towers.audit import Audit
@@ -49,7 +49,7 @@ class StepFunction(abc.ABC):
     def graph(self) -> Callable:
         """Return the function of the graph, which is traced when this is first read."""
         with tf_compat.unobserved():
-            if self.towers.session.enqueues:  # the layout gives all ops their order
+            if self.towers.session.launches:  # the layout gives all ops their order
                 return tf_compat.unordered_function(self._body, self._signature)
             # tf.function itself looks at every variable in each call, to choose a trace.
             function = tf.function(self._body, input_signature=self._signature, autograph=False)
@@ -120,7 +120,7 @@ class OnIterator(StepFunction):
         span = begin(self.meter, STEPS, WAIT)
         with tf.control_dependencies(span.ops):
             batch = _next_batch(self.batch_specs, *given)
-        return hold(batch, span.end(components_of(batch)))
+        return delay(batch, span.end(components_of(batch)))
 
 
 class OnFed(StepFunction):

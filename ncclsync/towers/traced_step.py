@@ -20,7 +20,7 @@ from ncclsync.gradients.noise_scale import gradient_moments
 from ncclsync.gradients.nonfinite import finite_flags
 from ncclsync.gradients.observer import Observer
 from ncclsync.ops.spans import Meter
-from ncclsync.ops.xla_programs import share
+from ncclsync.ops.xla_programs import share_programs
 from ncclsync.program.cut import cut
 from ncclsync.program.program import Program, Results
 from ncclsync.program.trace import Opened, trace
@@ -156,7 +156,7 @@ class TracedStep(abc.ABC):
         if self.trains and self.towers.watch.traces is not None:
             self.towers.watch.traces.append(traced)
         if program.jit_compile:
-            share(self.towers.layout.devices)
+            share_programs(self.towers.layout.devices)
         return program
 
     def _warn_of_inexact(self, program: Program) -> None:

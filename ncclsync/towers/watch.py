@@ -30,7 +30,7 @@ class Watch:
         self.on_nonfinite = OnNonFinite(self._health.on_nonfinite)  # acts when a gradient is not finite
         self.noise = NoiseAverages()  # how much the towers' gradients differ, if a callback asks for it
         self.traces: list[Any] | None = None  # to which training steps' traces are added; None: they are not kept
-        self.steps = 0  # of training, if somebody asks for their number
+        self.steps = 0  # of training
         self._audited = 0  # steps, up to the last audit
         self._watchers: list[Watcher] = []
 
@@ -42,9 +42,10 @@ class Watch:
         self._watchers.append(watcher)
 
     def take_watchers(self) -> list[Watcher]:
-        """Return the watchers of the step that is about to run, and forget them."""
+        """Return who watches the training step about to run: who has asked to, this once, and what measures shares."""
         watchers, self._watchers = self._watchers, []
-        return watchers
+        shares = self._session.shares
+        return watchers if shares is None or shares.settled else [*watchers, shares.measure]
 
     def is_audit_due(self, steps: int) -> bool:
         """Return whether the next call, of so many steps, is to be an audit."""
@@ -71,7 +72,7 @@ class Watch:
         kept = self._replicas.identical
         # All are started before the first is waited for, each on its own device.
         checksums = [[_on_device_of(copy, checksum, copy.value()) for copy in copies] for copies in kept]
-        each = self._session.of_all_processes([[int(one) for one in row] for row in checksums], "checksums")
+        each = self._session.communicator.exchange([[int(one) for one in row] for row in checksums], "checksums")
         found = [outliers(list(itertools.chain(*rows))) for rows in zip(*each, strict=True)]
         differing = [(copies[0], odd) for copies, odd in zip(kept, found, strict=True) if odd]
         if not differing:
@@ -88,7 +89,7 @@ class Watch:
         session = self._session
         self._replicas.sync()
         session.in_flight.settle()
-        session.of_all_processes(None, "divergence")
+        session.communicator.exchange(None, "divergence")
         largest = 0.0
         for copies in self._replicas.identical:
             variable = copies[0]
@@ -101,7 +102,7 @@ class Watch:
             # All are started before the first is waited for, each where the value lies.
             found = [_on_device_of(copy, distance, *pair) for copy, *pair in zip(copies, firsts, values, strict=True)]
             largest = max(largest, *map(float, found))
-        return max(session.of_all_processes(largest, "divergence"))
+        return max(session.communicator.exchange(largest, "divergence"))
 
 
 def outliers(checksums: Sequence[int]) -> tuple[int, ...]:

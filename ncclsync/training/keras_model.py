@@ -19,12 +19,12 @@ from ncclsync.compat import keras as keras_compat
 from ncclsync.compat import keras_optimizers, other_libraries
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError
+from ncclsync.ops.device_ops import default_device
 from ncclsync.ops.spans import Meter, NoBatchLeft
 from ncclsync.program.program import Program
 from ncclsync.semantics.exactness import Inexact, find_inexact
 from ncclsync.semantics.shards import fixed_specs, grouped, rows_of
 from ncclsync.towers.explanation import Explanation, explain_program
-from ncclsync.towers.placement import default_device
 from ncclsync.towers.session import ModelSide
 from ncclsync.towers.step import TowerStep
 from ncclsync.towers.step_function import to_tensor, without_optionals
@@ -35,7 +35,7 @@ from ncclsync.training.random_data import check_targets, fixed_batch_size, rando
 
 _BATCH_SIZE = 32  # Keras' own
 
-_logger = logging.getLogger("ncclsync")
+logger = logging.getLogger("ncclsync")
 
 
 def attach(model: keras.Model, towers: Towers) -> None:
@@ -143,7 +143,7 @@ def _save(borrowed: "weakref.ref[keras.Model]", path: pathlib.Path) -> None:
             model.save_weights(part, overwrite=True)
         else:
             model.save(part, overwrite=True)
-    _logger.warning("Saved tower 0 to %s, since a collective has failed", path)
+    logger.warning("Saved tower 0 to %s, since a collective has failed", path)
 
 
 class ModelStep(TowerStep):
@@ -178,11 +178,6 @@ class ModelStep(TowerStep):
             self._seen[key] = _result_for(self._of_iterators if is_iterator else self._of_batches, specs)
         return self._seen[key]
 
-    @property
-    def steps_per_execution(self) -> int:  # type: ignore[override]
-        """Return the number that the model was compiled with."""
-        return self._model.steps_per_execution
-
     def run(self, iterator: Any) -> Any:
         """Run `steps_per_execution` steps on batches of `iterator`; return the last one's logs.
 
@@ -197,12 +192,12 @@ class ModelStep(TowerStep):
         if isinstance(iterator, tf.data.Iterator) and not self._model.run_eagerly:
             try:
                 with _ending_no_epoch():
-                    return self.run_on_iterator(iterator)
+                    return self.run_on_iterator(iterator, self._model.steps_per_execution)
             except NoBatchLeft:
                 self._warn_of_keras_count()
                 raise
         logs = None
-        for _, batch in zip(range(self.steps_per_execution), iterator, strict=False):
+        for _, batch in zip(range(self._model.steps_per_execution), iterator, strict=False):
             logs = self._run_batch(batch)
         if logs is None:
             raise StopIteration
@@ -212,7 +207,7 @@ class ModelStep(TowerStep):
         """Warn if updates depend on Keras' counting the step that finds no batch, which towers do not count."""
         model = self._model
         optimizer = getattr(model, "optimizer", None)
-        counts = self._name == "train_step" and self.steps_per_execution == 1 and not model.jit_compile
+        counts = self._name == "train_step" and model.steps_per_execution == 1 and not model.jit_compile
         if not counts or optimizer is None:
             return
         if type(optimizer) is keras.optimizers.SGD and keras_optimizers.schedule_of(optimizer) is None:

@@ -1,4 +1,4 @@
-"""One test per function of `compat`, against the installed TensorFlow and Keras: what broke."""
+"""Functions of `compat`, each by itself, against the installed TensorFlow and Keras: what broke."""
 
 import contextlib
 import copy

@@ -15,7 +15,7 @@ from parity import data, mlp, on_towers
 from ncclsync import NcclSyncError, NcclUnavailableError, Towers, nccl_parallel
 from ncclsync.compat import host_gpus
 from ncclsync.towers import placement
-from ncclsync.towers.placement import choose_placement
+from ncclsync.towers.placement import choose_devices
 
 X, Y = data()
 HAS_GPU = bool(tf.config.list_physical_devices("GPU"))
@@ -279,7 +279,7 @@ def test_a_fall_back_to_the_cpu_is_a_warning(monkeypatch, caplog, value, changes
         monkeypatch.setattr(placement.host_gpus, name, lambda fact=fact: fact)
     for towers in (None, 2):
         caplog.clear()
-        assert set(choose_placement(towers, None, None).devices) == {"CPU:0"}
+        assert set(choose_devices(towers, None, None).devices) == {"CPU:0"}
         warnings = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
         if cause is None:
             assert warnings == []
@@ -315,26 +315,29 @@ def test_nccl_on_cpu_devices(two_gpus):
 
 def test_choice_follows_the_devices(two_gpus):
     """Defaults: every GPU, joined by NCCL; named devices in their order; the CPU's backend for a mixture."""
-    assert choose_placement(None, None, None).devices == ("GPU:0", "GPU:1")
-    assert choose_placement(None, None, None).backend == "nccl"
-    assert choose_placement(1, None, "cpu").backend == "cpu"
-    assert choose_placement(None, ["GPU:1", "GPU:0"], None).devices == ("GPU:1", "GPU:0")
-    assert choose_placement(None, ["GPU:1", "CPU:0"], None).backend == "cpu"
+    assert choose_devices(None, None, None).devices == ("GPU:0", "GPU:1")
+    assert choose_devices(None, None, None).backend == "nccl"
+    assert choose_devices(1, None, "cpu").backend == "cpu"
+    assert choose_devices(None, ["GPU:1", "GPU:0"], None).devices == ("GPU:1", "GPU:0")
+    assert choose_devices(None, ["GPU:1", "CPU:0"], None).backend == "cpu"
 
 
-def joined_with(monkeypatch, chosen_placement):
+def joined_with(monkeypatch, choice):
     """What NCCL is given to join GPUs."""
 
     def joined(ordinals, **options):
         return SimpleNamespace(ordinals=ordinals, launcher=lambda **_: SimpleNamespace(blocks=False), **options)
 
     monkeypatch.setattr(placement, "NcclCommunicator", joined)
-    return placement.connect(chosen_placement, timeout_s=None, preflight=False)
+    return placement.connect(choice, timeout_s=None, preflight=False)
 
 
 def test_logical_gpus_are_those_of_cuda(monkeypatch):
     """NCCL counts CUDA's devices, TensorFlow the logical ones that it made of those it was told to see."""
-    assert placement._cuda_ordinals("CPU") == [0] * len(tf.config.list_logical_devices("CPU"))
+    visible = tf.config.get_visible_devices
+    with monkeypatch.context() as real:
+        real.setattr(tf.config, "get_visible_devices", lambda kind: visible("CPU"))
+        assert placement._physical_gpus() == visible("CPU") * len(tf.config.list_logical_devices("CPU"))
     logical = tf.config.LogicalDeviceConfiguration(memory_limit=1024)
     seen = {
         tf.config.PhysicalDevice(f"/physical_device:GPU:{ordinal}", "GPU"): configuration
@@ -342,16 +345,19 @@ def test_logical_gpus_are_those_of_cuda(monkeypatch):
     }
     monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: list(seen))
     monkeypatch.setattr(tf.config, "get_logical_device_configuration", seen.get)
-    chosen_placement = placement.Placement(("GPU:3", "GPU:2", "GPU:0", "GPU:1"), "nccl", "")
-    assert joined_with(monkeypatch, chosen_placement).ordinals == [10, 3, 1, 3]
+    choice = placement.Choice(("GPU:3", "GPU:2", "GPU:0", "GPU:1"), "nccl", "")
+    assert joined_with(monkeypatch, choice).ordinals == [10, 3, 1, 3]
+    monkeypatch.setattr(tf.config.experimental, "get_device_details", lambda gpu: {"device_name": gpu.name[-2:]})
+    assert placement.device_models(["GPU:3", "GPU:0", "CPU:0"]) == ["10", ":1", "CPU"]
 
 
 @pytest.mark.parametrize("on", [False, True])
 def test_sums_are_repeatable_where_ops_are_deterministic(monkeypatch, on):
     """NCCL's communicator is made for it."""
     monkeypatch.setattr(placement.tf_compat, "is_op_determinism_enabled", lambda: on)
-    monkeypatch.setattr(placement, "_cuda_ordinals", lambda kind: [0, 1])
-    assert joined_with(monkeypatch, placement.Placement(("GPU:0", "GPU:1"), "nccl", "")).repeatable is on
+    gpus = [tf.config.PhysicalDevice(f"/physical_device:GPU:{ordinal}", "GPU") for ordinal in (0, 1)]
+    monkeypatch.setattr(placement, "_physical_gpus", lambda: gpus)
+    assert joined_with(monkeypatch, placement.Choice(("GPU:0", "GPU:1"), "nccl", "")).repeatable is on
 
 
 @pytest.mark.skipif(HAS_GPU, reason="needs a host without a GPU")

@@ -23,13 +23,14 @@ X, Y = data(61)
 @pytest.fixture
 def fed(monkeypatch):
     """Feed CPU towers too."""
-    monkeypatch.setattr(step, "feeds", lambda devices: True)
+    monkeypatch.setattr(step, "OnIterator", step.OnFed)
 
 
 @pytest.fixture(params=[pytest.param(False, marks=pytest.mark.slow), True], ids=["not fed", "fed"])
 def either(request, monkeypatch):
     """Feed CPU towers too, and not: what holds for one must hold for the other."""
-    monkeypatch.setattr(step, "feeds", lambda devices: request.param)
+    if request.param:
+        monkeypatch.setattr(step, "OnIterator", step.OnFed)
 
 
 class Teller(keras.Model):

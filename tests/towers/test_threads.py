@@ -79,7 +79,7 @@ for name in ("crowded", "named", "few", "one", "chosen", "environment", "strateg
         if name == "named":
             Towers(["CPU:0"] * 3 + ["/device:cpu:0"]).close()
         elif name == "strategy":
-            placement.choose_placement(None, ["CPU:0"] * 4, None)
+            placement.choose_devices(None, ["CPU:0"] * 4, None)
         else:
             on_towers(mlp, 1 if name == "one" else 4)
     threads = tf.config.threading.get_intra_op_parallelism_threads()

@@ -25,7 +25,7 @@ import ncclsync
 from ncclsync import NcclSyncError, Towers, nccl_parallel
 from ncclsync.compat import other_libraries
 from ncclsync.towers import placement, session
-from ncclsync.towers.placement import Placement
+from ncclsync.towers.placement import Choice
 
 PAGE = pathlib.Path(__file__).parents[2] / "examples" / "coming_from.md"
 X, Y = data()
@@ -87,7 +87,7 @@ def test_program_after(name, monkeypatch, tmp_path):
 
     def place(count):
         names = ("CPU:0",) * count
-        monkeypatch.setattr(session, "choose_placement", lambda *_: Placement(names, "cpu", ""))
+        monkeypatch.setattr(session, "choose_devices", lambda *_: Choice(names, "cpu", ""))
 
     for _, after in PROGRAMS[name]:
         place(3)

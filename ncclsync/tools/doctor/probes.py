@@ -161,7 +161,7 @@ def _choose(tell: Tell) -> None:
     """Choose devices as `nccl_parallel` does, and say whether NCCL may use NVLS."""
     from ncclsync.communicator import nvls
     from ncclsync.compat import tensorflow as tf_compat
-    from ncclsync.towers.placement import choose_placement, own_process
+    from ncclsync.towers.placement import choose_devices, own_process
 
     found = nvls.in_force(os.environ.get, tf_compat.is_op_determinism_enabled())
     words = f"{'allowed' if found.allowed else 'kept out'}, since {found.reason}"
@@ -171,7 +171,7 @@ def _choose(tell: Tell) -> None:
     except NcclSyncError as error:
         process = None
         tell(refused=str(error))
-    chosen = choose_placement(None, None, None, process)
+    chosen = choose_devices(None, None, None, process)
     tell(devices=chosen.devices, backend=chosen.backend, reason=chosen.reason)
 
 

@@ -80,9 +80,9 @@ def _measure(given: argparse.Namespace) -> Found:
     model, data, batch_size = model_and_data(given, factory, _BATCH_SIZE, batches=1)
     if model.run_eagerly:
         raise UsageError("Expected a model whose step can be traced. Received: one with run_eagerly=True")
+    from ncclsync.ops.device_ops import default_device
     from ncclsync.tools.plan.measurement import step_seconds, traced_traffic
     from ncclsync.tools.verify.verification import undecorated
-    from ncclsync.towers.placement import default_device
     from ncclsync.training.random_data import fixed_batch_size
 
     if given.step_ms is not None:

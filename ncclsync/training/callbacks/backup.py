@@ -23,7 +23,7 @@ from ncclsync.training.callbacks.shuffled import Position, Shuffled
 from ncclsync.training.files import make_folders, replacing
 from ncclsync.training.loop import towers_of
 
-_logger = logging.getLogger("ncclsync")
+logger = logging.getLogger("ncclsync")
 
 _STATE = "ncclsync"  # the attribute of the weights' file that holds the other state, as JSON
 
@@ -104,7 +104,7 @@ class BackupAndRestore(keras_compat.BackupMethods):
             keras_compat.build_symbolically(self.model, self.data.element_spec)
         towers = towers_of(self.model)
         if towers is not None and towers.backend == "nccl" and not tf_compat.is_op_determinism_enabled():
-            _logger.info(
+            logger.info(
                 "A resumed run on GPUs ends with the very weights of an uninterrupted run only if "
                 "tf.config.experimental.enable_op_determinism() was called before the model was made: without it "
                 "kernels, and NCCL's sums within an NVSwitch, may differ in their last bits"

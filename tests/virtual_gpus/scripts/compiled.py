@@ -90,5 +90,5 @@ if sys.argv[1] == "towers":
     for one, other in zip(trained(model), expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
     assert model.towers.divergence() == 0
-    assert not xla_programs.share(("GPU:0", "CPU:0"))  # of which neither runs the other's programs
+    assert not xla_programs.share_programs(("GPU:0", "CPU:0"))  # of which neither runs the other's programs
 print("all is well")

@@ -49,9 +49,9 @@ def at_least(least: int) -> Callable[[str], int]:
     return parse
 
 
-def listed(parse: Callable[[str], Any]) -> Callable[[str], list]:
-    """Return argparse's type of a list of distinct values, each parsed by `parse`; "none": an empty list."""
-    return lambda text: [] if text == "none" else list(dict.fromkeys(map(parse, text.split(","))))
+def listed(parse: Callable[[str], Any], *, or_none: bool = False) -> Callable[[str], list]:
+    """Return argparse's type of a list of distinct values by `parse`; if `or_none`, "none" is an empty list."""
+    return lambda text: [] if or_none and text == "none" else list(dict.fromkeys(map(parse, text.split(","))))
 
 
 def link(text: str) -> Link:

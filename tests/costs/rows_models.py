@@ -14,12 +14,13 @@ from thorough import some
 
 from ncclsync.semantics import rules
 from ncclsync.tools.bench.models import MODELS
+from ncclsync.tools.bench.training import BATCH_SIZES
 
 TESTS = pathlib.Path(__file__).parent.parent
 COUNT = 8
 
 for name, made in MODELS.items():
-    row(f"bench: {name}", lambda made=made: fits(made.build, *made.data(made.batch_size))())
+    row(f"bench: {name}", lambda made=made, rows=BATCH_SIZES[name]: fits(made.build, *made.data(rows))())
 
 # One of each family, and the others.
 FAMILIES = "VGG16", "ResNet50V2", "MobileNetV3Small", "DenseNet121", "EfficientNetV2B0", "ConvNeXtTiny"

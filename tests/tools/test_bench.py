@@ -26,7 +26,7 @@ from ncclsync.tools.bench.all_reduce import HostReducer, NcclReducer, pattern
 from ncclsync.tools.bench.fit import StepParts
 from ncclsync.tools.bench.models import MODELS, rows_of
 from ncclsync.tools.bench.results import SCHEMA, Result, Row, size_text, time_text
-from ncclsync.tools.bench.turns import BenchError, Side, Spread, by_key, missing_mpi, ratio, take_turns
+from ncclsync.tools.bench.turns import BenchError, Side, Spread, missing_mpi, ratio, take_turns
 from ncclsync.tools.cli import main
 
 VIRTUAL_GPUS = pathlib.Path(__file__).parents[1] / "virtual_gpus" / "run.py"
@@ -122,14 +122,13 @@ def test_texts():
 def test_names_are_those_of_the_models():
     """The command line, which knows them without TensorFlow, has no others."""
     assert tuple(MODELS) == training.MODEL_NAMES
-    assert {name: model.batch_size for name, model in MODELS.items()} == training.BATCH_SIZES
 
 
 @pytest.mark.slow(but=2)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_fit_their_data(name):
     """Every model takes its data, whole batches of them, and tells as many classes as there are."""
-    count = MODELS[name].batch_size
+    count = training.BATCH_SIZES[name]
     x, y = MODELS[name].data(2 * count)
     assert len(y) == 2 * count and {one.shape[0] for one in tf.nest.flatten(x)} == {2 * count}
     model = MODELS[name].build()
@@ -215,7 +214,7 @@ def test_exit_code_tells_of_wrong_elements(monkeypatch, capsys, wrong, code):
     monkeypatch.setattr(all_reduce, "bench_all_reduce", lambda given: result)
     assert main(["bench", "all-reduce"]) == code
     out = capsys.readouterr().out
-    assert "A note." in out and re.search(rf"float32 +ncclsync +1.00 s .* {wrong} ", out)
+    assert "A note." in out and re.search(rf"float32 +ncclsync +1.00 s .* {wrong}$", out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -223,6 +222,7 @@ def test_exit_code_tells_of_wrong_elements(monkeypatch, capsys, wrong, code):
     [
         ("all-reduce --sizes 4furlongs", "expected a size such as 4KiB or 25MiB, received '4furlongs'"),
         ("all-reduce --towers 1", "expected a whole number from 2, received '1'"),
+        ("start --towers none", "expected a whole number from 1, received 'none'"),
         ("step --against nobody", "expected one of mirrored, single, shard, sharded, processes, received 'nobody'"),
         ("step --model gpt", f"expected one of {', '.join(training.MODEL_NAMES)}, received 'gpt'"),
         ("", "the following arguments are required: BENCHMARK"),
@@ -352,7 +352,7 @@ def test_step(tmp_path):
         assert 0 < row["more"]["cpu_s"]["median"] < (os.cpu_count() + 1) * row["value"]["median"]
     ours = rows["ncclsync"]
     assert set(ours["ratios"]) == {"mirrored", "shard"}
-    parts = [ours["more"][f"{part}_s"]["median"] for part in training.PARTS]
+    parts = [ours["more"][f"{part}_s"]["median"] for part in ("compute", "communicate", "apply", "feed")]
     assert sum(parts) == pytest.approx(ours["value"]["median"])
     assert "communicate" in table
 
@@ -374,14 +374,19 @@ def test_sides_by_cpu_time(monkeypatch):
     class Told:
         def __init__(self, name, kind, arguments, launcher=(), environment=None):
             started.append((arguments["library"], arguments["feed"], arguments["batch_size"], environment))
+            self.seconds, self.cpu_seconds = {"ncclsync": (2.0, 5.0), "single": (4.0, 4.0)}[arguments["library"]]
 
-    def turns(model, sides, variants, rounds):
-        assert not variants
-        figures = {"ncclsync": (2.0, 5.0), "single": (4.0, 4.0)}
-        return by_key({name: [{"seconds": s, "cpu_seconds": c, "xla": True}] for name, (s, c) in figures.items()})
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def ask(self, do, steps):
+            assert do == "fit"  # no variants
+            return {"seconds": self.seconds, "cpu_seconds": self.cpu_seconds, "xla": True}
 
     monkeypatch.setattr(training, "Side", Told)
-    monkeypatch.setattr(training, "_fit_in_turns", turns)
     asked = {"model": ["mlp"], "towers": 4, "against": ["mirrored"], "split": True}
     asked |= {"watched": False, "shards": [], "xla": False}
     found = training.bench_step(argparse.Namespace(**asked, rounds=1, cpu=True))
@@ -446,7 +451,7 @@ def test_start_ends_with_the_step():
 
     asked = Asked()
     with pytest.raises(Ended):
-        fit.first_step(asked, "ncclsync", "mlp", 2, xla=True)
+        fit.first_step(asked, "ncclsync", "mlp", 2, 256, xla=True)
     assert asked.values["xla"] and 0 < asked.values["build_seconds"] < asked.values["seconds"]
 
 
@@ -497,7 +502,7 @@ def tell_peaks(monkeypatch, peak_of):
 
 def test_memory_beyond_activations(monkeypatch):
     """What 4 towers take beyond one tower's peak and three copies, by what the rows of one tower take."""
-    peaks = {("ncclsync", 1, None): 100, ("ncclsync", 4, None): 136, ("ncclsync", 1, 1): 60, ("ncclsync", 4, 4): 91}
+    peaks = {("ncclsync", 1, 64): 100, ("ncclsync", 4, 64): 136, ("ncclsync", 1, 1): 60, ("ncclsync", 4, 4): 91}
 
     tell_peaks(monkeypatch, lambda of: peaks[of["library"], of["towers"], of["rows"]])
     asked = {"model": ["language"], "towers": [1, 4], "against": [], "shards": [], "batch_size": None, "rounds": 1}

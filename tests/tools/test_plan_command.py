@@ -130,7 +130,7 @@ def test_the_example_of_the_page(planned):
         (["planned_models:build", "--link", "9,9", "--between", "9,9"], "Received: one of them"),
         (["planned_models:build", "--between", "9"], "Expected GB/s,µs"),
         (["planned_models:build", "--gpus", "1"], "expected a whole number from 2, received '1'"),
-        (["planned_models:build", "--gpus", "none"], "Expected --gpus to name at least one"),
+        (["planned_models:build", "--gpus", "none"], "expected a whole number from 2, received 'none'"),
         (["planned_models:build", "--step-ms", "8:0"], "expected a number above 0, received '0'"),
         (["planned_models:build", "--step-ms", "8:2,8:3"], "expected each batch size once, received '8:2,8:3'"),
         (["planned_models:build", "--compute-speedup", "-1"], "expected a number above 0, received '-1'"),

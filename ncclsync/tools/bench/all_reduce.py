@@ -40,7 +40,6 @@ from ncclsync.tools.bench.turns import (
 from ncclsync.tools.processes import join
 
 _TURN_S = 0.05  # of one side: small collectives run by the hundred
-_MOST_STEPS = 2000
 _FEW_BYTES = 4 * 1024 * 1024  # below, handing a copy to threads costs more than it saves
 _ITEM_BYTES = 4  # float32
 
@@ -104,7 +103,7 @@ def _time_case(towers: int, size: int, sides: Mapping[str, Ask], rounds: int, sh
     show = about(f"{towers} towers, {size_text(size)}") if shown else lambda text: None
     count = max(1, size // _ITEM_BYTES)
     asks = {library: functools.partial(ask, "seconds", library=library, count=count) for library, ask in sides.items()}
-    answers = fill_turns(asks, _TURN_S, _MOST_STEPS, rounds, show)
+    answers = fill_turns(asks, _TURN_S, rounds, show)
     seconds = {library: found["seconds"] for library, found in answers.items()}
     actual = count * _ITEM_BYTES
     case = {"towers": towers, "size_bytes": actual, "count": count, "dtype": "float32"}

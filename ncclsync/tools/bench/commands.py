@@ -153,7 +153,9 @@ def add_bench(commands: Any) -> None:
 
 
 def _list(name: str, parse: Callable[[str], Any], default: str, metavar: str, meaning: str = "") -> Option:
-    return option(name, meaning, type=listed(parse), default=default, metavar=metavar)
+    # What is measured in addition may be left out.
+    several = listed(parse, or_none=name in ("--against", "--shards"))
+    return option(name, meaning, type=several, default=default, metavar=metavar)
 
 
 def _models(default: str) -> Option:

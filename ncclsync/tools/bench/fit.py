@@ -136,12 +136,12 @@ def _generate(x: Any, y: np.ndarray, batch_size: int) -> Any:
             yield rows_of(x, begin, begin + batch_size), y[begin : begin + batch_size]
 
 
-def first_step(requests: Requests, library: str, model: str, towers: int, *, xla: bool = False) -> None:
+def first_step(requests: Requests, library: str, model: str, towers: int, rows: int, *, xla: bool) -> None:
     """Answer a request with the seconds from the factory's call to the end of the first step; then end the process.
 
     `fit` itself may end later: it waits for TensorFlow's thread that tunes datasets, which may sleep.
     """
-    x, y = MODELS[model].data(MODELS[model].batch_size)
+    x, y = MODELS[model].data(rows)
     keras.utils.set_random_seed(0)
     requests.next()
     began = _clocks()
@@ -160,13 +160,13 @@ def first_step(requests: Requests, library: str, model: str, towers: int, *, xla
 
 
 def peak_memory(
-    requests: Requests, library: str, model: str, towers: int, rows: int | None = None, shards: int | None = None
+    requests: Requests, library: str, model: str, towers: int, rows: int, shards: int | None = None
 ) -> None:
     """Answer a request with this process' peak memory after some steps on so many rows, in bytes.
 
     And with its memory before it built the model, and the bytes of the model's weights and optimizer.
     """
-    x, y = MODELS[model].data(rows or MODELS[model].batch_size)
+    x, y = MODELS[model].data(rows)
     requests.next()
     imported = status_bytes("VmRSS")
     trained = build(library, model, towers, shards)

@@ -9,8 +9,6 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from ncclsync.tools.bench.training import BATCH_SIZES
-
 _WORDS, _TOKENS, _WIDTH = 1000, 32, 128
 _COLUMNS, _FILLED = 10_000, 20  # of the sparse inputs, and of each row
 
@@ -24,7 +22,6 @@ class BenchModel:
     build: Callable[[], keras.Model]  # makes and compiles it
     inputs: Make  # makes x for so many samples, arrays [samples, ...] or a sparse tensor, from a generator
     labels: Make  # makes y
-    batch_size: int  # global
 
     def data(self, samples: int) -> tuple[Any, np.ndarray]:
         """Return x and y of so many samples."""
@@ -145,17 +142,15 @@ def _filled(generator: np.random.Generator, samples: int) -> tf.SparseTensor:
     return tf.SparseTensor(indices, np.ones(len(indices), "float32"), (samples, _COLUMNS))
 
 
-_MADE = {
-    "mlp": (_mlp, _images(784), _words(10)),
-    "cnn": (_cnn, _images(28, 28, 1), _words(10)),
-    "resnet50": (resnet50, _images(32, 32, 3), _words(10)),
-    "transformer": (_transformer, _words(_WORDS, _TOKENS), _words(10)),
-    "embedding": (_embedding, _words(200_000, 16), _images(1)),
-    "lstm": (_lstm, _words(_WORDS, _TOKENS), _words(10)),
-    "language": (_language, _words(_WORDS, _TOKENS), _words(_WORDS, _TOKENS)),
-    "seq2seq": (_seq2seq, _sentences, _words(_WORDS, _TOKENS // 2)),
-    "unet": (_unet, _images(32, 32, 3), _words(10, 32, 32)),
-    "sparse": (_sparse, _filled, _words(10)),
+MODELS = {
+    "mlp": BenchModel(_mlp, _images(784), _words(10)),
+    "cnn": BenchModel(_cnn, _images(28, 28, 1), _words(10)),
+    "resnet50": BenchModel(resnet50, _images(32, 32, 3), _words(10)),
+    "transformer": BenchModel(_transformer, _words(_WORDS, _TOKENS), _words(10)),
+    "embedding": BenchModel(_embedding, _words(200_000, 16), _images(1)),
+    "lstm": BenchModel(_lstm, _words(_WORDS, _TOKENS), _words(10)),
+    "language": BenchModel(_language, _words(_WORDS, _TOKENS), _words(_WORDS, _TOKENS)),
+    "seq2seq": BenchModel(_seq2seq, _sentences, _words(_WORDS, _TOKENS // 2)),
+    "unet": BenchModel(_unet, _images(32, 32, 3), _words(10, 32, 32)),
+    "sparse": BenchModel(_sparse, _filled, _words(10)),
 }
-
-MODELS = {name: BenchModel(*made, BATCH_SIZES[name]) for name, made in _MADE.items()}

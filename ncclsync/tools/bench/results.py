@@ -8,20 +8,18 @@ import os
 import pathlib
 import platform
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import rich.box
-from rich.console import Console
 from rich.table import Table
 
+from ncclsync.tools import output
 from ncclsync.tools.bench.turns import Spread, ratio
 from ncclsync.tools.doctor.libraries import installed
 from ncclsync.tools.plan.prediction import GOOD_EFFICIENCY
 
 SCHEMA = "ncclsync.tools.bench/1"  # a removed or changed key increases it, an added key does not
-PARTS = ("compute", "communicate", "apply", "feed")  # of a step
 
 # By benchmark, the figures of its tables: the names in a row's `case` and `more`, and of other sides in `ratios`.
 _TABLES = {
@@ -78,6 +76,7 @@ _TEXTS: dict[str, Callable[[Any], str]] = {
     "samples_per_s": lambda rate: significant(float(f"{rate:.3g}")),
     **dict.fromkeys(("good_batch", "winning_batch"), lambda batch: "never" if batch is None else str(batch)),
 }
+_WIDTH = 200  # columns of plain text; of a terminal, its own
 _LEFT = ("model", "side", "algorithms", "better")  # justified so
 _UNIT = re.compile("(?<!_gb)(?<!_per)_(s|seconds|bytes)$")  # at the end of a name, and not in its heading
 
@@ -88,8 +87,8 @@ class Row:
 
     # The varied parameters, such as `{"towers": 4, "size_bytes": 4096}`; equal for all sides that are compared
     case: dict[str, Any]
-    # "ncclsync", or a library that it is compared with; in `bench feed` the kind of data, after the name of another
-    # library
+    # "ncclsync", what else of it is measured, such as "watched", or a library that it is compared with; in `bench feed`
+    # the kind of data, after the name of another library; in `plan` the number of GPUs
     side: str
     value: Spread  # seconds, or bytes in `bench memory`
     # `value` over another side's, by its name, in pairs of the same round; above 1: this side needs more
@@ -172,8 +171,6 @@ def show(result: Result) -> None:
 
     Columns without any text are left out, and of further tables the rows without one beyond those of the first table.
     """
-    # Lines are folded for a terminal only.
-    console = Console(width=None if sys.stdout.isatty() else 200)
     known: set[str] = set()
     for names in (names.split(", ") for names in _TABLES[result.benchmark]):
         rows = [row for row in result.rows if any(_figure_text(name, row) for name in names if name not in known)]
@@ -189,9 +186,9 @@ def show(result: Result) -> None:
                 table.add_section()
             table.add_row(*(_figure_text(name, row) for name in filled))
         if rows:
-            console.print(table, markup=False, highlight=False)
+            output.show(table, _WIDTH)
     for note in result.notes:
-        console.print(note, markup=False, highlight=False, soft_wrap=True)
+        print(note)
 
 
 def _figure_text(name: str, row: Row) -> str:

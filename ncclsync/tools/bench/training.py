@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from ncclsync.tools.bench.results import PARTS, Result, Row
+from ncclsync.tools.bench.results import Result, Row
 from ncclsync.tools.bench.turns import BenchError, Side, Spread, about, by_key, fill_turns, launched, ratio, take_turns
 
-# The rows of a batch of each model in `bench.models`, which needs TensorFlow.
+# The rows of a global batch of each model in `bench.models`, which needs TensorFlow.
 BATCH_SIZES = {
     **{"mlp": 256, "cnn": 128, "resnet50": 32, "transformer": 64, "embedding": 256},
     **{"lstm": 128, "language": 64, "seq2seq": 64, "unet": 32, "sparse": 256},
@@ -25,7 +25,6 @@ FEEDS = ("numpy", "tf.data", "generator")
 PROCESSES = 2  # of the side "processes", which share the towers
 
 _TURN_S = 0.2  # of one side
-_MOST_STEPS = 100
 _TO_DIVIDE = 64  # times a model's own batch, for shards that divide its memory
 _ONE_ROW = "one row a tower"
 
@@ -49,8 +48,8 @@ def bench_step(given: argparse.Namespace) -> Result:
         batch_size = (_MANY_ROWS if given.cpu else BATCH_SIZES)[model]
         how: dict[str, Any] = {"model": model, "feed": "constant" if given.cpu else "tf.data", "towers": given.towers}
         how |= {"batch_size": batch_size, "xla": given.xla, "one_thread": given.cpu}
-        sides = {library: _fit_side(library, **how) for library in libraries}
-        sides |= {name: _fit_side("ncclsync", **how, **more) for name, more in others.items()}
+        sides = {library: {"library": library, **how} for library in libraries}
+        sides |= {name: {"library": "ncclsync", **how, **more} for name, more in others.items()}
         answers = _fit_in_turns(model, sides, variants, given.rounds)
         notes += _compiled(model, {name: name for name in sides}, answers)
         case = {"model": model, "towers": given.towers, "batch_size": batch_size}
@@ -72,8 +71,8 @@ def bench_step(given: argparse.Namespace) -> Result:
 def _split(answers: Answers) -> dict[str, Spread]:
     """Return what each part of ncclsync's step takes, round by round: differences of variants of the step."""
     compute, local, whole, fit = (answers[name]["seconds"] for name in ("compute", "local", "whole", "ncclsync"))
-    parts = compute, whole - local, local - compute, fit - whole
-    return {f"{name}_s": Spread.of(samples) for name, samples in zip(PARTS, parts, strict=True)}
+    parts = {"compute": compute, "communicate": whole - local, "apply": local - compute, "feed": fit - whole}
+    return {f"{name}_s": Spread.of(samples) for name, samples in parts.items()}
 
 
 def bench_feed(given: argparse.Namespace) -> Result:
@@ -83,7 +82,8 @@ def bench_feed(given: argparse.Namespace) -> Result:
     pairs = [(library, feed) for library in ("ncclsync", *given.against) for feed in ("constant", *given.data)]
     names = {pair: ", ".join(pair).removeprefix("ncclsync, ") for pair in pairs}
     for model in given.model:
-        sides = {names[pair]: _fit_side(pair[0], model, pair[1], towers=given.towers) for pair in pairs}
+        how = {"model": model, "towers": given.towers}
+        sides = {name: {"library": library, "feed": feed, **how} for (library, feed), name in names.items()}
         answers = _fit_in_turns(model, sides, (), given.rounds)
         notes += _compiled(model, {name: name for name in sides}, answers)
         case = {"model": model, "towers": given.towers, "batch_size": BATCH_SIZES[model]}
@@ -106,25 +106,27 @@ def _fit_side(library: str, model: str, feed: str, *, one_thread: bool = False, 
     return Side(name, "fit.fit_in_turns", arguments, environment=environment)
 
 
-def _fit_in_turns(model: str, sides: Mapping[str, Side], variants: Sequence[str], rounds: int) -> Answers:
-    """Have the sides, and variants of the first side's step, take turns; return the answers, means of a step."""
+def _fit_in_turns(model: str, sides: Mapping[str, Mapping], variants: Sequence[str], rounds: int) -> Answers:
+    """Have sides by `_fit_side`, and variants of the first one's step, take turns; return means of a step."""
     with contextlib.ExitStack() as stack:
-        for side in sides.values():
-            stack.enter_context(side)
-        first = next(iter(sides.values()))
-        asks = {name: functools.partial(side.ask, "fit") for name, side in sides.items()}
+        opened = {name: stack.enter_context(_fit_side(**how)) for name, how in sides.items()}
+        first = next(iter(opened.values()))
+        asks = {name: functools.partial(side.ask, "fit") for name, side in opened.items()}
         asks |= {variant: functools.partial(first.ask, variant) for variant in variants}
-        return fill_turns(asks, _TURN_S, _MOST_STEPS, rounds, about(model))
+        return fill_turns(asks, _TURN_S, rounds, about(model))
 
 
 def bench_start(given: argparse.Namespace) -> Result:
     """Time from the factory's call to the end of the first step, each in a fresh process."""
-    sides = {library: {"library": library, "xla": given.xla} for library in ("ncclsync", *given.against)}
+    libraries = ("ncclsync", *given.against)
+
+    def sides_of(model: str, towers: int) -> dict[str, dict[str, Any]]:
+        return {side: {"library": side, "rows": BATCH_SIZES[model], "xla": given.xla} for side in libraries}
 
     def figures_of(answers: Answers, side: str, towers: int) -> dict[str, Any]:
         return {key: Spread.of(answers[f"{side} × {towers}"][key]) for key in ("build_seconds", "cpu_seconds")}
 
-    return _in_fresh_processes(given, "fit.first_step", "seconds", lambda model, towers: sides, figures_of)
+    return _in_fresh_processes(given, "fit.first_step", "seconds", sides_of, figures_of)
 
 
 def bench_memory(given: argparse.Namespace) -> Result:
@@ -135,7 +137,7 @@ def bench_memory(given: argparse.Namespace) -> Result:
     libraries, by_shards = ("ncclsync", *given.against), _by_shards(given.shards)
 
     def sides_of(model: str, towers: int) -> dict[str, dict[str, Any]]:
-        rows = given.batch_size or (_TO_DIVIDE * BATCH_SIZES[model] if by_shards else None)
+        rows = given.batch_size or BATCH_SIZES[model] * (_TO_DIVIDE if by_shards else 1)
         sides: dict[str, dict[str, Any]] = {side: {"library": side, "rows": rows} for side in libraries}
         sides |= {side: {**sides["ncclsync"], "shards": each * towers} for side, each in by_shards.items()}
         if by_shards or given.activations:
@@ -174,9 +176,9 @@ def _in_fresh_processes(
     for model in given.model:
         names, turns = {}, {}
         for towers in given.towers:
-            for side, arguments in sides_of(model, towers).items():
+            for side, how in sides_of(model, towers).items():
                 names[name := f"{side} × {towers}"] = side, towers
-                arguments = {"model": model, "towers": towers, **arguments}
+                arguments = {"model": model, "towers": towers, **how}
                 turns[name] = functools.partial(_answer, f"{name}, {model}", kind, arguments)
         answers = by_key(take_turns(turns, given.rounds, about(model)))
         for name, (side, towers) in names.items():

@@ -21,6 +21,8 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
+from ncclsync.tools.processes import join
+
 _STDERR_LINES = 12  # of a side that failed
 
 K = TypeVar("K")
@@ -185,8 +187,6 @@ class Ranks:
     """Have all processes of mpirun work on what the driver asks process 0. Collective throughout; see `Requests`."""
 
     def __init__(self, requests: Requests) -> None:
-        from ncclsync.tools.processes import join
-
         self._peers, self._requests = join(), requests
 
     def next(self) -> dict[str, Any]:
@@ -249,9 +249,9 @@ def take_turns(timers: Mapping[K, Callable[[], T]], rounds: int, show: Callable[
 
 
 def fill_turns(
-    asks: Mapping[K, Callable[..., dict[str, Any]]], turn_s: float, most: int, rounds: int, show: Callable[[str], None]
+    asks: Mapping[K, Callable[..., dict[str, Any]]], turn_s: float, rounds: int, show: Callable[[str], None]
 ) -> dict[K, dict[str, np.ndarray]]:
-    """Have sides take turns, each with as many steps as fill its turn, at most `most`; return the answers, by `by_key`.
+    """Have sides take turns, each with as many steps as fill its turn; return the answers, by `by_key`.
 
     A side runs so many `steps`, and answers with the mean "seconds" of one, and perhaps more.
     """
@@ -260,7 +260,7 @@ def fill_turns(
         show(f"first steps of {name}")
         for steps in (1, 1, 1, 2):  # to warm up, and to be timed
             once_s = ask(steps=steps)["seconds"]
-        turns[name] = functools.partial(ask, steps=int(min(max(turn_s / max(once_s, 1e-9), 1), most)))
+        turns[name] = functools.partial(ask, steps=max(1, int(turn_s / once_s)))
     return by_key(take_turns(turns, rounds, show))
 
 

@@ -61,8 +61,6 @@ def _plan(given: argparse.Namespace) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from error
     cluster = dataclasses.replace(cluster, launch_s=given.launch_us / 1e6)
-    if not given.gpus:
-        raise UsageError("Expected --gpus to name at least one number of GPUs. Received: none")
     try:
         found = _measure(given)
     finally:

@@ -27,7 +27,6 @@ from ncclsync.training.keras_model import ModelStep
 from ncclsync.training.loop import towers_of
 
 _TURN_S = 0.2  # of one batch size
-_MOST_STEPS = 50
 
 
 def step_seconds(model: keras.Model, data: Any, batches: Sequence[int], rounds: int) -> dict[int, np.ndarray]:
@@ -46,7 +45,7 @@ def step_seconds(model: keras.Model, data: Any, batches: Sequence[int], rounds: 
         batches_in_memory = tf.data.Dataset.from_tensor_slices(_first_rows(data, batch)).batch(batch).cache()
         iterator = iter(batches_in_memory.repeat())
         sides[batch] = functools.partial(_timed, model, iterator)
-    found = fill_turns(sides, _TURN_S, _MOST_STEPS, rounds, about("batches of so many samples"))
+    found = fill_turns(sides, _TURN_S, rounds, about("batches of so many samples"))
     return {batch: answers["seconds"] for batch, answers in found.items()}
 
 

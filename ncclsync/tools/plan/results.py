@@ -53,12 +53,12 @@ def result_of(model: str, link: str, gpus: Sequence[int], cluster: Cluster, foun
     measured: dict[str, Any] = {
         "gpus": 1,
         "samples_per_s": batch / compute.of(batch),
-        "measured_s": {str(size): dataclasses.asdict(one) for size, one in found.seconds.items()},
+        "measured_s": {str(size): spread for size, spread in found.seconds.items()},
         "fixed_s": compute.fixed_s,
         "per_sample_s": compute.per_sample_s,
         "compute_from": found.origin,
-        "cluster": dataclasses.asdict(cluster),
-        "stages": [dataclasses.asdict(stage) for stage in workload.stages],
+        "cluster": cluster,
+        "stages": workload.stages,
     }
     rows = [Row(case, "1", found.spread(lambda one: one.compute.of(batch)), {}, measured)]
     predictions = [predict(workload, count, batch, cluster) for count in gpus]

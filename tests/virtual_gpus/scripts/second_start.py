@@ -8,9 +8,10 @@ import keras
 
 from ncclsync import nccl_parallel
 from ncclsync.tools.bench.models import MODELS
+from ncclsync.tools.bench.training import BATCH_SIZES
 
 TOWERS, MODEL = int(sys.argv[1]), MODELS["resnet50"]
-ROWS = MODEL.batch_size
+ROWS = BATCH_SIZES["resnet50"]
 
 
 def main():

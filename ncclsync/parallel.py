@@ -1,5 +1,6 @@
 """Decorate a model factory by `@nccl_parallel`, so that its model trains on towers."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -108,18 +109,18 @@ def _decorate(options: ModelOptions, factory: Any) -> Any:
     def build(*args, **kwargs):
         other_libraries.check_outside_strategy()
         towers = Towers.of(options)
-        try:
+        with contextlib.ExitStack() as if_it_fails:
+            if_it_fails.callback(towers.close)
             with tf.device(f"/{towers.devices[0]}"):
                 model = factory(*args, **kwargs)
             _check_model(model)
-        except BaseException:
-            towers.close()
-            raise
-        attach(model, towers)
-        if towers.layout.meets_processes:
-            keep_in_step(model, towers)
-        if options.recipe is not None:
-            follow(model, options.recipe)
+            if_it_fails.callback(keras_compat.restore_methods, model)
+            attach(model, towers)
+            if towers.layout.meets_processes:
+                keep_in_step(model, towers)
+            if options.recipe is not None:
+                follow(model, options.recipe)
+            if_it_fails.pop_all()
         return model
 
     # `verify` and `plan` take over these options, and choose other towers.

@@ -1,7 +1,7 @@
 """Wrap the interfaces that Keras does not promise to keep, except those of its optimizers."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +19,9 @@ try:
     from keras.src.backend.tensorflow.ops import nn as keras_nn
 except ImportError:  # before Keras 3.16
     from keras.src.backend.tensorflow import nn as keras_nn
+
+
+_REPLACED = "_ncclsync_replaced"  # an attribute of models: the methods of their own that were replaced
 
 
 def nn_functions() -> ModuleType:
@@ -75,6 +78,28 @@ def write_models_within(context: Callable[[Any], contextlib.AbstractContextManag
         if getattr(write, "context", None) is not context:
             setattr(module, name, tf_compat.wrapped(write, within))
             getattr(module, name).context = context
+
+
+def replace_methods(model: keras.Model, methods: Mapping[str, Callable[..., Any]]) -> None:
+    """Let a model have these methods in place of its own, until `restore_methods`."""
+    members = vars(model)
+    before = members.setdefault(_REPLACED, {})
+    for name, method in methods.items():
+        before.setdefault(name, members.get(name))
+        members[name] = method
+
+
+def restore_methods(model: keras.Model) -> None:
+    """Give a model back its own methods, and let it make its functions of a step anew."""
+    members = vars(model)
+    replaced = members.pop(_REPLACED, {})
+    for name, own in replaced.items():
+        if own is None:  # its class has the method
+            members.pop(name, None)
+        else:
+            members[name] = own
+    if replaced:
+        model.train_function = model.test_function = model.predict_function = None
 
 
 @contextlib.contextmanager

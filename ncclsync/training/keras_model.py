@@ -40,6 +40,7 @@ logger = logging.getLogger("ncclsync")
 
 def attach(model: keras.Model, towers: Towers) -> None:
     """Let a model, of any class, train, evaluate and predict on towers. Tower 0 is the model itself."""
+    keras_compat.restore_methods(model)  # it may have had towers, which are closed
     give_towers(model, towers)
     path = towers.options.health.emergency_checkpoint
     towers.session.model = ModelSide(
@@ -54,8 +55,8 @@ def attach(model: keras.Model, towers: Towers) -> None:
         towers.replicas.of(tf_compat.backend_variable(variable))
     if is_plain(towers):
         return  # plain Keras, without any overhead
-    for kind in ("train", "test", "predict"):
-        setattr(model, f"make_{kind}_function", maker(model, towers, kind))
+    makers = {f"make_{kind}_function": maker(model, towers, kind) for kind in ("train", "test", "predict")}
+    keras_compat.replace_methods(model, makers)
     model.train_function = model.test_function = model.predict_function = None
 
 

@@ -45,13 +45,14 @@ def keep_in_step(model: keras.Model, towers: Towers) -> None:
         towers: of several processes.
     """
     read = model.load_weights
+    methods: dict[str, Callable[..., Any]] = {"load_weights": _read_once(model, towers, read)}
     for name in ("fit", "evaluate", "predict"):
-        setattr(model, name, _in_step(model, towers, getattr(model, name), read))
+        methods[name] = _in_step(model, towers, getattr(model, name), read)
     for name in ("train_on_batch", "test_on_batch", "predict_on_batch"):
-        setattr(model, name, _telling(towers, getattr(model, name)))
+        methods[name] = _telling(towers, getattr(model, name))
     for name in ("save", "save_weights", "export"):
-        setattr(model, name, _written_once(towers, getattr(model, name)))
-    model.load_weights = _read_once(model, towers, read)
+        methods[name] = _written_once(towers, getattr(model, name))
+    keras_compat.replace_methods(model, methods)
     keras_compat.write_models_within(_model_file)
 
 

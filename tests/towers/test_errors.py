@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 from parity import data, mlp, on_towers
 
-from ncclsync import NcclSyncError, NcclUnavailableError, Towers, nccl_parallel
+from ncclsync import LargeBatch, NcclSyncError, NcclUnavailableError, Towers, nccl_parallel
 from ncclsync.compat import host_gpus
 from ncclsync.towers import placement
 from ncclsync.towers.placement import choose_devices
@@ -53,6 +53,28 @@ def test_model_that_has_towers_already():
         build()
     first.towers.close()
     assert len(build().towers) == 2
+
+
+@pytest.mark.parametrize("towers", [1, 3])
+def test_model_whose_towers_were_closed(towers):
+    """It trains on new towers as on one device; building that fails leaves it its own methods."""
+    alone, model = mlp(), mlp()
+    twice = [alone, nccl_parallel(towers=2)(lambda: model)()]
+    for each in twice:
+        each.fit(X, Y, batch_size=16, epochs=1, shuffle=False, verbose=0)
+    model.towers.close()
+    model.other = keras.optimizers.SGD()
+    with pytest.raises(ValueError, match="compiled with one optimizer, and no other"):
+        nccl_parallel(towers=2, recipe=LargeBatch())(lambda: model)()
+    assert model.towers.closed
+    assert not {"fit", "train_on_batch", "make_train_function"} & vars(model).keys()
+    del model.other
+    nccl_parallel(towers=towers)(lambda: model)()
+    for each in twice:
+        each.fit(X, Y, batch_size=16, epochs=2, shuffle=False, verbose=0)
+    for one, other in zip(alone.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(alone.predict(X, verbose=0), model.predict(X, verbose=0), rtol=1e-4, atol=1e-5)
 
 
 def test_error_of_the_factory_surfaces_unchanged():

@@ -5,6 +5,7 @@ from typing import Any
 
 import keras
 
+from ncclsync.compat import keras as keras_compat
 from ncclsync.errors import NcclSyncError
 from ncclsync.training.arguments import check_whole, named_arguments
 from ncclsync.training.callbacks.learning_rate import Rule, ScaledRate, scale_rate
@@ -157,7 +158,7 @@ def follow(model: keras.Model, recipe: LargeBatch) -> None:
             )
         return train_on_batch(*args, **kwargs)
 
-    model.fit, model.train_on_batch = fit_by_recipe, train_on_batch_by_recipe
+    keras_compat.replace_methods(model, {"fit": fit_by_recipe, "train_on_batch": train_on_batch_by_recipe})
     if getattr(model, "optimizer", None) is not None:
         _follow_always(model, recipe)
 

@@ -1,7 +1,7 @@
 /* The whole C surface of ncclsync: collectives over N ranks that this process owns.
  *
  * Every function that may fail returns a status (ncclSuccess is 0); outputs come last. Nothing prints or exits. The
- * only mutable statics are TensorFlow's symbols. Pointers to buffers are borrowed for the call only, unless a comment
+ * only mutable statics are what csrc/tf/ keeps. Pointers to buffers are borrowed for the call only, unless a comment
  * says otherwise. Nothing here knows Python, and only csrc/tf/ knows TensorFlow.
  *
  * The part between the two "cdef" marks is also what the Python binding reads: keep it free of preprocessor lines.
@@ -254,18 +254,17 @@ ncclResult_t ncs_nccl_check_group(const ncs_nccl_comm* comm, const ncs_collectiv
                                   /*outputs*/ ncs_failure* failure);
 
 /* Waits, at most slice_s seconds, for the GPUs' own work: all work queued on these devices, on any stream, when this
- * wait began; ncclInProgress if it has not ended: then call it again. Call it before ncs_nccl_run_group, whose streams
- * do not wait for other streams. Afterwards sent buffers have been written, and received buffers are no longer read (an
+ * wait began; ncclInProgress if it has not ended: then call it again. Call it before ncs_nccl_launch_group, whose
+ * streams do not wait for other streams. Afterwards sent buffers have been written, and received buffers are no longer read (an
  * allocator may have handed them out while earlier work of its stream was pending). Work queued during the wait is not
  * waited for. csrc/README.md says how; it fails while a stream of a device is being captured into a graph. */
 ncclResult_t ncs_nccl_wait_for_devices(ncs_nccl_comm* comm, double slice_s, /*outputs*/ ncs_failure* failure);
 
-/* Runs collectives, checked by ncs_nccl_check_group, as one group that is opened and closed here, also when a call
- * fails; every rank makes its calls in the order of `collectives`. Launches on the communicator's own streams, then
- * waits as ncs_nccl_wait; after ncclInProgress, ncs_nccl_wait goes on with the wait, and the buffers must stay until
- * its end. */
-ncclResult_t ncs_nccl_run_group(ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
-                                double slice_s, /*outputs*/ ncs_failure* failure);
+/* Begins to run collectives, checked by ncs_nccl_check_group, on the communicator's own streams, as one group that is
+ * opened and closed here, also when a call fails; every rank makes its calls in the order of `collectives`.
+ * ncs_nccl_wait ends it; the buffers must stay until then. */
+ncclResult_t ncs_nccl_launch_group(ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
+                                   /*outputs*/ ncs_failure* failure);
 
 /* Begins to end a healthy communicator, on all ranks of the world; ncs_nccl_wait ends it. Then ncs_nccl_destroy. */
 ncclResult_t ncs_nccl_finalize(ncs_nccl_comm* comm, /*outputs*/ ncs_failure* failure);
@@ -352,9 +351,9 @@ int ncs_launcher_open(ncs_launcher* launcher, ncs_nccl_comm* comm);
  * being launched. Blocks until the polling thread does not use it. */
 void ncs_launcher_close(ncs_launcher* launcher, int status);
 
-/* Keeps launches and the polling thread away from the communicator until it is released. A failure meanwhile is aborted
- * only then. ncclInvalidUsage: it has failed, or is closed. */
-ncclResult_t ncs_launcher_reserve(ncs_launcher* launcher);
+/* Returns the communicator, and keeps launches and the polling thread away from it until it is released. A failure
+ * meanwhile is aborted only then. NULL: it has failed, or is closed. */
+ncs_nccl_comm* ncs_launcher_reserve(ncs_launcher* launcher);
 void ncs_launcher_release(ncs_launcher* launcher);
 
 /* Counts collectives that the caller runs without the launcher; returns the first one's number. */

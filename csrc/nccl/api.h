@@ -123,10 +123,7 @@ struct ncs_nccl_comm {
   /* The wait for the devices' own work. */
   int is_waiting;
   struct ncs_waiter* waiter; /* where there are no events */
-  /* The call that is under way. */
-  int is_launching;    /* NCCL has not reported yet that it has launched its work */
-  int is_on_streams;   /* whether there is work on the streams then */
-  int n_done;          /* the number of the first ranks whose streams have finished */
+  int is_launching; /* NCCL has not reported yet that it has launched the call under way */
 };
 
 /* Makes the i-th call of a group. */

@@ -167,21 +167,18 @@ def check_group(comm: Any, group: Group, name: Callable[[int], str]) -> None:
     native.check_failure(status, group.failure)
 
 
-def run_group(comm: Any, group: Group, slice_s: float, name: Callable[[int], str]) -> bool:
-    """Begin to run a group that `check_group` has passed, and wait as `wait` does; see ``ncs_nccl_run_group``.
+def launch_group(comm: Any, group: Group, name: Callable[[int], str]) -> None:
+    """Begin to run a group that `check_group` has passed; see ``ncs_nccl_launch_group``. `wait` ends it.
 
     Raises NcclError, which names the collective, if one's call failed.
     """
-    status = lib.ncs_nccl_run_group(comm, group.array, group.size, slice_s, group.failure)
-    if status == native.IN_PROGRESS:
-        return False
+    status = lib.ncs_nccl_launch_group(comm, group.array, group.size, group.failure)
     try:
         native.check_failure(status, group.failure)
     except NcclError as error:
         if group.failure.index < 0:
             raise
         raise error.within(name(group.failure.index)) from None
-    return True
 
 
 def progress(comm: Any, size: int) -> list[int]:

@@ -42,14 +42,10 @@ def check_paths(comm: Any, ranks: Sequence[int], world_size: int, run: Callable[
     def exchange(kind, what, sent):
         during = f"the preflight's {what}"
         group = nccl_calls.Group([(kind, sends, recvs, COUNT, _INT32, native.OPS["sum"], 0)])
-
-        def begin(handle, slice_s):
-            return nccl_calls.run_group(handle, group, slice_s, lambda _: during)
-
         for i, numbers in enumerate(sent):
             nccl_calls.copy(comm, i, sends[i], ffi.from_buffer(numbers), numbers.nbytes)
         try:
-            run(lambda: during, group.call, begin)
+            run(lambda: during, group.call, lambda: nccl_calls.launch_group(comm, group, lambda _: during))
         except NcclTimeoutError as error:
             if error.during != during:  # the GPUs' own work before it has not ended
                 raise

@@ -164,10 +164,7 @@ void ncs_stop_waiting(ncs_nccl_comm* comm);
 /* Makes the calls 0 to n - 1 of a group. The group is closed in any case: an open one would swallow every later call of
  * this thread. After a failure inside NCCL launches nothing, and returns that failure again. */
 ncclResult_t ncs_call_group(const ncs_nccl_comm* comm, int n, const void* of, ncs_call* call, ncs_failure* failure);
-/* Asks NCCL for the state of every rank: ncclInProgress, or the first error. */
+/* Asks NCCL for the state of every rank: ncclInProgress until it has launched the call under way; the first error. */
 ncclResult_t ncs_ask_nccl(const ncs_nccl_comm* comm, ncs_failure* failure);
-/* Makes the calls of a group without waiting: ncs_ask_nccl reports when NCCL has launched it. */
-ncclResult_t ncs_launch_group(const ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
-                              ncs_failure* failure);
 
 #endif /* NCCLSYNC_NCCL_API_H_ */

@@ -107,18 +107,13 @@ static ncclResult_t call_next(const ncs_nccl_comm* comm, int i, const void* coll
   return checked;
 }
 
-ncclResult_t ncs_launch_group(const ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
-                              ncs_failure* failure) {
-  return ncs_call_group(comm, comm->n * n_collectives, collectives, call_next, failure);
-}
-
 ncclResult_t ncs_nccl_launch_group(ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
                                    ncs_failure* failure) {
   CUcontext current = NULL;
   ncclResult_t status = ncs_enter(&comm->cuda, comm->contexts[0], failure, &current);
   if (status != ncclSuccess) return status;
   comm->is_launching = 1;
-  status = ncs_launch_group(comm, collectives, n_collectives, failure);
+  status = ncs_call_group(comm, comm->n * n_collectives, collectives, call_next, failure);
   comm->cuda.cuCtxSetCurrent(current);
   return status;
 }

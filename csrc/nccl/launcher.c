@@ -362,7 +362,7 @@ static ncclResult_t enqueue(ncs_launcher* launcher, ncs_nccl_comm* comm, ncs_lau
     if (made->before[r] != NULL) status = NCS_CUDA(cudaStreamWaitEvent, (comm->streams[r], made->before[r], 0));
   if (status != ncclSuccess) return status;
   begin_stage(launcher, made, NCS_LAUNCHING);
-  status = ncs_launch_group(comm, collectives, made->named.n_collectives, failure);
+  status = ncs_nccl_launch_group(comm, collectives, made->named.n_collectives, failure);
   if (status == ncclSuccess) status = wait_for(launcher, comm, NCS_LAUNCHING, made->since, failure);
   for (int r = 0; r < launcher->n && status == ncclSuccess; ++r) {
     status = NCS_CUDA(cuCtxSetCurrent, (launcher->contexts[r]));

@@ -41,10 +41,10 @@ _logger = logging.getLogger("ncclsync")
 
 # The C library's kind of each collective.
 _KINDS: dict[type, int] = {
-    AllReduce: nccl_calls.ALL_REDUCE,
-    Broadcast: nccl_calls.BROADCAST,
-    ReduceScatter: nccl_calls.REDUCE_SCATTER,
-    AllGather: nccl_calls.ALL_GATHER,
+    AllReduce: lib.NCS_ALL_REDUCE,
+    Broadcast: lib.NCS_BROADCAST,
+    ReduceScatter: lib.NCS_REDUCE_SCATTER,
+    AllGather: lib.NCS_ALL_GATHER,
 }
 ABORT_WAIT_S = 1.0  # how long a failure waits for its abort, which then goes on by itself
 _MOST = 2**31 - 1  # NCCL's ranks and CUDA's ordinals are C's int
@@ -128,9 +128,9 @@ class NcclCommunicator(Communicator):
             devices: CUDA ordinals, one for each of `ranks`.
             timeout_s, preflight, repeatable: as of the class; the last two equal in all processes.
         """
-        if not isinstance(unique_id, bytes) or len(unique_id) != nccl_calls.UNIQUE_ID_BYTES:
+        if not isinstance(unique_id, bytes) or len(unique_id) != lib.NCS_UNIQUE_ID_BYTES:
             raise ValueError(
-                f"Expected unique_id to be the {nccl_calls.UNIQUE_ID_BYTES} bytes of "
+                f"Expected unique_id to be the {lib.NCS_UNIQUE_ID_BYTES} bytes of "
                 f"NcclCommunicator.unique_id(). Received: {unique_id!r}"
             )
         local_ranks = _checked_numbers(ranks, "ranks", "ranks of this process")
@@ -479,10 +479,9 @@ class NcclCommunicator(Communicator):
 
     def _wait(self, handle: Any, what: Callable[[], str], call: str, *, own_work: bool = False) -> None:
         """Wait for the call under way, or for the GPUs' own work; an error names it."""
-        wait = nccl_calls.wait_for_devices if own_work else nccl_calls.wait
         with _named(what):
             timeouts.wait(
-                functools.partial(wait, handle),
+                functools.partial(nccl_calls.wait, handle, own_work),
                 call=call,
                 what=what,
                 timeout_s=self.timeout_s,

@@ -1,7 +1,7 @@
 /* The whole C surface of ncclsync: collectives over N ranks that this process owns.
  *
  * Every function that may fail returns a status (ncclSuccess is 0); outputs come last. Nothing prints or exits. The
- * only mutable statics are TensorFlow's symbols. Pointers to buffers are borrowed for the call only, unless a comment
+ * only mutable statics are what csrc/tf/ keeps. Pointers to buffers are borrowed for the call only, unless a comment
  * says otherwise. Nothing here knows Python, and only csrc/tf/ knows TensorFlow.
  *
  * The part between the two "cdef" marks is also what the Python binding reads: keep it free of preprocessor lines.
@@ -15,7 +15,6 @@
 
 /* NCCL 2.14 has added ncclCommInitRankConfig and ncclCommFinalize, which make aborting a communicator safe. */
 #define NCS_OLDEST_NCCL 21400
-#define NCS_UNIQUE_ID_BYTES 128
 
 /* cdef begin */
 
@@ -93,9 +92,9 @@ void ncs_pool_destroy(ncs_pool* pool);
 ncclResult_t ncs_cpu_all_reduce(ncs_pool* pool, const void* const* sends, void* const* recvs, int n_ranks,
                                 size_t count, int dtype, int op);
 
-/* buffers[r][:] = buffers[root][:] for every rank r. Blocks until done. Buffers equal to the root's are left alone.
- * ncclInvalidArgument as above; then nothing was written. */
-ncclResult_t ncs_cpu_broadcast(ncs_pool* pool, void* const* buffers, int n_ranks, size_t count, int dtype, int root);
+/* Copies bytes to n places; one that is `from` itself is left alone. Blocks until done. Buffers are not checked: no two
+ * of them may overlap partly. */
+void ncs_cpu_copy(ncs_pool* pool, const void* from, void* const* to, int n, size_t bytes);
 
 /* A tensor to reduce: sends[r] of every rank r, and the buffer for the result. */
 typedef struct {
@@ -169,9 +168,9 @@ size_t ncs_meter_take(ncs_meter* meter, size_t most, /*outputs*/ ncs_timestamp* 
 
 /* ---- The beat (cpu/beat.c) ---- */
 
-/* Starts a thread that sends `size` bytes on a socket, now and every so many seconds, until the other side closes it; if
- * the socket's buffer is full, a beat is left out. The descriptor is duplicated, the message copied; no thread survives
- * fork(). ncclInvalidArgument: no socket, 0 bytes, an interval that is not positive.
+/* Starts a thread that sends `size` bytes on a socket, now and every so many seconds, until the other side closes it;
+ * if the socket's buffer is full, a beat is left out. The descriptor is duplicated, the message copied; no thread
+ * survives fork(). ncclInvalidArgument: no socket, 0 bytes, an interval that is not positive.
  * ncclSystemError: no memory, no thread. */
 ncclResult_t ncs_beat(int fd, const void* message, size_t size, double interval_s);
 
@@ -184,6 +183,8 @@ typedef struct ncs_nccl_comm ncs_nccl_comm; /* N ranks: one NCCL communicator an
  * abort. *version: 23203 is 2.32.3. Needs no GPU and no driver. ncclSystemError: not loadable, or a symbol is missing.
  * ncclInvalidUsage: older than NCS_OLDEST_NCCL; the message has both versions. */
 ncclResult_t ncs_nccl_open(const char* path, /*outputs*/ ncs_failure* failure, ncs_nccl** nccl, int* version);
+
+enum { NCS_UNIQUE_ID_BYTES = 128 };
 
 /* Writes NCS_UNIQUE_ID_BYTES by which ranks in several processes meet. Opens a socket, starts a thread. */
 ncclResult_t ncs_nccl_get_unique_id(ncs_nccl* nccl, /*outputs*/ ncs_failure* failure, char* unique_id);
@@ -221,8 +222,8 @@ typedef enum {
 } ncs_progress;
 ncclResult_t ncs_nccl_get_progress(ncs_nccl_comm* comm, /*outputs*/ int* progress);
 
-/* NCS_ALL_REDUCE and NCS_BROADCAST work as ncs_cpu_all_reduce and ncs_cpu_broadcast, over device memory. The other
- * kinds have blocks of `count` elements, one for each rank p of the world:
+/* NCS_ALL_REDUCE works as ncs_cpu_all_reduce, over device memory; NCS_BROADCAST copies the root's buffer into those of
+ * all other ranks. The other kinds have blocks of `count` elements, one for each rank p of the world:
  *   NCS_ALL_TO_ALL      each rank sends its p-th block to rank p, and receives its own p-th block from rank p
  *   NCS_REDUCE_SCATTER  each rank sends world_size blocks; rank p receives the reduction of all ranks' p-th blocks
  *   NCS_ALL_GATHER      each rank sends a block; all receive world_size blocks, the p-th from rank p */
@@ -254,18 +255,17 @@ ncclResult_t ncs_nccl_check_group(const ncs_nccl_comm* comm, const ncs_collectiv
                                   /*outputs*/ ncs_failure* failure);
 
 /* Waits, at most slice_s seconds, for the GPUs' own work: all work queued on these devices, on any stream, when this
- * wait began; ncclInProgress if it has not ended: then call it again. Call it before ncs_nccl_run_group, whose streams
- * do not wait for other streams. Afterwards sent buffers have been written, and received buffers are no longer read (an
- * allocator may have handed them out while earlier work of its stream was pending). Work queued during the wait is not
- * waited for. csrc/README.md says how; it fails while a stream of a device is being captured into a graph. */
+ * wait began; ncclInProgress if it has not ended: then call it again. Call it before ncs_nccl_launch_group, whose
+ * streams do not wait for other streams. Afterwards sent buffers have been written, and received buffers are no longer
+ * read (an allocator may have handed them out while earlier work of its stream was pending). Work queued during the
+ * wait is not waited for. csrc/README.md says how; it fails while a stream of a device is captured into a graph. */
 ncclResult_t ncs_nccl_wait_for_devices(ncs_nccl_comm* comm, double slice_s, /*outputs*/ ncs_failure* failure);
 
-/* Runs collectives, checked by ncs_nccl_check_group, as one group that is opened and closed here, also when a call
- * fails; every rank makes its calls in the order of `collectives`. Launches on the communicator's own streams, then
- * waits as ncs_nccl_wait; after ncclInProgress, ncs_nccl_wait goes on with the wait, and the buffers must stay until
- * its end. */
-ncclResult_t ncs_nccl_run_group(ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
-                                double slice_s, /*outputs*/ ncs_failure* failure);
+/* Begins to run collectives, checked by ncs_nccl_check_group, on the communicator's own streams, as one group that is
+ * opened and closed here, also when a call fails; every rank makes its calls in the order of `collectives`.
+ * ncs_nccl_wait ends it; the buffers must stay until then. */
+ncclResult_t ncs_nccl_launch_group(ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
+                                   /*outputs*/ ncs_failure* failure);
 
 /* Begins to end a healthy communicator, on all ranks of the world; ncs_nccl_wait ends it. Then ncs_nccl_destroy. */
 ncclResult_t ncs_nccl_finalize(ncs_nccl_comm* comm, /*outputs*/ ncs_failure* failure);
@@ -352,9 +352,9 @@ int ncs_launcher_open(ncs_launcher* launcher, ncs_nccl_comm* comm);
  * being launched. Blocks until the polling thread does not use it. */
 void ncs_launcher_close(ncs_launcher* launcher, int status);
 
-/* Keeps launches and the polling thread away from the communicator until it is released. A failure meanwhile is aborted
- * only then. ncclInvalidUsage: it has failed, or is closed. */
-ncclResult_t ncs_launcher_reserve(ncs_launcher* launcher);
+/* Returns the communicator, and keeps launches and the polling thread away from it until it is released. A failure
+ * meanwhile is aborted only then. NULL: it has failed, or is closed. */
+ncs_nccl_comm* ncs_launcher_reserve(ncs_launcher* launcher);
 void ncs_launcher_release(ncs_launcher* launcher);
 
 /* Counts collectives that the caller runs without the launcher; returns the first one's number. */

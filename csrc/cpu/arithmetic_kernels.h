@@ -1,15 +1,6 @@
-/* The loops of arithmetic.c; included like collectives_kernels.h. */
+/* The loops of arithmetic.c, as pool.h says. */
 
-#define NCS_LOOP(T, name, expression)                                                                       \
-  NCS_TARGET static void NCS_KERNEL(T##_##name)(void* out_, const void* a_, const void* b_, size_t count) { \
-    T* out = out_;                                                                                          \
-    const T *a = a_, *b = b_;                                                                               \
-    NCS_INDEPENDENT for (size_t i = 0; i < count; ++i) {                                                    \
-      const T x = a[i], y = b[i];                                                                           \
-      (void)y;                                                                                              \
-      out[i] = (expression);                                                                                \
-    }                                                                                                       \
-  }
+#define NCS_OPERATION(T, name, expression) NCS_LOOP(T##_##name, T, T, NCS_AS_IS, expression)
 
 /* A ReLU's gradient is a product, as in TensorFlow: if infinite, it is NaN where the feature is not positive. */
 #define NCS_LOOPS(X, T, root)                  \
@@ -28,7 +19,7 @@
 
 /* `fill`: one element, many times. */
 #define NCS_LOOPS_OF(T, root)                                                                           \
-  NCS_LOOPS(NCS_LOOP, T, root)                                                                          \
+  NCS_LOOPS(NCS_OPERATION, T, root)                                                                     \
   NCS_TARGET static void NCS_KERNEL(T##_fill)(void* out_, const void* a, const void* b, size_t count) { \
     T* out = out_;                                                                                      \
     const T x = *(const T*)a;                                                                           \

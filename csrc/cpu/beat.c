@@ -1,5 +1,5 @@
-/* The beat: a thread that tells another process that this one is alive. It does not need Python's lock, which a call may
- * hold for long. */
+/* The beat: a thread that tells another process that this one is alive. It does not need Python's lock, which a call
+ * may hold for long. */
 #define _POSIX_C_SOURCE 200809L
 
 #include <errno.h>

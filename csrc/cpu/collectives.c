@@ -1,6 +1,6 @@
-/* All-reduce and broadcast over host memory. Checks its arguments, cuts the work into chunks for the pool, and
- * combines the ranks block by block, so that the running result stays in the first-level cache; or line by line, if the
- * data do not fit any cache. */
+/* All-reduce and copies in host memory. Checks its arguments, cuts the work into chunks for the pool, and combines
+ * the ranks block by block, so that the running result stays in the first-level cache; or line by line, if the data do
+ * not fit any cache. */
 #include <stdlib.h>
 #include <string.h>
 #if defined(__SSE2__)
@@ -226,26 +226,11 @@ static void reduce_all(ncs_pool* pool, ncs_reduction* t, int dtype, int op) {
 }
 
 /* A copy is the reduction of one rank's bytes. */
-static void copy_to_all(ncs_pool* pool, const void* from, void* const* to, int n, size_t bytes) {
+void ncs_cpu_copy(ncs_pool* pool, const void* from, void* const* to, int n, size_t bytes) {
   const ncs_reduced tensor = {&from, to[0], bytes};
   size_t begin = 0;
   ncs_reduction task = {&tensor, 1, &begin, to, n, .n_ranks = 1, .size = 1};
   reduce_all(pool, &task, ncclUint8, ncclSum);
-}
-
-ncclResult_t ncs_cpu_broadcast(ncs_pool* pool, void* const* buffers, int n_ranks, size_t count, int dtype, int root) {
-  const size_t size = ncs_size_of(dtype);
-  if (pool == NULL || buffers == NULL || n_ranks < 1 || root < 0 || root >= n_ranks || size == 0 ||
-      count > SIZE_MAX / size)
-    return ncclInvalidArgument;
-  if (count == 0) return ncclSuccess;
-  for (int r = 0; r < n_ranks; ++r) {
-    if (!is_usable(buffers[r], size)) return ncclInvalidArgument;
-    for (int s = 0; s < r; ++s)
-      if (overlaps_partly(buffers[r], buffers[s], count * size)) return ncclInvalidArgument;
-  }
-  copy_to_all(pool, buffers[root], buffers, n_ranks, count * size);
-  return ncclSuccess;
 }
 
 ncclResult_t ncs_cpu_all_reduce(ncs_pool* pool, const void* const* sends, void* const* recvs, int n_ranks,
@@ -268,7 +253,7 @@ ncclResult_t ncs_cpu_all_reduce(ncs_pool* pool, const void* const* sends, void* 
       if (overlaps_partly(recvs[r], recvs[s], count * size)) return ncclInvalidArgument;
   }
   if (n_ranks == 1) {
-    copy_to_all(pool, sends[0], recvs, 1, count * size);
+    ncs_cpu_copy(pool, sends[0], recvs, 1, count * size);
     return ncclSuccess;
   }
   const ncs_reduced tensor = {sends, recvs[0], count};

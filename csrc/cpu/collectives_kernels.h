@@ -1,22 +1,5 @@
-/* The element-wise loops of collectives.c. Included once per instruction set, with NCS_KERNEL(name) giving each set
- * its own names and NCS_TARGET its instructions; the compiler vectorises. Not function multiversioning
- * (target_clones): its resolvers run before a sanitizer's runtime is up.
- *
- * acc may be a, exactly: hence no `restrict` but NCS_INDEPENDENT, which only denies dependencies between iterations.
- */
-
-/* T: the type of a buffer; W: that of the accumulator; LOAD: from the one to the other. */
-#define NCS_COMBINE(name, T, W, LOAD, expression)                                                       \
-  NCS_TARGET static void NCS_KERNEL(name)(void* acc_, const void* a_, const void* b_, size_t count) {   \
-    W* acc = acc_;                                                                                      \
-    const W* a = a_;                                                                                    \
-    const T* b = b_;                                                                                    \
-    NCS_INDEPENDENT for (size_t i = 0; i < count; ++i) {                                                \
-      const W x = a[i], y = LOAD(b[i]);                                                                 \
-      acc[i] = (W)(expression);                                                                         \
-    }                                                                                                   \
-  }
-#define NCS_AS_IS(x) (x)
+/* The element-wise loops of collectives.c, as pool.h says. T: the type of a buffer; W: that of the accumulator; LOAD:
+ * from the one to the other. */
 
 /* W: a type wide enough to divide T by any int. */
 #define NCS_DIVIDE(name, T, W)                                                     \
@@ -106,11 +89,11 @@ NCS_TARGET static inline uint16_t NCS_KERNEL(to_Bfloat16)(float value) {
 
 /* U: T itself, or an integer's unsigned twin, in which overflow wraps instead of being undefined. x != x: a NaN so far
  * stays; a NaN in y is taken because no comparison with it is true. */
-#define NCS_COMBINES(ours, T, W, U, LOAD)                         \
-  NCS_COMBINE(ours##_sum, T, W, LOAD, (U)x + (U)y)                \
-  NCS_COMBINE(ours##_prod, T, W, LOAD, (U)x * (U)y)               \
-  NCS_COMBINE(ours##_max, T, W, LOAD, (x > y) | (x != x) ? x : y) \
-  NCS_COMBINE(ours##_min, T, W, LOAD, (x < y) | (x != x) ? x : y)
+#define NCS_COMBINES(ours, T, W, U, LOAD)                      \
+  NCS_LOOP(ours##_sum, T, W, LOAD, (U)x + (U)y)                \
+  NCS_LOOP(ours##_prod, T, W, LOAD, (U)x * (U)y)               \
+  NCS_LOOP(ours##_max, T, W, LOAD, (x > y) | (x != x) ? x : y) \
+  NCS_LOOP(ours##_min, T, W, LOAD, (x < y) | (x != x) ? x : y)
 
 #define NCS_INTEGER(ours, T, U, W)       \
   NCS_COMBINES(ours, T, T, U, NCS_AS_IS) \

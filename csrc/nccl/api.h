@@ -123,10 +123,7 @@ struct ncs_nccl_comm {
   /* The wait for the devices' own work. */
   int is_waiting;
   struct ncs_waiter* waiter; /* where there are no events */
-  /* The call that is under way. */
-  int is_launching;    /* NCCL has not reported yet that it has launched its work */
-  int is_on_streams;   /* whether there is work on the streams then */
-  int n_done;          /* the number of the first ranks whose streams have finished */
+  int is_launching; /* NCCL has not reported yet that it has launched the call under way */
 };
 
 /* Makes the i-th call of a group. */
@@ -167,10 +164,7 @@ void ncs_stop_waiting(ncs_nccl_comm* comm);
 /* Makes the calls 0 to n - 1 of a group. The group is closed in any case: an open one would swallow every later call of
  * this thread. After a failure inside NCCL launches nothing, and returns that failure again. */
 ncclResult_t ncs_call_group(const ncs_nccl_comm* comm, int n, const void* of, ncs_call* call, ncs_failure* failure);
-/* Asks NCCL for the state of every rank: ncclInProgress, or the first error. */
+/* Asks NCCL for the state of every rank: ncclInProgress until it has launched the call under way; the first error. */
 ncclResult_t ncs_ask_nccl(const ncs_nccl_comm* comm, ncs_failure* failure);
-/* Makes the calls of a group without waiting: ncs_ask_nccl reports when NCCL has launched it. */
-ncclResult_t ncs_launch_group(const ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
-                              ncs_failure* failure);
 
 #endif /* NCCLSYNC_NCCL_API_H_ */

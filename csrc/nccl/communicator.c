@@ -119,7 +119,6 @@ ncclResult_t ncs_nccl_create(ncs_nccl* nccl, const char* cudart_path, const char
 ncclResult_t ncs_nccl_finalize(ncs_nccl_comm* comm, ncs_failure* failure) {
   const ncclResult_t status = ncs_call_group(comm, comm->n, NULL, finalize, failure);
   comm->is_launching = 1;
-  comm->is_on_streams = 0;
   return status;
 }
 

@@ -25,9 +25,8 @@ static ncclResult_t look(void* comm_, ncs_failure* failure) {
   ncclResult_t status = ncs_ask_nccl(comm, failure);
   if (status != ncclSuccess) return status;
   comm->is_launching = 0;
-  if (!comm->is_on_streams) return ncclSuccess;
-  for (; comm->n_done < comm->n; ++comm->n_done) {
-    cudaError_t error = cuda->cudaStreamQuery(comm->streams[comm->n_done]);
+  for (int r = 0; r < comm->n; ++r) {
+    cudaError_t error = cuda->cudaStreamQuery(comm->streams[r]);
     if (error == NCS_CUDA_NOT_READY) return ncclInProgress;
     if (error != 0) return ncs_check_cuda(cuda, error, "cudaStreamQuery", failure);
   }
@@ -108,19 +107,13 @@ static ncclResult_t call_next(const ncs_nccl_comm* comm, int i, const void* coll
   return checked;
 }
 
-ncclResult_t ncs_launch_group(const ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
-                              ncs_failure* failure) {
-  return ncs_call_group(comm, comm->n * n_collectives, collectives, call_next, failure);
-}
-
-ncclResult_t ncs_nccl_run_group(ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
-                                double slice_s, ncs_failure* failure) {
+ncclResult_t ncs_nccl_launch_group(ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
+                                   ncs_failure* failure) {
   CUcontext current = NULL;
   ncclResult_t status = ncs_enter(&comm->cuda, comm->contexts[0], failure, &current);
   if (status != ncclSuccess) return status;
-  comm->is_launching = comm->is_on_streams = 1;
-  comm->n_done = 0;
-  status = ncs_launch_group(comm, collectives, n_collectives, failure);
+  comm->is_launching = 1;
+  status = ncs_call_group(comm, comm->n * n_collectives, collectives, call_next, failure);
   comm->cuda.cuCtxSetCurrent(current);
-  return status == ncclSuccess ? ncs_nccl_wait(comm, slice_s, failure) : status;
+  return status;
 }

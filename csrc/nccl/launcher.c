@@ -13,7 +13,7 @@
 #define NCS_WAY_OUT_S 1.0    /* after ncs_launcher_interrupt, the time for a group to end */
 
 struct ncs_launcher {
-  pthread_mutex_t mutex; /* never held during a call of NCCL's, which may hang */
+  pthread_mutex_t mutex; /* never held during a call that may hang: NCCL is only asked for its state then */
   pthread_cond_t changed;
   int n, blocks;
   double timeout_s;       /* 0: no limit */
@@ -23,7 +23,8 @@ struct ncs_launcher {
   int is_reserved, is_polled;  /* is_reserved: somebody uses the communicator, such as a launch */
   ncs_launched *first, **last; /* groups that are not known to have ended, in their order */
   ncs_launched* launching;     /* the one among them whose launch has not ended */
-  int64_t n_launched, n_ended, n_collectives;
+  int64_t n_launched, n_ended; /* written atomically: they are read without the lock */
+  int64_t n_collectives;
   int64_t interrupted_ns; /* 0: no cancellation is requested. Atomic, not under the lock */
   ncs_launch_failure failure;
   CUcontext contexts[]; /* [n] the devices' primary contexts, which outlive a communicator */
@@ -361,7 +362,7 @@ static ncclResult_t enqueue(ncs_launcher* launcher, ncs_nccl_comm* comm, ncs_lau
     if (made->before[r] != NULL) status = NCS_CUDA(cudaStreamWaitEvent, (comm->streams[r], made->before[r], 0));
   if (status != ncclSuccess) return status;
   begin_stage(launcher, made, NCS_LAUNCHING);
-  status = ncs_launch_group(comm, collectives, made->named.n_collectives, failure);
+  status = ncs_nccl_launch_group(comm, collectives, made->named.n_collectives, failure);
   if (status == ncclSuccess) status = wait_for(launcher, comm, NCS_LAUNCHING, made->since, failure);
   for (int r = 0; r < launcher->n && status == ncclSuccess; ++r) {
     status = NCS_CUDA(cuCtxSetCurrent, (launcher->contexts[r]));
@@ -381,7 +382,7 @@ static ncclResult_t launch(ncs_launcher* launcher, ncs_nccl_comm* comm, ncs_laun
   status = start_polling(launcher, failure);
   if (status == ncclSuccess) {
     if (launcher->first == NULL) stay(launcher); /* a request from before the group does not count */
-    made->named.group = ++launcher->n_launched;
+    made->named.group = __atomic_add_fetch(&launcher->n_launched, 1, __ATOMIC_RELEASE);
     made->named.first = launcher->n_collectives + 1;
     made->since = ncs_now_s();
     launcher->n_collectives += made->named.n_collectives;
@@ -427,8 +428,7 @@ static ncclResult_t collect(const ncs_launcher* launcher, ncs_arrival* const* ar
   return ncclSuccess;
 }
 
-/* Returns the communicator, for the caller alone; NULL: there is none. */
-static ncs_nccl_comm* reserve(ncs_launcher* launcher) {
+ncs_nccl_comm* ncs_launcher_reserve(ncs_launcher* launcher) {
   ncs_nccl_comm* comm;
   pthread_mutex_lock(&launcher->mutex);
   while (launcher->is_reserved) pthread_cond_wait(&launcher->changed, &launcher->mutex);
@@ -440,7 +440,7 @@ static ncs_nccl_comm* reserve(ncs_launcher* launcher) {
 
 static ncclResult_t launch_alone(ncs_launcher* launcher, ncs_launched* made, const ncs_collective* collectives,
                                  ncs_failure* failure) {
-  ncs_nccl_comm* comm = reserve(launcher);
+  ncs_nccl_comm* comm = ncs_launcher_reserve(launcher);
   ncclResult_t status;
   if (comm == NULL)
     return ncs_fail(failure, ncclInvalidUsage, "ncs_launch", -1,
@@ -562,7 +562,7 @@ int ncs_launcher_open(ncs_launcher* launcher, ncs_nccl_comm* comm) {
   launcher->is_reserved = 0;
   stay(launcher);
   memset(&launcher->failure, 0, sizeof(launcher->failure));
-  launcher->n_ended = launcher->n_launched;
+  __atomic_store_n(&launcher->n_ended, launcher->n_launched, __ATOMIC_RELEASE);
   launcher->blocks = comm->cuda.cuCtxRecordEvent == NULL || comm->cuda.cuCtxWaitEvent == NULL;
   pthread_cond_broadcast(&launcher->changed);
   pthread_mutex_unlock(&launcher->mutex);
@@ -583,10 +583,6 @@ void ncs_launcher_close(ncs_launcher* launcher, int status) {
   pthread_cond_broadcast(&launcher->changed);
   pthread_mutex_unlock(&launcher->mutex);
   release_groups(dropped);
-}
-
-ncclResult_t ncs_launcher_reserve(ncs_launcher* launcher) {
-  return reserve(launcher) != NULL ? ncclSuccess : ncclInvalidUsage;
 }
 
 void ncs_launcher_release(ncs_launcher* launcher) {

@@ -88,14 +88,3 @@ int64_t* ncs_tf_read_list(TF_OpKernelConstruction* context, const char* name, in
     ncs_tf.TF_OpKernelConstruction_GetAttrInt64List(context, name, list, *length, status);
   return list;
 }
-
-/* TensorFlow's number of a dtype and NCCL's. */
-static const int dtypes[][2] = {{1, ncclFloat32}, {2, ncclFloat64},   {3, ncclInt32},    {4, ncclUint8},
-                                {6, ncclInt8},    {9, ncclInt64},     {14, ncclBfloat16}, {19, ncclFloat16},
-                                {22, ncclUint32}, {23, ncclUint64}};
-
-int ncs_tf_find_dtype(int dtype) {
-  for (size_t i = 0; i < sizeof(dtypes) / sizeof(dtypes[0]); ++i)
-    if (dtypes[i][0] == dtype) return dtypes[i][1];
-  return -1;
-}

@@ -128,9 +128,6 @@ void* ncs_tf_calloc(size_t count, size_t size, TF_Status* status);
  * short, as TensorFlow itself fails, without them. */
 void ncs_tf_fail(TF_Status* status, int code, const char* format, ...) __attribute__((format(printf, 3, 4)));
 
-/* NCCL's number of a dtype of TensorFlow's; -1: NCCL has none. */
-int ncs_tf_find_dtype(int dtype);
-
 /* An op and its kernel. */
 typedef struct {
   const char *name, *attrs[10], *inputs[3], *output; /* NULL: it has none */

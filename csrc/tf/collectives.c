@@ -5,16 +5,14 @@
 #include "tf/api.h"
 
 typedef struct {
-  int64_t ranks, tensors, op;
-  int dtype; /* NCCL's; -1: unknown */
+  int64_t ranks, tensors, op, dtype;
 } collective_kernel;
 
 static void read_all_reduce(TF_OpKernelConstruction* context, collective_kernel* kernel, TF_Status* status) {
   kernel->ranks = ncs_tf_read_attr(context, "ranks", status);
   kernel->tensors = ncs_tf_read_attr(context, "tensors", status);
-  kernel->dtype = ncs_tf_find_dtype(ncs_tf_read_dtype(context, status));
+  kernel->dtype = ncs_tf_read_attr(context, "dtype", status);
   kernel->op = ncs_tf_read_attr(context, "op", status);
-  if (ncs_tf_is_ok(status) && kernel->dtype < 0) ncs_tf_fail(status, TF_INVALID_ARGUMENT, "unknown dtype");
 }
 
 /* Reads all ranks' tensor v and makes its output. */
@@ -55,8 +53,8 @@ static void compute_all_reduce(const collective_kernel* kernel, TF_OpKernelConte
     if (ncs_tf_read_input(context, r, &seen, status)) weights[r] = *(const double*)seen.data;
   for (int v = 0; v < kernel->tensors && ncs_tf_is_ok(status); ++v)
     prepare_tensor(context, kernel, v, weights, &reduced[v], sends + (size_t)v * n_ranks, status);
-  if (ncs_tf_is_ok(status) && ncs_cpu_reduce(ncs_tf.pool, reduced, n_tensors, weights, (int)n_ranks, kernel->dtype,
-                                             (int)kernel->op) != ncclSuccess)
+  if (ncs_tf_is_ok(status) && ncs_cpu_reduce(ncs_tf.pool, reduced, n_tensors, weights, (int)n_ranks,
+                                             (int)kernel->dtype, (int)kernel->op) != ncclSuccess)
     ncs_tf_fail(status, TF_INVALID_ARGUMENT,
                 "Expected weights of 0 or 1 where nothing can be scaled. Received: others");
   free(sends);
@@ -68,8 +66,8 @@ NCS_TF_KERNEL(collective_kernel, all_reduce)
 
 const ncs_tf_op ncs_tf_all_reduce = {
     "NcclsyncAllReduce",
-    {"T: {float, double, half, bfloat16, int8, uint8, int32, uint32, int64, uint64}", "op: int", "ranks: int >= 1",
-     "tensors: int >= 1", "sent: int >= 1", NULL},
+    {"T: {float, double, half, bfloat16, int8, uint8, int32, uint32, int64, uint64}", "dtype: int", "op: int",
+     "ranks: int >= 1", "tensors: int >= 1", "sent: int >= 1", NULL},
     {"weights: ranks * double", "sends: sent * T", NULL},
     "results: tensors * T",
     create_all_reduce, run_all_reduce, free, 0, NULL};

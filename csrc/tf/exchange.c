@@ -74,7 +74,7 @@ typedef struct {
   int64_t number;   /* of the rank, among those of all processes */
   int64_t in_place; /* broadcasts and all-reduces write into what the ranks give, memory that nobody else has */
   int n;            /* tensors */
-  int64_t* what;    /* [n][3]: kind, operation and root of each */
+  int64_t* what;    /* [n][4]: kind, operation, root and NCCL's dtype of each */
 } exchange_kernel;
 
 static void destroy_exchange(void* kernel_) {
@@ -102,7 +102,7 @@ static void read_arrive(TF_OpKernelConstruction* context, exchange_kernel* kerne
   kernel->launcher = ncs_tf_read_attr(context, "launcher", status);
   kernel->ranks = ncs_tf_read_attr(context, "ranks", status);
   kernel->what = ncs_tf_read_list(context, "what", &kernel->n, status);
-  kernel->n /= 3;
+  kernel->n /= 4;
   kernel->rank = ncs_tf_read_attr(context, "rank", status);
   kernel->number = ncs_tf_read_attr(context, "number", status);
   kernel->in_place = ncs_tf_read_attr(context, "in_place", status);
@@ -122,13 +122,13 @@ static void prepare_tensor(TF_OpKernelContext* context, const exchange_kernel* k
   TF_AllocatorAttributes attributes = {TF_ALLOCATOR_ATTRIBUTES_STRUCT_SIZE, 0};
   int64_t dims[NCS_MOST_DIMS];
   TF_Tensor *send = all->tensors[2 * i], *recv = NULL;
-  const int64_t* what = kernel->what + 3 * i;
+  const int64_t* what = kernel->what + 4 * i;
   const int kind = (int)what[0], n_dims = ncs_tf.TF_NumDims(send);
   for (int d = 0; d < n_dims; ++d) dims[d] = ncs_tf.TF_Dim(send, d);
   buffer->kind = kind;
   buffer->op = (int)what[1];
   buffer->root = (int)what[2];
-  buffer->dtype = ncs_tf_find_dtype(ncs_tf.TF_TensorType(send));
+  buffer->dtype = (int)what[3];
   buffer->send = ncs_tf.TF_TensorData(send);
   buffer->count = (size_t)ncs_tf.TF_TensorElementCount(send);
   if (kind == NCS_REDUCE_SCATTER || kind == NCS_ALL_GATHER) {

@@ -163,9 +163,8 @@ def _add_up(sends: Sequence[Any], recvs: Sequence[Any], count: int, dtype: int, 
 
 def _copy(source: np.ndarray, pointers: Sequence[Any]) -> None:
     """Copy bytes to other places, to each once; one may be the source itself."""
-    places = [*_pointers([[source]]), *dict.fromkeys(pointers)]
-    pool, dtype = native.process_pool(), native.DTYPES["uint8"]
-    native.check(lib.ncs_cpu_broadcast(pool, places, len(places), source.size, dtype, 0), "ncs_cpu_broadcast")
+    places = [*dict.fromkeys(pointers)]
+    lib.ncs_cpu_copy(native.process_pool(), *_pointers([[source]]), places, len(places), source.size)
 
 
 def _width(buffers: Buffers) -> int:

@@ -47,11 +47,11 @@ class Launcher:
     @contextlib.contextmanager
     def reserved(self) -> Iterator[bool]:
         """Hold launches back while the caller uses the communicator; yield whether it is open."""
-        status = lib.ncs_launcher_reserve(self._handle)
+        is_open = lib.ncs_launcher_reserve(self._handle) != ffi.NULL
         try:
-            yield status == 0
+            yield is_open
         finally:
-            if status == 0:
+            if is_open:
                 lib.ncs_launcher_release(self._handle)
 
     def count(self, collectives: int) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import itertools
 import logging
 import math
 import os
@@ -42,10 +41,10 @@ logger = logging.getLogger("ncclsync")
 
 # The C library's kind of each collective.
 _KINDS: dict[type, int] = {
-    AllReduce: nccl_calls.ALL_REDUCE,
-    Broadcast: nccl_calls.BROADCAST,
-    ReduceScatter: nccl_calls.REDUCE_SCATTER,
-    AllGather: nccl_calls.ALL_GATHER,
+    AllReduce: lib.NCS_ALL_REDUCE,
+    Broadcast: lib.NCS_BROADCAST,
+    ReduceScatter: lib.NCS_REDUCE_SCATTER,
+    AllGather: lib.NCS_ALL_GATHER,
 }
 ABORT_WAIT_S = 1.0  # how long a failure waits for its abort, which then goes on by itself
 _MOST = 2**31 - 1  # NCCL's ranks and CUDA's ordinals are C's int
@@ -129,9 +128,9 @@ class NcclCommunicator(Communicator):
             devices: CUDA ordinals, one for each of `ranks`.
             timeout_s, preflight, repeatable: as of the class; the last two equal in all processes.
         """
-        if not isinstance(unique_id, bytes) or len(unique_id) != nccl_calls.UNIQUE_ID_BYTES:
+        if not isinstance(unique_id, bytes) or len(unique_id) != lib.NCS_UNIQUE_ID_BYTES:
             raise ValueError(
-                f"Expected unique_id to be the {nccl_calls.UNIQUE_ID_BYTES} bytes of "
+                f"Expected unique_id to be the {lib.NCS_UNIQUE_ID_BYTES} bytes of "
                 f"NcclCommunicator.unique_id(). Received: {unique_id!r}"
             )
         local_ranks = _checked_numbers(ranks, "ranks", "ranks of this process")
@@ -418,11 +417,7 @@ class NcclCommunicator(Communicator):
             if handle is None:
                 return
             self._launcher.close()
-
-            def begin(handle, slice_s):
-                native.call(lib.ncs_nccl_finalize, [handle])
-                return nccl_calls.wait(handle, slice_s)
-
+            begin = functools.partial(native.call, lib.ncs_nccl_finalize, [handle])
             # Another process that has ended, or failed, leaves nothing to be ended in order.
             with contextlib.suppress(ProcessError):
                 with self._aborted_on_error(handle):
@@ -441,7 +436,7 @@ class NcclCommunicator(Communicator):
         with self._aborted_on_error(handle):
             try:
                 joining = f"the joining of {self.world_size} ranks, here {self._names(range(self.size))}"
-                self._run_task(handle, lambda: joining, "ncclCommInitRankConfig", nccl_calls.wait)
+                self._wait(handle, lambda: joining, "ncclCommInitRankConfig")
                 if self._preflight:
                     self._wait_for_devices(handle, lambda: "the preflight")  # which makes and copies memory
                     launch = functools.partial(self._launch, handle)
@@ -465,48 +460,34 @@ class NcclCommunicator(Communicator):
                 count, dtype = max(side.count for side in buffers[index]), buffers[index][0].dtype
                 return _name(kind, first + index, label, count, dtype)
 
-            def begin(handle: Any, slice_s: float) -> bool:
-                return nccl_calls.run_group(handle, group, slice_s, name)
-
+            begin = functools.partial(nccl_calls.launch_group, handle, group, name)
             nccl_calls.check_group(handle, group, name)
             self._launcher.count(group.size)
             with self._aborted_on_error(handle):
                 self._launch(handle, lambda: _list(group.size, name), group.call, begin)
 
-    def _launch(self, handle: Any, what: Callable[[], str], call: str, begin: Callable[[Any, float], bool]) -> None:
+    def _launch(self, handle: Any, what: Callable[[], str], call: str, begin: Callable[[], None]) -> None:
         """Run a task after the GPUs' own work, for which NCCL's streams do not wait."""
         self._wait_for_devices(handle, what)
-        self._run_task(handle, what, call, begin)
+        with _named(what):
+            begin()
+        self._wait(handle, what, call)
 
     def _wait_for_devices(self, handle: Any, what: Callable[[], str]) -> None:
-        wait = nccl_calls.wait_for_devices
         words = "the GPUs' own work before"
-        self._run_task(handle, lambda: f"{words} {what()}", "ncs_nccl_wait_for_devices", wait, own_work=True)
+        self._wait(handle, lambda: f"{words} {what()}", "ncs_nccl_wait_for_devices", own_work=True)
 
-    def _run_task(
-        self,
-        handle: Any,
-        what: Callable[[], str],
-        call: str,
-        begin: Callable[[Any, float], bool],
-        *,
-        own_work: bool = False,
-    ) -> None:
-        """Run a task and wait for its end, the GPUs' own work by `begin` itself; an error names the task."""
-        calls = itertools.chain([begin], itertools.repeat(begin if own_work else nccl_calls.wait))
-        try:
+    def _wait(self, handle: Any, what: Callable[[], str], call: str, *, own_work: bool = False) -> None:
+        """Wait for the call under way, or for the GPUs' own work; an error names it."""
+        with _named(what):
             timeouts.wait(
-                lambda slice_s: next(calls)(handle, slice_s),
+                functools.partial(nccl_calls.wait, handle, own_work),
                 call=call,
                 what=what,
                 timeout_s=self.timeout_s,
                 arrived=lambda: self._progress_words(nccl_calls.progress(handle, self.size), own_work),
                 check=None if self.peers is None else self.peers.check,
             )
-        except NcclError as error:
-            if error.during:
-                raise
-            raise error.within(what()) from None
 
     @contextlib.contextmanager
     def _aborted_on_error(self, handle: Any) -> Iterator[None]:
@@ -569,6 +550,17 @@ class NcclCommunicator(Communicator):
                 source=self,
                 stacklevel=2,
             )
+
+
+@contextlib.contextmanager
+def _named(what: Callable[[], str]) -> Iterator[None]:
+    """Let an error of NCCL's name what it came in."""
+    try:
+        yield
+    except NcclError as error:
+        if error.during:
+            raise
+        raise error.within(what()) from None
 
 
 def kind_op_root(collective: AnyCollective) -> tuple[int, int, int]:

@@ -12,8 +12,6 @@ from ncclsync.communicator import native
 from ncclsync.communicator.native import ffi, lib
 from ncclsync.errors import NcclError, NcclUnavailableError
 
-UNIQUE_ID_BYTES = 128
-
 _FAILURE, _POINTERS = ffi.typeof("ncs_failure*"), ffi.typeof("void*[]")
 _COLLECTIVES = ffi.typeof("ncs_collective[]")
 
@@ -38,21 +36,18 @@ _ADVICE = (
     ),
 )
 
-
-ALL_REDUCE, BROADCAST, ALL_TO_ALL = lib.NCS_ALL_REDUCE, lib.NCS_BROADCAST, lib.NCS_ALL_TO_ALL
-REDUCE_SCATTER, ALL_GATHER = lib.NCS_REDUCE_SCATTER, lib.NCS_ALL_GATHER
 CALLS = {
-    ALL_REDUCE: "ncclAllReduce",
-    BROADCAST: "ncclBroadcast",
-    ALL_TO_ALL: "ncclSend",
-    REDUCE_SCATTER: "ncclReduceScatter",
-    ALL_GATHER: "ncclAllGather",
+    lib.NCS_ALL_REDUCE: "ncclAllReduce",
+    lib.NCS_BROADCAST: "ncclBroadcast",
+    lib.NCS_ALL_TO_ALL: "ncclSend",
+    lib.NCS_REDUCE_SCATTER: "ncclReduceScatter",
+    lib.NCS_ALL_GATHER: "ncclAllGather",
 }
 
 
 def unique_id(library: native.NcclLibrary) -> bytes:
     """Return the id by which ranks in several processes find each other. Raises NcclError."""
-    made = ffi.new(f"char[{UNIQUE_ID_BYTES}]")
+    made = ffi.new("char[]", lib.NCS_UNIQUE_ID_BYTES)
     native.call(lib.ncs_nccl_get_unique_id, [library.handle], made)
     return bytes(ffi.buffer(made))
 
@@ -115,19 +110,13 @@ def raise_explained(error: NcclError, devices: Sequence[int]) -> NoReturn:
     raise type(error)(error.status, error.call, f"{words}.{remedy}", error.status_name, error.during) from error
 
 
-def wait(comm: Any, slice_s: float) -> bool:
-    """Wait for the current call, for so many seconds; return whether it has ended. Raises NcclError."""
-    return _has_ended(lib.ncs_nccl_wait, comm, slice_s)
+def wait(comm: Any, own_work: bool, slice_s: float) -> bool:
+    """Wait for the current call, or the GPUs' own work, for so many seconds; return whether it has ended.
 
-
-def wait_for_devices(comm: Any, slice_s: float) -> bool:
-    """Begin, or go on, to wait for the GPUs' own work; return whether it has ended. Raises NcclError."""
-    return _has_ended(lib.ncs_nccl_wait_for_devices, comm, slice_s)
-
-
-def _has_ended(wait: Any, comm: Any, slice_s: float) -> bool:
+    Raises NcclError.
+    """
     failure = ffi.new(_FAILURE)
-    status = wait(comm, slice_s, failure)
+    status = (lib.ncs_nccl_wait_for_devices if own_work else lib.ncs_nccl_wait)(comm, slice_s, failure)
     if status != native.IN_PROGRESS:
         native.check_failure(status, failure)
     return status != native.IN_PROGRESS
@@ -167,21 +156,18 @@ def check_group(comm: Any, group: Group, name: Callable[[int], str]) -> None:
     native.check_failure(status, group.failure)
 
 
-def run_group(comm: Any, group: Group, slice_s: float, name: Callable[[int], str]) -> bool:
-    """Begin to run a group that `check_group` has passed, and wait as `wait` does; see ``ncs_nccl_run_group``.
+def launch_group(comm: Any, group: Group, name: Callable[[int], str]) -> None:
+    """Begin to run a group that `check_group` has passed; see ``ncs_nccl_launch_group``. `wait` ends it.
 
     Raises NcclError, which names the collective, if one's call failed.
     """
-    status = lib.ncs_nccl_run_group(comm, group.array, group.size, slice_s, group.failure)
-    if status == native.IN_PROGRESS:
-        return False
+    status = lib.ncs_nccl_launch_group(comm, group.array, group.size, group.failure)
     try:
         native.check_failure(status, group.failure)
     except NcclError as error:
         if group.failure.index < 0:
             raise
         raise error.within(name(group.failure.index)) from None
-    return True
 
 
 def progress(comm: Any, size: int) -> list[int]:

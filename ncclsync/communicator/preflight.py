@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ncclsync.communicator import native, nccl_calls
-from ncclsync.communicator.native import ffi
+from ncclsync.communicator.native import ffi, lib
 from ncclsync.errors import NcclPreflightError, NcclTimeoutError
 
 COUNT = 4096  # elements per message: enough for each of NCCL's channels to carry some
@@ -42,14 +42,10 @@ def check_paths(comm: Any, ranks: Sequence[int], world_size: int, run: Callable[
     def exchange(kind, what, sent):
         during = f"the preflight's {what}"
         group = nccl_calls.Group([(kind, sends, recvs, COUNT, _INT32, native.OPS["sum"], 0)])
-
-        def begin(handle, slice_s):
-            return nccl_calls.run_group(handle, group, slice_s, lambda _: during)
-
         for i, numbers in enumerate(sent):
             nccl_calls.copy(comm, i, sends[i], ffi.from_buffer(numbers), numbers.nbytes)
         try:
-            run(lambda: during, group.call, begin)
+            run(lambda: during, group.call, lambda: nccl_calls.launch_group(comm, group, lambda _: during))
         except NcclTimeoutError as error:
             if error.during != during:  # the GPUs' own work before it has not ended
                 raise
@@ -60,10 +56,10 @@ def check_paths(comm: Any, ranks: Sequence[int], world_size: int, run: Callable[
             nccl_calls.copy(comm, i, ffi.from_buffer(numbers), recvs[i], numbers.nbytes)
         return received
 
-    sums = exchange(nccl_calls.ALL_REDUCE, "all-reduce", [_numbers(r, 0) for r in ranks])
+    sums = exchange(lib.NCS_ALL_REDUCE, "all-reduce", [_numbers(r, 0) for r in ranks])
     expected = np.sum([_numbers(r, 0) for r in range(world_size)], axis=0, dtype=np.int32)
     blocks = [np.stack([_numbers(r, p) for p in range(world_size)]) for r in ranks]
-    received = exchange(nccl_calls.ALL_TO_ALL, "message from each rank to each other", blocks)
+    received = exchange(lib.NCS_ALL_TO_ALL, "message from each rank to each other", blocks)
     for i in range(len(ranks)):
         nccl_calls.scratch(comm, i, 0)
 

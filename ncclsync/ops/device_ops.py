@@ -96,16 +96,13 @@ def launch(
     launcher = communicator.launcher(on_host=on_host)
     if not on_host:
         gpu_streams.missing()  # looks for them, once
-    attributes = {
-        "launcher": launcher.address,
-        "ranks": communicator.world_size,
-        "in_place": int(in_place),
-        "what": [number for one in collectives for number in kind_op_root(one)],
-    }
+    attributes = {"launcher": launcher.address, "ranks": communicator.world_size, "in_place": int(in_place)}
     tokens = []
     for tower, (device, number) in enumerate(zip(devices, communicator.ranks, strict=True)):
         sends = [column[tower] for column in columns]
-        own = {"rank": tower, "number": number, "T": [send.dtype for send in sends]}
+        given = zip(collectives, sends, strict=True)
+        what = [number for one, send in given for number in (*kind_op_root(one), host_ops.dtype_code(send.dtype))]
+        own = {"rank": tower, "number": number, "what": what, "T": [send.dtype for send in sends]}
         with tf.control_dependencies(after[tower]):
             tokens += _create("NcclsyncArrive", sends, [tf.int64], attributes | own, device).outputs
     label = communicator.label(collectives) if collectives else 0

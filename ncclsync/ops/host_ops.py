@@ -42,7 +42,8 @@ def all_reduce(tensors: Sequence[Sequence[tf.Tensor]], weights: Sequence[tf.Tens
     """
     flat = [tensor for row in tensors for tensor in row]
     dtype, count = flat[0].dtype, len(tensors[0])
-    attributes = {"T": dtype, "op": native.OPS[op], "ranks": len(tensors), "tensors": count, "sent": len(flat)}
+    attributes = {"T": dtype, "dtype": dtype_code(dtype), "op": native.OPS[op]}
+    attributes |= {"ranks": len(tensors), "tensors": count, "sent": len(flat)}
 
     def created(*given):
         return create("NcclsyncAllReduce", given, [dtype] * count, attributes).outputs
@@ -52,6 +53,11 @@ def all_reduce(tensors: Sequence[Sequence[tf.Tensor]], weights: Sequence[tf.Tens
     for result, tensor in zip(results, tensors[0], strict=True):
         result.set_shape(tensor.shape)
     return results
+
+
+def dtype_code(dtype: tf.DType) -> int:
+    """Return NCCL's number of a dtype, -1 if it has none."""
+    return native.DTYPES.get(dtype.name, -1)
 
 
 def create(

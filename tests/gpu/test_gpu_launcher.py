@@ -19,17 +19,18 @@ from launching import (
     run_as_a_gpu_does,
 )
 
-from ncclsync.communicator import NcclCommunicator, native, nccl_calls
+from ncclsync.communicator import NcclCommunicator, native
+from ncclsync.communicator.native import lib
 from ncclsync.errors import NcclError
 
 ROUNDS, PERIOD, MOST_PENDING = 300, 25, 3
 MOST_COUNT, TABLE_COUNT = 4096, 2**16
 BUCKETS = (
-    (nccl_calls.ALL_REDUCE, "sum", np.float32),
-    (nccl_calls.ALL_REDUCE, "max", np.int32),
-    (nccl_calls.BROADCAST, "sum", np.int64),
-    (nccl_calls.REDUCE_SCATTER, "sum", np.float32),
-    (nccl_calls.ALL_GATHER, "sum", np.int32),
+    (lib.NCS_ALL_REDUCE, "sum", np.float32),
+    (lib.NCS_ALL_REDUCE, "max", np.int32),
+    (lib.NCS_BROADCAST, "sum", np.int64),
+    (lib.NCS_REDUCE_SCATTER, "sum", np.float32),
+    (lib.NCS_ALL_GATHER, "sum", np.int32),
 )
 
 
@@ -57,7 +58,7 @@ class Round:
 
     def sent(self, bucket, rank):
         """Where in the table begins what a rank sends, and how much that is."""
-        blocks = self._ranks if BUCKETS[bucket][0] == nccl_calls.REDUCE_SCATTER else 1
+        blocks = self._ranks if BUCKETS[bucket][0] == lib.NCS_REDUCE_SCATTER else 1
         begin = (self._number * 977 + rank * 4801 + bucket * 53) % (TABLE_COUNT - self._ranks * MOST_COUNT)
         return begin, blocks * self.counts[bucket]
 
@@ -66,12 +67,12 @@ class Round:
         kind, op, dtype = BUCKETS[bucket]
         parts = [self.sent(bucket, r) for r in range(self._ranks)]
         arrays = [self._tables[np.dtype(dtype)][begin : begin + count] for begin, count in parts]
-        if kind == nccl_calls.BROADCAST:
+        if kind == lib.NCS_BROADCAST:
             return arrays[self.root]
-        if kind == nccl_calls.ALL_GATHER:
+        if kind == lib.NCS_ALL_GATHER:
             return np.concatenate(arrays)
         reduced = np.max(arrays, axis=0) if op == "max" else np.sum(arrays, axis=0, dtype=dtype)
-        return np.split(reduced, self._ranks)[rank] if kind == nccl_calls.REDUCE_SCATTER else reduced
+        return np.split(reduced, self._ranks)[rank] if kind == lib.NCS_REDUCE_SCATTER else reduced
 
 
 def allocate(memory, size_bytes):
@@ -114,7 +115,7 @@ class Tower:
             (send, recv), (begin, count) = self.sides(piece, bucket), this.sent(bucket, self.rank)
             size = np.dtype(dtype).itemsize
             self.writer.copy(send, self._tables[np.dtype(dtype)] + begin * size, count * size)
-            recv = 0 if kind == nccl_calls.BROADCAST and self.rank == this.root else recv
+            recv = 0 if kind == lib.NCS_BROADCAST and self.rank == this.root else recv
             buffers.append((kind, native.OPS[op], this.root, send, recv, this.counts[bucket], np.dtype(dtype).name))
         mark = self.writer.mark()
         arrival = driver.arrive(self.rank, self.told, buffers, functools.partial(self.free.append, piece))
@@ -124,9 +125,9 @@ class Tower:
         """Enqueue the copying of what was received; return where each bucket's lies on the host, and the next place."""
         places = []
         for bucket, (kind, _op, dtype) in enumerate(BUCKETS):
-            in_place = kind == nccl_calls.BROADCAST and self.rank == this.root
+            in_place = kind == lib.NCS_BROADCAST and self.rank == this.root
             send, recv = self.sides(piece, bucket)
-            blocks = self.ranks if kind == nccl_calls.ALL_GATHER else 1
+            blocks = self.ranks if kind == lib.NCS_ALL_GATHER else 1
             size = blocks * this.counts[bucket] * np.dtype(dtype).itemsize
             stream = self.writer if in_place else self.reader  # which writes there in the next round
             stream.copy(host, send if in_place else recv, size)
@@ -225,7 +226,7 @@ class Sums:
         ):
             stream.copy(send, table + 4 * self._n, 4 * self.COUNT)
             told = None if every_stream else stream
-            buffer = (nccl_calls.ALL_REDUCE, native.OPS["sum"], 0, send, recv.pointer, self.COUNT, "int32")
+            buffer = (lib.NCS_ALL_REDUCE, native.OPS["sum"], 0, send, recv.pointer, self.COUNT, "int32")
             arrivals.append(self.driver.arrive(rank, told, [buffer]))
         return arrivals
 

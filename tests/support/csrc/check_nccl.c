@@ -54,7 +54,8 @@ static ncclResult_t run(ncs_nccl_comm* comm, const ncs_collective* collectives, 
   ncclResult_t status = ncs_nccl_wait_for_devices(comm, 5.0, failure);
   if (status != ncclSuccess) return status;
   EXPECT(ncs_nccl_check_group(comm, collectives, n, failure) == ncclSuccess);
-  return ncs_nccl_run_group(comm, collectives, n, slice_s, failure);
+  status = ncs_nccl_launch_group(comm, collectives, n, failure);
+  return status == ncclSuccess ? ncs_nccl_wait(comm, slice_s, failure) : status;
 }
 
 static ncs_collective of(int kind, float** sends, float** recvs) {

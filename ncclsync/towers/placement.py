@@ -238,8 +238,8 @@ def _own_gpus(gpus: list[str], towers: int | None, process: Process) -> list[str
     if len(own) < count:
         raise ValueError(
             f"Expected a GPU for each tower of each process on this host. Received: {len(gpus)} GPUs, for process "
-            f"{process.local_rank} on this host with {count} tower(s). Start fewer processes, or name devices=."
-            f"{_hiding()}"
+            f"{process.local_rank} on this host with {count} tower(s).{_hiding()} Start fewer processes, or name "
+            "devices=."
         )
     return own
 

@@ -1,10 +1,11 @@
-"""Check arguments; bind those of a model's method that takes callbacks, such as `fit`, Keras' or an override."""
+"""Check arguments and arrays; bind arguments of a method that takes callbacks, such as `fit`, or an override."""
 
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 _REST, _NAMED = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
@@ -43,3 +44,15 @@ def check_whole(name: str, value: Any, least: int) -> None:
         raise TypeError(f"Expected {name} to be a whole number. Received: {value!r}")
     if value < least:
         raise ValueError(f"Expected {name} to be at least {least}. Received: {value}")
+
+
+def count_samples(arrays: Any) -> int:
+    """Return how many samples the arrays of a nested structure have; None within it is no array.
+
+    Raises:
+        ValueError: there are no arrays, no samples, or arrays of different numbers of samples.
+    """
+    shapes = [tuple(leaf.shape) for leaf in tf.nest.flatten(arrays) if leaf is not None]
+    if not shapes or not all(shapes) or len({shape[0] for shape in shapes}) != 1 or not shapes[0][0]:
+        raise ValueError(f"Expected arrays of the same number of samples, at least one. Received: shapes {shapes}")
+    return int(shapes[0][0])

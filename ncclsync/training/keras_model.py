@@ -105,14 +105,18 @@ def maker(model: keras.Model, towers: Towers, kind: str) -> Callable[..., Any]:
     return make_theirs
 
 
+def step_of(model: keras.Model) -> "ModelStep | None":
+    """Return the towers' step that a model's `train_function` runs; None: it is Keras' own, or an override's."""
+    step = getattr(model.train_function, "__self__", None)
+    return step if isinstance(step, ModelStep) else None
+
+
 def _explain(model: keras.Model, towers: Towers, batch: Any) -> Explanation:
     """Explain a step on `batch`; see `Towers.explain`."""
     if not model.compiled or model.optimizer is None:
         raise NcclSyncError(f"Expected a compiled model, with an optimizer. Received: {model!r}")
     model.make_train_function()
-    step = getattr(model.train_function, "__self__", None)
-    if not isinstance(step, ModelStep):  # one tower runs Keras' own function
-        step = ModelStep(model, towers, "train_step")
+    step = step_of(model) or ModelStep(model, towers, "train_step")  # one tower runs Keras' own function
     if batch is None and (last := step.last()) is not None:
         program, ran = last
         return explain_program(program, towers, rows_of(ran))

@@ -1,5 +1,6 @@
 """`python -m ncclsync doctor` as a user runs it; its questions to stand-ins, fakes and broken packages."""
 
+import dataclasses
 import io
 import json
 import os
@@ -9,11 +10,15 @@ import sys
 import time
 
 import pytest
+import tensorflow as tf
+from hosts import GPUS
 from rich.console import Console
 
 import ncclsync
 from ncclsync.tools import cli
 from ncclsync.tools.doctor import examination, libraries, probes
+from ncclsync.tools.doctor.facts import Choice, Frameworks, from_json
+from ncclsync.tools.doctor.problems import find_problems
 from ncclsync.tools.doctor.screen import render
 
 SUPPORT = pathlib.Path(__file__).parents[1] / "support"
@@ -76,6 +81,23 @@ def test_processes_that_training_refuses():
         assert problem["code"] == "processes-apart" and words in problem["text"], problem
         assert "write processes=False" in problem["text"] + problem["remedy"]
         assert report["summary"] == "Training would fail: 1 error. No GPU on this machine."
+
+
+def test_too_few_gpus_for_processes(monkeypatch):
+    """That, and what hides more of them, is the problem: not the version of TensorFlow."""
+    gpus = [tf.config.LogicalDevice(f"/device:GPU:{i}", "GPU") for i in range(2)]
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind=None: gpus)
+    environ = {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "a"}
+    for name, value in {**environ, "MASTER_PORT": "1", "CUDA_VISIBLE_DEVICES": "0,1"}.items():
+        monkeypatch.setenv(name, value)
+    facts = {}
+    probes.PROBES["frameworks"](lambda **some: facts.update(some))
+    assert {"reason", "ncclsync_error"}.isdisjoint(facts)
+    host = dataclasses.replace(GPUS, frameworks=from_json(Frameworks, facts), choice=Choice())
+    (problem,) = (one for one in find_problems(host) if one.severity == "error")
+    assert problem.code == "processes-apart" and "Received: 2 GPUs, for process 2" in problem.text
+    assert problem.text.endswith(" CUDA_VISIBLE_DEVICES='0,1' hides all others.")
+    assert problem.remedy == "Start fewer processes, or name devices=."
 
 
 @pytest.mark.slow
@@ -319,6 +341,31 @@ def test_crash_keeps_what_was_known(monkeypatch, tmp_path):
     assert (answer.ended, answer.how, answer.stage) == ("crash", "killed by SIGSEGV", "importing Keras")
     assert answer.facts["tensorflow"] == "2.21.0"
     assert answer.output[-1] == "last words"
+
+
+def test_a_probe_finds_modules_as_its_process_does(tmp_path):
+    """In the same order: of two TensorFlows it asks the one that a script imports."""
+    for folder in ("first", "installed"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "tensorflow.py").write_text(f"__version__ = {folder!r}")
+    (tmp_path / "installed" / "ncclsync").symlink_to(pathlib.Path(ncclsync.__file__).parent)
+    code = "import os; from ncclsync.tools.doctor.probes import ask; print(ask('frameworks', 60, os.environ).facts)"
+    path = os.pathsep.join(str(tmp_path / folder) for folder in ("first", "installed"))
+    environ = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, cwd="/", capture_output=True, text=True)
+    assert "'tensorflow': 'first'" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("named", "expected"),
+    [(["sm_60", "compute_90"], ("6.0", "9.0")), (["sm_90a", "sm_120f"], ("9.0", "12.0")), (["8.0"], ("8.0",))],
+)
+def test_capabilities_of_tensorflow(monkeypatch, named, expected):
+    """However its build names them; a GPU is compared with them."""
+    monkeypatch.setattr(tf.sysconfig, "get_build_info", lambda: {"cuda_compute_capabilities": named})
+    facts = {}
+    probes.PROBES["frameworks"](lambda **some: facts.update(some))
+    assert tuple(facts["build_capabilities"]) == expected
 
 
 @pytest.mark.slow

@@ -169,7 +169,7 @@ ROWS = {
         "Unset TF_CONFIG",
     ),
     "automatic XLA": (
-        given(CPU, TF_XLA_FLAGS="--tf_xla_auto_jit=2"),
+        given(CPU, TF_XLA_FLAGS="--tf_xla_auto_jit=2 --tf_xla_max_cluster_size=0"),
         "warning variable-TF_XLA_FLAGS",
         "--tf_xla_auto_jit=2",
         "jit_compile",

@@ -85,10 +85,11 @@ def test_what_may_differ():
 
 
 def test_backends_differ():
-    """A process that sees no GPU cannot train with those that do."""
-    (found,) = differences([process(0, backend="nccl"), process(1, "b")])
+    """A process that sees no GPU cannot train with those that do; one without a backend has a problem of its own."""
+    (found,) = differences([process(0, backend="nccl"), process(1, "b"), process(2, "c", None)])
     assert (found.severity, found.code) == (ERROR, "processes-backend")
-    assert "nccl in process 0 on a; cpu in process 1 on b" in found.text
+    assert "nccl in process 0 on a; cpu in process 1 on b." in found.text
+    assert list(differences([process(0, backend="nccl"), process(1, "b", None)])) == []
 
 
 def test_problems_are_told_once():

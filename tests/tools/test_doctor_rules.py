@@ -225,7 +225,7 @@ FINE = {
         NCCL_P2P_LEVEL="NVL",
         NCCL_SOCKET_IFNAME="^docker,ib",
         TF_CONFIG='{"cluster": {"worker": ["a:1"]}}',
-        TF_XLA_FLAGS="--tf_xla_auto_jit=0",
+        TF_XLA_FLAGS="--tf_xla_auto_jit=-1 --tf_xla_min_cluster_size=2",
         XLA_FLAGS="--xla_dump_to=/tmp/x",
     ),
     "NCCL's variables without GPU": given(CPU, NCCL_P2P_DISABLE="1", NCCL_SOCKET_IFNAME="ib"),

@@ -392,11 +392,15 @@ def test_what_cannot_have_a_recipe():
 
 
 def test_plot_history(tmp_path):
-    """A picture of what the logs have; no picture of nothing."""
+    """A picture of what the logs have; no picture of nothing. A notebook's pictures are shown as before."""
+    import matplotlib
+
+    matplotlib.use("svg")
     history = keras.callbacks.History()
     history.history = {KEY: [0.1, 0.2], "loss": [1.0, 0.5]}
     plot_history(history, tmp_path / "rate.png")
     plot_history({KEY: [0.1, 0.2], "noise_scale": [10.0, 20.0], "suggested_batch_size": [8, 16]}, tmp_path / "both.png")
+    assert matplotlib.get_backend() == "svg"
     from matplotlib import image
 
     alone, both = (image.imread(tmp_path / f"{name}.png") for name in ("rate", "both"))

@@ -221,6 +221,17 @@ def test_one_tower(tmp_path):
     assert not hasattr(model.train_function, "__self__")
 
 
+def test_two_watchers_of_one_tower(tmp_path):
+    """Both see the steps, and leave plain Keras' function where it was."""
+    model = on_towers(mlp, 1)
+    fit(model)
+    before = model.train_function
+    throughput = Throughput()
+    history = fit(model, throughput, Timeline(tmp_path / "trace.json"))
+    assert model.train_function is before
+    assert "samples_per_second" in history.history and (tmp_path / "trace.json").exists()
+
+
 class Stopping(keras.callbacks.Callback):
     """Ends `fit` by an error of its own, between two steps."""
 

@@ -79,7 +79,7 @@ def _frameworks(answer: probes.Answer) -> tuple[Frameworks, Choice]:
     log = tuple(line for line in answer.output if _WARNINGS.match(line))
     found = dataclasses.replace(from_json(Frameworks, answer.facts), log=log)
     if "reason" not in answer.facts:
-        why = found.tensorflow_error or found.keras_error or found.ncclsync_error or answer.how
+        why = found.tensorflow_error or found.keras_error or found.ncclsync_error or found.refused or answer.how
         return found, Choice(reason=f"none: {why}")
     # Without Keras there is no model to decorate.
     if found.keras_error or found.keras_backend != "tensorflow":

@@ -56,7 +56,7 @@ def ask(name: str, timeout_s: float, environ: Mapping[str, str], arguments: Any 
         environ: its environment. It finds modules as this process does.
         arguments: of the probe by name, as JSON.
     """
-    path = os.pathsep.join([str(pathlib.Path(__file__).parents[3]), *filter(None, sys.path)])
+    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
     with tempfile.TemporaryDirectory(prefix="ncclsync-doctor-", ignore_cleanup_errors=True) as folder:
         file, log = pathlib.Path(folder, "facts.json"), pathlib.Path(folder, "log")
         with log.open("w") as output:
@@ -138,12 +138,13 @@ def _frameworks(tell: Tell) -> None:
         return
     tell(stage="listing TensorFlow's devices")
     build = tf.sysconfig.get_build_info()
-    capabilities = build.get("cuda_compute_capabilities", ())  # such as "sm_89" and "compute_89", for "8.9"
+    # Such as "sm_89" and "compute_89", for "8.9"; "sm_90a" has more than "sm_90".
+    capabilities = build.get("cuda_compute_capabilities", ())
     tell(
         cuda_build=bool(build.get("is_cuda_build")),
         build_cuda=build.get("cuda_version"),
         build_cudnn=build.get("cudnn_version"),
-        build_capabilities=[re.sub(r".*_(\d+)(\d)$", r"\1.\2", one) for one in capabilities],
+        build_capabilities=[re.sub(r".*_(\d+)(\d)[af]?$", r"\1.\2", one) for one in capabilities],
         build_nccl=_required_nccl(),
         gpus=[one.name.removeprefix("/physical_device:") for one in tf.config.list_physical_devices("GPU")],
     )
@@ -167,11 +168,10 @@ def _choose(tell: Tell) -> None:
     words = f"{'allowed' if found.allowed else 'kept out'}, since {found.reason}"
     tell(stage="choosing devices", nvls=words, nvls_variable=found.variable)
     try:
-        process = own_process(None)
-    except NcclSyncError as error:
-        process = None
+        chosen = choose_devices(None, None, None, own_process(None))
+    except (NcclSyncError, ValueError) as error:  # the latter: this host has too few GPUs for its processes
         tell(refused=str(error))
-    chosen = choose_devices(None, None, None, process)
+        return
     tell(devices=chosen.devices, backend=chosen.backend, reason=chosen.reason)
 
 

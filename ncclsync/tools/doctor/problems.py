@@ -328,7 +328,7 @@ def _variables(host: Host) -> Iterator[Problem]:
         remedy = "Start all tasks. To train in this process alone: Unset TF_CONFIG, or write processes=False."
         yield Problem("variable-TF_CONFIG", text, remedy)
     value = host.variable("TF_XLA_FLAGS") or ""
-    if "tf_xla_auto_jit" in value and not value.rstrip().endswith(("=0", "=-1")):
+    if re.search(r"tf_xla_auto_jit=(?!(0|-1)\b)", value):
         text = f"TF_XLA_FLAGS={value} lets XLA compile parts of any graph, with roundings of its own."
         yield _of_variable(host, "TF_XLA_FLAGS", text, "; compile(jit_compile=True) decides for a model")
 

@@ -144,8 +144,9 @@ def differences(everyone: Sequence[ProcessFacts]) -> Iterator[Problem]:
     """Yield a problem for each version and each setting that differs between processes, and for the backend."""
     by_nccl = any(one.backend == "nccl" for one in everyone)
     remedy = "Let all processes see GPUs, or none: CUDA_VISIBLE_DEVICES=''."
-    # What it is, its values, what None means, the effect, the remedy, and whether it is an error.
-    rows = [("backend", [one.backend for one in everyone], "none", "", remedy, True)]
+    # What it is, its values, what None means, the effect, the remedy, and whether it is an error. A process without a
+    # backend has an error of its own, and is left out.
+    rows = [("backend", [one.backend for one in everyone], "", "", remedy, True)]
     for component in dict.fromkeys(name for one in everyone for name in one.versions):
         versions = [one.versions.get(component) for one in everyone]
         remedy = _REMEDIES.get(component, f"Install {component} {{}} on all hosts.")
@@ -160,7 +161,8 @@ def differences(everyone: Sequence[ProcessFacts]) -> Iterator[Problem]:
     for name, values, nothing, effect, remedy, is_error in rows:
         groups: dict[str, list[ProcessFacts]] = collections.defaultdict(list)
         for one, value in zip(everyone, values, strict=True):
-            groups[nothing if value is None else value].append(one)
+            if value is not None or nothing:
+                groups[nothing if value is None else value].append(one)
         if len(groups) > 1:
             said = "; ".join(f"{value} in {_names(who)}" for value, who in groups.items())
             known = next(value for value in values if value is not None)

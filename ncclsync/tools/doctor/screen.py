@@ -91,7 +91,7 @@ def _checks(report: Report) -> Iterator[Text]:
     if joint is not None:
         way = "NCCL" if joint.backend == "nccl" else "TCP"
         yield _outcome(f"Known-answer all-reduce over all {len(report.processes)} processes, by {way}", joint)
-    if host.frameworks.nvls and (host.choice.backend == "nccl" or host.gpu_count):
+    if host.frameworks.nvls and host.may_use_gpus:
         yield Text(f"NVLS, sums within the NVSwitch that differ from call to call: {host.frameworks.nvls}")
     size, free = map(_gibibytes, (host.shm_bytes, host.shm_free_bytes))
     yield Text(f"/dev/shm: {size}, {free} of it free. Cores: {host.cores}")

@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from ncclsync.towers.step_function import to_tensor
+from ncclsync.training.arguments import count_samples
 
 Batch = tuple[Any, Any, Any]  # x, y and sample weights as Keras takes them; y and weights may be None
 
@@ -32,7 +33,7 @@ def take_batches(data: Any, steps: int, *, batch_size: int, towers: int, one_siz
         arrays = keras.tree.map_structure(_as_array, data)
         batches = [
             keras.tree.map_structure(lambda a, at=at: None if a is None else a[at], arrays)
-            for at in _slices(_length(arrays), steps, batch_size, towers, one_size)
+            for at in _slices(count_samples(arrays), steps, batch_size, towers, one_size)
         ]
     else:
         batches = list(itertools.islice(_iterated(data), steps))
@@ -78,15 +79,6 @@ def _slices(rows: int, steps: int, batch_size: int, towers: int, one_size: bool)
             size -= 1
         yield slice(start, start + size)
         start += size
-
-
-def _length(arrays: Any) -> int:
-    lengths = {int(leaf.shape[0]) for leaf in keras.tree.flatten(arrays) if leaf is not None}
-    if len(lengths) != 1 or not max(lengths):
-        raise ValueError(
-            f"Expected arrays with the same number of samples, at least one. Received: {sorted(lengths) or 'no array'}"
-        )
-    return lengths.pop()
 
 
 def _as_array(leaf: Any) -> Any:

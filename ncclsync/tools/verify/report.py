@@ -18,8 +18,7 @@ _ROWS = 20  # of the table; the variables that differ most
 
 # A difference is relative to the largest magnitude of its array, but not to less than this: where all that
 # an array holds is rounding (the gradient of a bias that has no effect), no digit of it is meaningful.
-_LEAST_MAGNITUDE = {"log": 1.0, "evaluate": 1.0}
-_LEAST_MAGNITUDE_ELSE = 0.01
+_LEAST_MAGNITUDE, _LEAST_MAGNITUDE_OF_LOGS = 0.01, 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Difference:
             for different shapes.
         relative: `absolute` over the largest magnitude in one device's array, or over 0.01, in a log over 1, if that is
             larger.
-        ok: whether `relative` is within the tolerance; anything but floats must be equal.
+        ok: whether `relative` is within the tolerance; all but floating-point and complex numbers must be equal.
         nan: whether either array holds a NaN. Equal NaNs do not differ.
     """
 
@@ -56,11 +55,13 @@ def measure(step: int, kind: str, name: str, actual: Any, expected: Any, toleran
         apart = 0.0 if same else float("inf")
         return Difference(step, kind, name, apart, apart, same, nan=False)
     exact = expected.dtype.kind in "iub"
-    one, other = actual.astype(np.float64), expected.astype(np.float64)
+    wide = np.complex128 if "c" in (actual.dtype.kind, expected.dtype.kind) else np.float64
+    one, other = actual.astype(wide), expected.astype(wide)
     nan = bool(np.isnan(one).any() or np.isnan(other).any())
     absolute = float(distance(tf.constant(one), tf.constant(other)))
     magnitude = float(np.max(np.abs(other[np.isfinite(other)]), initial=0.0))
-    relative = absolute / max(magnitude, _LEAST_MAGNITUDE.get(kind, _LEAST_MAGNITUDE_ELSE))
+    least = _LEAST_MAGNITUDE_OF_LOGS if kind in ("log", "evaluate") else _LEAST_MAGNITUDE
+    relative = absolute / max(magnitude, least)
     return Difference(step, kind, name, absolute, relative, relative <= (0.0 if exact else tolerance), nan)
 
 
@@ -159,4 +160,4 @@ def _when(one: Difference) -> str:
 
 
 def _is_number(array: np.ndarray) -> bool:
-    return array.dtype.kind in "fiub" or array.dtype.name in ("bfloat16", "float8_e4m3fn", "float8_e5m2")
+    return array.dtype.kind in "fciub" or array.dtype.name in ("bfloat16", "float8_e4m3fn", "float8_e5m2")

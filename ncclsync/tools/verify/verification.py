@@ -179,18 +179,16 @@ class _Run:
 
 
 def _build(factory: Callable, seed: int) -> keras.Model:
-    """Call a factory after seeding Keras.
+    """Call a factory, which first of all makes a model on towers, after seeding Keras.
 
     Raises:
-        TypeError, ValueError: it returns no compiled model with an optimizer.
+        TypeError: on towers: it returns no model.
+        ValueError: it returns no compiled model with an optimizer.
     """
     keras.utils.set_random_seed(seed)
     model = factory()
-    received = f"Received: {model!r}"
-    if not isinstance(model, keras.Model):
-        raise TypeError(f"Expected the factory to return a keras.Model. {received} of type {type(model).__name__}")
     if not model.compiled or model.optimizer is None:
-        words = f"Expected the factory to return a compiled model, with an optimizer. {received}"
+        words = f"Expected the factory to return a compiled model, with an optimizer. Received: {model!r}"
         raise ValueError(f"{words}; call its compile() in the factory")
     return model
 

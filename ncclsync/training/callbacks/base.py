@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from ncclsync.ops.spans import Measured
-from ncclsync.training.keras_model import is_plain, maker
+from ncclsync.training.keras_model import is_plain, maker, step_of
 from ncclsync.training.loop import Towers, towers_of
 
 
@@ -36,7 +36,7 @@ class StepWatcher(keras.callbacks.Callback, abc.ABC):
         towers.session.require_open()
         if model.run_eagerly:
             raise ValueError(f"Expected a step that is traced for {name}. Received: run_eagerly=True")
-        if is_plain(towers):
+        if is_plain(towers) and step_of(model) is None:  # else another watcher has put it there, and will remove it
             self._plain = model.train_function
             maker(model, towers, "train")(force=True)
 

@@ -47,16 +47,14 @@ def plot_history(
         raise ValueError(f"Expected logs with at least one of {keys}. Received: {sorted(logs)}")
 
     import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure  # not pyplot, whose backend is the user's choice
 
     file = pathlib.Path(file)
     ink = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
     style: Any = {"font.size": 9, "svg.hashsalt": "ncclsync", **dict.fromkeys(ink, _INK)}
-    with plt.rc_context(style):
-        figure, axes = plt.subplots(1, len(drawn), squeeze=False, figsize=(4 * len(drawn), 3))
-        for axis, (panel, lines) in zip(axes[0], drawn.items(), strict=True):
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(4 * len(drawn), 3))
+        for axis, (panel, lines) in zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn.items(), strict=True):
             for (label, values), colour in zip(lines.items(), _COLOURS, strict=False):
                 axis.plot(range(1, len(values) + 1), values, "o-", ms=3, color=colour, label=label)
             axis.set(xlabel="epoch", ylabel=panel)
@@ -67,4 +65,3 @@ def plot_history(
         figure.tight_layout()
         dateless: Any = {"metadata": {"Date": None}} if file.suffix == ".svg" else {"dpi": 150}
         figure.savefig(file, transparent=True, **dateless)
-        plt.close(figure)

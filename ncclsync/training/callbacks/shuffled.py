@@ -18,7 +18,7 @@ import tensorflow as tf
 from ncclsync.semantics.shards import digest_of_rows
 from ncclsync.towers.feeding import CountingDataset
 from ncclsync.towers.layout import Layout
-from ncclsync.training.arguments import check_whole
+from ncclsync.training.arguments import check_whole, count_samples
 
 
 class Position(NamedTuple):
@@ -96,7 +96,7 @@ class Shuffled(CountingDataset):
         given = tuple(part for part in (x, y, sample_weight) if part is not None)
         with tf.device("/CPU:0"):
             arrays = _map_arrays(tf.convert_to_tensor, keras.tree.lists_to_tuples(given))
-            self.rows = _rows_of(arrays)
+            self.rows = count_samples(arrays)
             self._epoch, self._first = 0, 0  # of the current or next pass: its number, and where it begins
             self._seen = tf.Variable(0, dtype=tf.int64, trainable=False)  # samples of the pass, counted from its first
             self._pass = tf.Variable(0, dtype=tf.int64, trainable=False)  # its number; only the last pass is counted
@@ -254,7 +254,8 @@ class Shuffled(CountingDataset):
 
     def counted(self, begun: tf.Tensor, batch: Any) -> Any:
         """Count a batch that is handed out, of the pass of this number."""
-        rows = tf.shape(_arrays_of(batch)[0], tf.int64)[0]
+        first = next(leaf for leaf in tf.nest.flatten(batch) if leaf is not None)
+        rows = tf.shape(first, tf.int64)[0]
         rows = tf.where(begun == self._pass, rows, 0)  # an abandoned iterator may still fetch
         with tf.control_dependencies([self._seen.assign_add(rows)]):
             return _map_arrays(tf.identity, batch)
@@ -280,10 +281,6 @@ def _map_arrays(function: Callable[[Any], Any], arrays: Any) -> Any:
     return tf.nest.map_structure(lambda leaf: None if leaf is None else function(leaf), arrays)
 
 
-def _arrays_of(structure: Any) -> list[Any]:
-    return [leaf for leaf in tf.nest.flatten(structure) if leaf is not None]
-
-
 class OwnRows(CountingDataset):
     """Give the batches of a `Shuffled`, with only some towers' rows read, and count in it."""
 
@@ -293,10 +290,3 @@ class OwnRows(CountingDataset):
         self.fetching, self.fetched = data.fetching, data.fetched  # type: ignore[method-assign]
         self.hand_out, self.cardinality = data.hand_out, data.cardinality  # type: ignore[method-assign]
         self.digest = data.digest_of_place  # type: ignore[method-assign]
-
-
-def _rows_of(arrays: Any) -> int:
-    shapes = [tuple(leaf.shape) for leaf in _arrays_of(arrays)]
-    if not shapes or not all(shapes) or len({shape[0] for shape in shapes}) != 1 or not shapes[0][0]:
-        raise ValueError(f"Expected arrays of the same number of samples, at least one. Received: shapes {shapes}")
-    return int(shapes[0][0])

@@ -8,6 +8,7 @@ from ncclsync.ops.collectives import SCATTERED as SCATTERED
 from ncclsync.ops.collectives import Collective as Collective
 from ncclsync.ops.collectives import CollectiveKind as CollectiveKind
 from ncclsync.ops.collectives import Context as Context
+from ncclsync.ops.collectives import Mark as Mark
 from ncclsync.ops.collectives import Purpose as Purpose
 from ncclsync.ops.collectives import Share as Share
 from ncclsync.ops.collectives import all_gather as all_gather

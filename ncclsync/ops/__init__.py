@@ -3,8 +3,8 @@
 A user calls `all_reduce`, `broadcast` and `all_gather` inside a step. The other names are for ncclsync's packages.
 """
 
+from ncclsync.ops.collectives import KEPT_SUM as KEPT_SUM
 from ncclsync.ops.collectives import REDUCE_OPS as REDUCE_OPS
-from ncclsync.ops.collectives import SCATTERED as SCATTERED
 from ncclsync.ops.collectives import Collective as Collective
 from ncclsync.ops.collectives import CollectiveKind as CollectiveKind
 from ncclsync.ops.collectives import Context as Context

@@ -82,7 +82,8 @@ class Collective:
         return tf.TensorShape([1, *shape[1:]]) if self.kind == CollectiveKind.REDUCE_SCATTER else shape
 
 
-SCATTERED = Collective(CollectiveKind.REDUCE_SCATTER)
+# Of what towers keep from earlier batches, too, which one without rows of this batch has as well.
+KEPT_SUM = Collective(CollectiveKind.ALL_REDUCE, "sum", empty_too=True)
 
 
 class Share(NamedTuple):

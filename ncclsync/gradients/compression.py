@@ -48,7 +48,7 @@ class ErrorFeedback:
             rest = owed - tf.cast(rounded, tf.float32)
             kept.assign(tf.where(tf.math.is_finite(rest), rest, tf.zeros_like(rest)))
             sent.append(rounded)
-        added = dict(zip(chosen, context.exchange(sent, ROUNDED), strict=True)) if sent else {}
+        added = dict(zip(chosen, context.exchange(sent, ops.KEPT_SUM), strict=True)) if sent else {}
         return [tf.cast(added[i], tf.float32) if i in added else None for i in range(len(gradients))]
 
     def _kept_of(self, variable: tf.Variable) -> tf.Variable:
@@ -58,7 +58,3 @@ class ErrorFeedback:
             declare_role(kept, Role.PARTIAL)
             self._kept[id(variable)] = variable, kept
         return self._kept[id(variable)][1]
-
-
-# A tower without samples may have something to send from the step before.
-ROUNDED = ops.Collective(ops.CollectiveKind.ALL_REDUCE, "sum", empty_too=True)

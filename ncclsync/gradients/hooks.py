@@ -19,11 +19,8 @@ from ncclsync.compat import keras_optimizers, other_libraries
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.gradients.compression import ErrorFeedback
 from ncclsync.gradients.sharded_optimizer import OptimizerSharding
-from ncclsync.ops import Collective, CollectiveKind, Context
+from ncclsync.ops import Context
 from ncclsync.semantics.roles import Role, declare_role
-
-# The towers' running sums of gradients; a tower without rows of this batch has sums of earlier batches.
-ACCUMULATED = Collective(CollectiveKind.ALL_REDUCE, "sum", empty_too=True)
 
 _nested = threading.local()
 
@@ -62,13 +59,12 @@ def gradients_reduced(
         context = ops.current_context()
         if context is not None:
             other_libraries.check_not_horovods(self)
-        # One optimizer may wrap another, and a subclass calls its base: the outermost call reduces.
-        if context is None or getattr(_nested, "apply", False):
+        # One optimizer may wrap another, and a subclass calls its base: the outermost call reduces. A branch or a loop
+        # gets whole inputs.
+        if context is None or not context.can_exchange() or getattr(_nested, "apply", False):
             return apply(self, grads, trainable_variables, **kwargs)
         _nested.apply = True
         try:
-            if not context.can_exchange():  # in a branch or loop, which gets whole inputs
-                return apply(self, grads, trainable_variables, **kwargs)
             grads = list(grads)
             if trainable_variables is not None:
                 trainable_variables = list(trainable_variables)
@@ -122,7 +118,7 @@ def _apply_accumulated(
             part = context.share.of_samples(tf.convert_to_tensor(part))
             running[i] = accumulators[i] + tf.cast(part, accumulators[i].dtype)
     updates = keras_optimizers.update_is_due(optimizer)
-    totals = context.exchange(list(running.values()), ACCUMULATED, when=updates)
+    totals = context.exchange(list(running.values()), ops.KEPT_SUM, when=updates)
     reduced = dict(zip(running, totals, strict=True))
     with keras_optimizers.accumulators_emptied(optimizer):
         apply(optimizer, [reduced.get(i) for i in range(len(gradients))], variables)

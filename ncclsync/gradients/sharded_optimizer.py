@@ -20,10 +20,11 @@ from ncclsync.compat import keras_optimizers
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError
 from ncclsync.gradients.partitions import PartitionedSlot, Place, Processes
-from ncclsync.ops import SCATTERED, Collective, CollectiveKind
+from ncclsync.ops import Collective, CollectiveKind
 from ncclsync.semantics.roles import Role, declare_role
 from ncclsync.semantics.rules import ELEMENTWISE
 
+SCATTERED = Collective(CollectiveKind.REDUCE_SCATTER)
 # Towers without samples have updated their parts, too.
 GATHERED = Collective(CollectiveKind.STACK, empty_too=True)
 

@@ -113,8 +113,10 @@ class Shapes:
         inputs = self._graph.inputs[op.name]
         if op.type == "Const":
             self._values[f"{op.name}:0"] = (tf.get_static_value(op.outputs[0]),) * 2
-        elif op.type == "Shape" and None not in self._cases(inputs[0]):
-            self._values[f"{op.name}:0"] = tuple(np.array(one, dtype) for one in self._cases(inputs[0]))
+        elif op.type in ("Shape", "ShapeN"):
+            for i, cases in enumerate(map(self._cases, inputs)):
+                known = None not in cases
+                self._values[f"{op.name}:{i}"] = tuple(np.array(one, dtype) for one in cases) if known else None
         elif inputs and None not in (given := [self._values_of(name) for name in inputs]):
             found = self._kernels.values(op, [*zip(*given, strict=True)])
             for i in range(len(op.outputs)):

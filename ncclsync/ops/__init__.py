@@ -3,11 +3,12 @@
 A user calls `all_reduce`, `broadcast` and `all_gather` inside a step. The other names are for ncclsync's packages.
 """
 
+from ncclsync.ops.collectives import KEPT_SUM as KEPT_SUM
 from ncclsync.ops.collectives import REDUCE_OPS as REDUCE_OPS
-from ncclsync.ops.collectives import SCATTERED as SCATTERED
 from ncclsync.ops.collectives import Collective as Collective
 from ncclsync.ops.collectives import CollectiveKind as CollectiveKind
 from ncclsync.ops.collectives import Context as Context
+from ncclsync.ops.collectives import Mark as Mark
 from ncclsync.ops.collectives import Purpose as Purpose
 from ncclsync.ops.collectives import Share as Share
 from ncclsync.ops.collectives import all_gather as all_gather

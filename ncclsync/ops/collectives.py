@@ -9,11 +9,13 @@ import dataclasses
 import enum
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from ncclsync.communicator import native
+from ncclsync.compat.source_lines import user_line
+from ncclsync.errors import NcclSyncError
 
 REDUCE_OPS = ("mean", "sum", "prod", "max", "min")
 
@@ -80,7 +82,8 @@ class Collective:
         return tf.TensorShape([1, *shape[1:]]) if self.kind == CollectiveKind.REDUCE_SCATTER else shape
 
 
-SCATTERED = Collective(CollectiveKind.REDUCE_SCATTER)
+# Of what towers keep from earlier batches, too, which one without rows of this batch has as well.
+KEPT_SUM = Collective(CollectiveKind.ALL_REDUCE, "sum", empty_too=True)
 
 
 class Share(NamedTuple):
@@ -100,10 +103,48 @@ class Share(NamedTuple):
         return tf.where(self.fraction > 0, tensor, tf.zeros_like(tensor))
 
 
-class Context(Protocol):
-    """Decide what a collective becomes in a step that is traced for towers."""
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """Describe an `IdentityN` of a trace that says how tensors are to be placed from there on.
 
-    share: Share
+    Attributes:
+        name: the op's.
+        purpose: how they are placed.
+        collective: how they meet their counterparts, if that is the purpose.
+        conditional: whether its last tensor says if the collective happens.
+        line: the user's that asks for it, or calls what does.
+        height: the rows of the table that slices are of, where `whole` may add slices of one row up; else 0.
+        of: the name of the mark that `Purpose.ROWS` are taken back to.
+        by_choice: whether it gives other numbers than one device's, for speed.
+    """
+
+    name: str
+    purpose: Purpose
+    collective: Collective = Collective(CollectiveKind.ALL_REDUCE)
+    conditional: bool = False
+    line: str = ""
+    height: int = 0
+    of: str = ""
+    by_choice: bool = False
+
+
+class Context:
+    """Leave marks in a step that is being traced for towers.
+
+    Attributes:
+        share: the tower's.
+        marks: by name of the marking op.
+    """
+
+    def __init__(self, share: Share) -> None:
+        """Begin in the graph that is being built."""
+        self.share = share
+        self.marks: dict[str, Mark] = {}
+        self._graph = tf.compat.v1.get_default_graph()
+
+    def can_exchange(self) -> bool:
+        """Return whether a collective is possible here: not inside a loop or a branch of the step."""
+        return tf.compat.v1.get_default_graph() is self._graph
 
     def exchange(
         self, tensors: Sequence[tf.Tensor], collective: Collective, when: tf.Tensor | None = None
@@ -112,15 +153,29 @@ class Context(Protocol):
 
         `when` is a bool scalar, equal on all towers; if False, the tensors stay as they are.
         """
-        ...
+        if not self.can_exchange():
+            raise NcclSyncError(
+                "Expected a collective at the top level of a step, where the step can be cut. Received: one "
+                f"inside tf.while_loop, tf.cond or a nested tf.function, called at {user_line()}. Move the "
+                "collective out of it, or leave it away: steps on towers compute what one device computes."
+            )
+        conditions = [] if when is None else [when]
+        details = {"collective": collective, "conditional": when is not None}
+        results = self.mark([*tensors, *conditions], Purpose.COLLECTIVE, **details)
+        results = results[: len(tensors)]
+        if collective.changes_rows:
+            # On towers there will be other rows, which what is traced from here on must not know.
+            results = [tf.compat.v1.placeholder_with_default(t, [None, *t.shape[1:]]) for t in results]
+        return results
 
     def mark(self, tensors: Sequence[tf.Tensor], purpose: Purpose, **details: Any) -> list[tf.Tensor]:
-        """Return the tensors, placed as that purpose says."""
-        ...
-
-    def can_exchange(self) -> bool:
-        """Return whether a collective is possible here: not inside a loop or a branch of a traced step."""
-        ...
+        """Return the tensors, placed as that purpose says; `details` are of `Mark`."""
+        if not self.can_exchange():  # in a loop, or a branch: what has no rule there is made whole before it
+            return list(tensors)
+        outputs = tf.identity_n(list(tensors), name="ncclsync_mark")
+        op = outputs[0].op
+        self.marks[op.name] = Mark(op.name, purpose, line=user_line(op.traceback), **details)
+        return list(outputs)
 
 
 _running = threading.local()

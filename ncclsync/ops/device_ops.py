@@ -18,7 +18,6 @@ import tensorflow as tf
 
 from ncclsync.communicator import AllGather, AllReduce, AnyCollective, Broadcast, Communicator, NcclCommunicator
 from ncclsync.communicator.nccl import kind_op_root
-from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops import gpu_streams, host_ops
 
 
@@ -60,7 +59,7 @@ class Launched:
         self, tower: int, dtypes: list[tf.DType], device: str, *, waits: int = 0, passes: int = 0
     ) -> tf.Operation:
         attributes = {"rank": tower, "waits": waits, "passes": passes, "T": dtypes}
-        return _create("NcclsyncDeliver", [self.token], dtypes, attributes, device)
+        return host_ops.create("NcclsyncDeliver", [self.token], dtypes, attributes, device)
 
 
 def default_device() -> str:
@@ -104,11 +103,11 @@ def launch(
         what = [number for one, send in given for number in (*kind_op_root(one), host_ops.dtype_code(send.dtype))]
         own = {"rank": tower, "number": number, "what": what, "T": [send.dtype for send in sends]}
         with tf.control_dependencies(after[tower]):
-            tokens += _create("NcclsyncArrive", sends, [tf.int64], attributes | own, device).outputs
+            tokens += host_ops.create("NcclsyncArrive", sends, [tf.int64], attributes | own, device).outputs
     label = communicator.label(collectives) if collectives else 0
     own = {"launcher": launcher.address, "ranks": len(devices), "label": label}
     with tf.control_dependencies(launched_after):
-        op = _create("NcclsyncLaunch", tokens, [tf.int64], own, "CPU:0")
+        op = host_ops.create("NcclsyncLaunch", tokens, [tf.int64], own, "CPU:0")
     pairs = zip(columns, collectives, strict=True)
     shapes = [shape_received(collective, column[0].shape, communicator.world_size) for column, collective in pairs]
     return Launched(op.outputs[0], columns, devices, shapes)
@@ -120,11 +119,3 @@ def shape_received(collective: AnyCollective, sent: tf.TensorShape, ranks: int) 
         return sent
     rows = sent[0] * ranks if isinstance(collective, AllGather) else sent[0] // ranks
     return tf.TensorShape([rows, *sent[1:]])
-
-
-def _create(
-    op: str, inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType], attributes: dict[str, Any], device: str
-) -> tf.Operation:
-    made = host_ops.create(op, inputs, dtypes, attributes, device if device.startswith("/") else f"/{device}")
-    tf_compat.run_independently(made)
-    return made

@@ -67,13 +67,19 @@ def create(
     attributes: Mapping[str, Any],
     device: str = "/CPU:0",
 ) -> tf.Operation:
-    """Add an op of ncclsync's, with outputs of these dtypes, to the graph that is being built. Raises as `register`."""
+    """Add an op of ncclsync's, with outputs of these dtypes, to the graph that is being built. Raises as `register`.
+
+    A stateful one waits for its inputs alone, and runs though nobody needs its results, in a `tf.function` too.
+    """
     register()
     node = tf.compat.v1.NodeDef()
     for name, value in attributes.items():
         set_attribute(node, name, value)
     with tf.device(device):
-        return tf_compat.new_op(op, inputs, dtypes, node.attr)
+        made = tf_compat.new_op(op, inputs, dtypes, node.attr)
+    if tf_compat.is_stateful(made):
+        tf_compat.run_independently(made)
+    return made
 
 
 def set_attribute(node: Any, name: str, value: Any) -> None:

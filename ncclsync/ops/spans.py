@@ -157,9 +157,7 @@ class Meter:
         about = {"meter": self._timestamps.address, "span": span, "ends": int(ends)}
         about |= {"n_tokens": len(tokens), "n_values": len(values)}
         with tf.control_dependencies(here):
-            op = host_ops.create("NcclsyncTimestamp", [*tokens, *values], [], about)
-        tf_compat.run_independently(op)
-        return op
+            return host_ops.create("NcclsyncTimestamp", [*tokens, *values], [], about)
 
     def take(self, traced: bool, failed: bool) -> Measured:
         """Return the recording since the last call."""

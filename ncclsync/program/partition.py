@@ -14,11 +14,10 @@ import tensorflow as tf
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.source_lines import user_line
 from ncclsync.errors import NcclSyncError
-from ncclsync.ops import Collective, CollectiveKind, Purpose
+from ncclsync.ops import Collective, CollectiveKind, Mark, Purpose
 from ncclsync.program.conversion import ADD_UP, GATHER, RECOMPUTED, Conversions, opened
 from ncclsync.program.graph import StepGraph
 from ncclsync.program.program import Results
-from ncclsync.program.trace import Mark
 from ncclsync.semantics import rules
 from ncclsync.semantics.axes import Rows
 from ncclsync.semantics.functions import BRANCHES, LOOPS

@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from ncclsync.communicator import AllGather, AllReduce, AnyCollective, Broadcast, Communicator, ReduceScatter, native
-from ncclsync.ops import Collective, CollectiveKind, device_ops
+from ncclsync.ops import CollectiveKind, device_ops
 from ncclsync.ops.group_ops import Turns, agree, gather_rows, group_exchange
 from ncclsync.ops.spans import COMMUNICATION, Begun, Meter, begin, delay
 from ncclsync.ops.tree import Node, nodes_within, reduce_nodes, reduce_tree
@@ -56,8 +56,9 @@ class _Call(NamedTuple):
 
     @property
     def collectives(self) -> list[AnyCollective]:
-        """Return [B] the communicator's collectives for such buckets."""
-        return [_collective(bucket.wire, label) for bucket, label in zip(self.buckets, self.labels, strict=True)]
+        """Return [B] the communicator's collectives for such buckets; none of a bucket for which it has none."""
+        made = map(_collective, self.buckets, self.labels)
+        return [one for one in made if one is not None]
 
 
 class Exchanges:
@@ -224,17 +225,16 @@ class Exchanges:
 
     def _joined(self, call: _Call) -> list[list[tf.Tensor]]:
         """Join the columns of a call: what the communicator can take grouped, or one bucket of any kind."""
-        columns, communicator, first = call.columns, self._towers.communicator, call.buckets[0]
-        rows = first.wire.concatenates and not _is_grouped(first)
-        if self._divided or (rows and not self._layout.meets_processes):
+        columns, collectives, communicator = call.columns, call.collectives, self._towers.communicator
+        if self._divided or not (collectives or self._layout.meets_processes):
             pairs = zip(call.buckets, columns, strict=True)
             return [_join_shard_tensors(bucket, column, self._layout) for bucket, column in pairs]
         # The communicator joins bucket after bucket.
         travelling = [tensor for row in self._received for tensors in row.values() for tensor in tensors]
         with tf.control_dependencies([] if self._enqueues else travelling):
-            if rows:
+            if not collectives:
                 return [gather_rows(columns[0], communicator, call.labels[0], self.turns)]
-            return group_exchange(columns, communicator, call.collectives, self.turns)
+            return group_exchange(columns, communicator, collectives, self.turns)
 
     def _in_branch(self, call: _Call, *, joins: bool) -> tuple[Any, list[tf.Tensor]]:
         """Do what `_run` does, or leave what is sent as it is; return also the last turn, where it is a token."""
@@ -284,27 +284,21 @@ def together(buckets: Sequence[Bucket]) -> list[list[int]]:
 
 def _is_one_group(bucket: Bucket) -> bool:
     """Return whether a bucket goes into the group that is joined whatever the step computes."""
-    return bucket.join is None and bucket.when is None and _is_grouped(bucket)
+    alone = bucket.join is not None or bucket.when is not None or bucket.wire.kind == CollectiveKind.BROADCAST
+    return not alone and _collective(bucket, "") is not None
 
 
-def _is_grouped(bucket: Bucket) -> bool:
-    """Return whether a collective of the communicator does what the bucket's wire says."""
-    if bucket.wire.kind in (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER):
-        return True
-    # Rows are gathered so where all towers are known to send as many: one of each, and of one size.
-    exchange = bucket.exchanges[0]
-    same = bucket.wire.kind == CollectiveKind.STACK and bucket.wire.empty_too and exchange.shape[1:].is_fully_defined()
-    return same and exchange.dtype.name in native.DTYPES
-
-
-def _collective(wire: Collective, label: str) -> AnyCollective:
-    """Return the communicator's collective for a bucket of one tensor."""
+def _collective(bucket: Bucket, label: str) -> AnyCollective | None:
+    """Return the communicator's collective for a bucket of one tensor; None: of rows, it has none that fits."""
+    wire, exchange = bucket.wire, bucket.exchanges[0]
     if wire.kind == CollectiveKind.BROADCAST:
         return Broadcast((), wire.root, label)
-    if wire.kind == CollectiveKind.STACK:
-        return AllGather((), (), label)
-    kind = ReduceScatter if wire.kind == CollectiveKind.REDUCE_SCATTER else AllReduce
-    return kind((), (), wire.op, label)
+    if not wire.concatenates:
+        kind = ReduceScatter if wire.kind == CollectiveKind.REDUCE_SCATTER else AllReduce
+        return kind((), (), wire.op, label)
+    # Rows are gathered so where all towers are known to send as many: one of each, and of one size.
+    same = wire.kind == CollectiveKind.STACK and wire.empty_too and exchange.shape[1:].is_fully_defined()
+    return AllGather((), (), label) if same and exchange.dtype.name in native.DTYPES else None
 
 
 def add_up(buckets: Sequence[Bucket], total: Sent, given: Sent) -> Sent:

@@ -346,10 +346,9 @@ def test_links():
     assert cluster_of("pcie", gpus_per_host=4).gpus_per_host == 4
     assert cluster_of("nvlink", Link(3e9, 0)).between == Link(3e9, 0)
     assert [CLUSTERS["nvlink"].hosts(n) for n in (2, 8, 9, 64)] == [1, 1, 2, 8]
-    with pytest.raises(ValueError, match=r"Expected GB/s,µs, .* above 0 and from 0. Received: 9,-1"):
-        parse_link("9,-1")
-    with pytest.raises(ValueError, match="Expected a link within hosts of several GPUs"):
-        Cluster(Link(1, 0), gpus_per_host=8)
+    for text in ("9,-1", "0,1", "inf,1", "9,nan", "9", "9,1,1", "fast,1"):
+        with pytest.raises(ValueError, match=rf"Expected GB/s,µs, .* above 0 and from 0. Received: {text}"):
+            parse_link(text)
 
 
 def test_launching_bounds_a_step():

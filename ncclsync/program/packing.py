@@ -32,6 +32,7 @@ def pack_all(
     values: dict[str, tf.Tensor],
     fraction: tf.Tensor,
     has_samples: tf.Tensor,
+    compiled: bool = False,
     meter: Meter | None = None,
     tower: tf.Tensor | None = None,
 ) -> tuple[list[list[tf.Tensor]], list[tf.Operation]]:
@@ -41,37 +42,44 @@ def pack_all(
         buckets: [B] in order.
         values: by name; the exchanges' sources among them.
         fraction: the tower's share of the samples, float64; 0 for a tower without.
-        has_samples: whether that is not 0; int32, in the host's memory, as the lengths of slices are.
+        has_samples: 1 if that is not 0, else 0; int32, in the host's memory, as the lengths of slices are.
+        compiled: whether XLA compiles it, which wants to know lengths.
         meter, tower: see `unpack_all`.
     """
     packed = any(bucket.packed for bucket in buckets)
     sources = {exchange.source: values[exchange.source] for b in buckets for exchange in b.exchanges}
     span = begin(meter if packed else None, tower, "pack", list(sources.values()))
     sources = delay(sources, span.ops)
-    outgoing = [_send(bucket, sources, fraction, has_samples) for bucket in buckets]
+    outgoing = [_send(bucket, sources, fraction, has_samples, compiled) for bucket in buckets]
     return outgoing, span.end([tensor for each in outgoing for tensor in each])
 
 
-def _send(bucket: Bucket, values: dict[str, tf.Tensor], fraction: tf.Tensor, has_samples: tf.Tensor) -> list[tf.Tensor]:
+def _send(
+    bucket: Bucket, values: dict[str, tf.Tensor], fraction: tf.Tensor, has_samples: tf.Tensor, compiled: bool
+) -> list[tf.Tensor]:
     """Pack what a tower contributes; a tower without samples contributes what changes nothing."""
-    tensors = [values[exchange.source] for exchange in bucket.exchanges]
-    if bucket.join is not None and not bucket.wire.concatenates:
+    wire, tensors = bucket.wire, [values[exchange.source] for exchange in bucket.exchanges]
+    if bucket.join is not None and not wire.concatenates:
         return tensors
     for i, exchange in enumerate(bucket.exchanges):
         if exchange.collective.kind == CollectiveKind.ALL_REDUCE and exchange.collective.op == "mean":
             tensors[i] = tensors[i] * tf.cast(fraction, tensors[i].dtype)
-    present = has_samples > 0 if bucket.wire.concatenates else fraction > 0
-    return [_contributed(bucket, one, present) for one in ([pack(tensors)] if bucket.packed else tensors)]
-
-
-def _contributed(bucket: Bucket, tensor: tf.Tensor, present: tf.Tensor) -> tf.Tensor:
-    if bucket.wire.kind == CollectiveKind.BROADCAST or bucket.wire.empty_too:
-        return tensor
-    if bucket.wire.concatenates:
-        rows = tf.shape(tensor)[0]
-        return tensor[: tf.where(present, rows, 0)]
-    # A select, not a product: what a tower computed on a stand-in row may be NaN.
-    return tf.where(present, tensor, _neutral(bucket.wire.op, tensor.dtype))
+    if wire.concatenates and not wire.empty_too:
+        tensors = [tensor[: tf.shape(tensor)[0] * has_samples] for tensor in tensors]
+    elif wire.kind != CollectiveKind.BROADCAST and not wire.empty_too:
+        # A select, not a product: what a tower computed on a stand-in row may be NaN.
+        neutral = _neutral(wire.op, tensors[0].dtype)
+        if compiled or not bucket.packed:
+            tensors = [tf.where(fraction > 0, tensor, neutral) for tensor in tensors]
+        else:  # by the one copy that packing is: slices of all or nothing are none
+            sizes = [exchange.shape.num_elements() for exchange in bucket.exchanges]
+            own = [tf.reshape(tensor, [-1])[: size * has_samples] for tensor, size in zip(tensors, sizes, strict=True)]
+            tensors = [*own, tf.fill([sum(sizes) * (1 - has_samples)], neutral)]
+    if not bucket.packed:
+        return tensors
+    sent = pack(tensors)
+    sent.set_shape(bucket.specs[0].shape)
+    return [sent]
 
 
 def _neutral(op: str, dtype: tf.DType) -> tf.Tensor:

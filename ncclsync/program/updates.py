@@ -33,8 +33,8 @@ def find_updates(graph: StepGraph) -> dict[str, str]:
 
 def _nearest(graph: StepGraph, writers: list[str]) -> list[str]:
     """Return results of exchanges that ops rest on, nearest first; no further than local ops."""
-    results = [name for name in writers if name in graph.exchanges]
-    queue = collections.deque(name for name in writers if name not in graph.exchanges)
+    results: list[str] = []
+    queue = collections.deque(writers)
     seen = set(queue)
     while queue:
         child = queue.popleft()

@@ -162,23 +162,23 @@ class Partition(Conversions):
         same_shape = rules.SAME_SHAPE & {op.type, f"{op.type}:{output.value_index}"}
         if same_shape and given[0].kind is Kind.SHARD:
             return rules.counted(given[0])
-        if output.dtype in (tf.resource, tf.variant) or not (self.is_function(op) or op.type in rules.BACK_TO_ROWS):
+        if output.dtype in (tf.resource, tf.variant) or not (self.functions.runs(op) or op.type in rules.BACK_TO_ROWS):
             return None
-        if not self.is_function(op) and (at := rules.shape_input(op)) is not None:
+        if not self.functions.runs(op) and (at := rules.shape_input(op)) is not None:
             shape, rank = given[at], output.shape.rank
             if shape.kind is not Kind.COUNTS or not rank:
                 return None
             axis = next(i for i, count in enumerate(shape.counts) if count)  # of [rows, rows], of all pairs, the first
             along = rank - 1 if op.type == "TopKV2" else axis
             return rules.shard(along, 1, max(shape.counts[axis], 0), shape.unit)
-        rowed = any(one.kind is Kind.SHARD for one in (given if self.is_function(op) else given[:1]))
+        rowed = any(one.kind is Kind.SHARD for one in (given if self.functions.runs(op) else given[:1]))
         lengths = self.axes.lengths(output) if rowed else None
         found = [(axis, one.each) for axis, one in enumerate(lengths or ()) if isinstance(one, Rows)]
         return rules.shard(found[0][0], 1, found[0][1]) if found else None
 
     def _made(self, call: Call) -> list[Placement]:
         op, graph = call.op, self.graph
-        if graph.writes[op.name] and not self.is_function(op):
+        if graph.writes[op.name] and not self.functions.runs(op):
             return self._write(call)
         if op.type in ("ReadVariableOp", "VariableShape", "VarIsInitializedOp"):
             return [call.inputs[0] if op.type == "ReadVariableOp" else REPLICATE]
@@ -188,17 +188,18 @@ class Partition(Conversions):
         # TensorFlow does not tell of a generator's variable that such a draw alone takes: there is one for all towers.
         inputs = zip(graph.inputs[op.name], op.inputs, strict=True)
         unheld = {name for name, tensor in inputs if tensor.dtype == tf.resource} - graph.role.keys()
-        if (op.type in rules.DRAWS and unheld) or op.type in PRINTS or self._hides(op, REPEATABLE | rules.DRAWS):
+        draws_alike = op.type in rules.DRAWS and unheld
+        if draws_alike or op.type in PRINTS or self.functions.hides_state(op, REPEATABLE | rules.DRAWS):
             return self._hidden(call)
         if op.type == "RngReadAndSkip":
             for i in (1, 2):
                 call.require(i, REPLICATE)
             return [call.inputs[0] if call.inputs[0].kind is Kind.LOCAL else REPLICATE]
-        unseen = op.type not in rules.SEEDED_DRAWS and self._hides(op, REPEATABLE)
+        unseen = op.type not in rules.SEEDED_DRAWS and self.functions.hides_state(op, REPEATABLE)
         if unseen and all(placed.whole for placed in call.inputs):
             return self.alike(call)
         made = self.place(call)
-        unordered = UNORDERED.union(ADDS_SLICES) if self.is_function(op) else UNORDERED
+        unordered = UNORDERED.union(ADDS_SLICES) if self.functions.runs(op) else UNORDERED
         if self._is_unordered(call) and not unordered.isdisjoint(self.functions.op_types(op)):
             return self.alike(call)
         return made
@@ -207,10 +208,6 @@ class Partition(Conversions):
         """Return whether towers compute an op's floats alike, on GPUs, whose kernels may add them up in no order."""
         floats = any(tensor.dtype.is_floating or tensor.dtype.is_complex for tensor in call.tensors)
         return self._on_gpus and floats and all(placed.whole for placed in call.inputs)
-
-    def _hides(self, op: tf.Operation, repeatable: frozenset[str]) -> bool:
-        """Return whether an op, or a function that it calls, has a state that no variable holds."""
-        return tf_compat.is_stateful(op) and self.functions.hides_state(op, repeatable)
 
     def _argument(self, op: tf.Operation) -> None:
         graph, output = self.graph, op.outputs[0]
@@ -254,7 +251,7 @@ class Partition(Conversions):
         for i in range(len(call.inputs)):
             call.require(i, REPLICATE)
         logger.debug("%s %s is made whole: %s", call.op.type, call.op.name, ", ".join(map(str, call.given[1])))
-        if call.op.type not in rules.DRAWS and self._hides(call.op, REPEATABLE):
+        if call.op.type not in rules.DRAWS and self.functions.hides_state(call.op, REPEATABLE):
             return self._follow(call)
         return [REPLICATE] * len(call.op.outputs)
 
@@ -285,7 +282,7 @@ class Partition(Conversions):
         for one in sources:
             sources += [t.op for t in one.inputs if t.dtype == tf.variant and t.op not in sources]
         handles = sorted({handle for one in sources for handle in graph.writes.get(one.name, ())})
-        is_dataset = any(output.dtype == tf.variant for output in op.outputs) and not self.is_function(op)
+        is_dataset = any(output.dtype == tf.variant for output in op.outputs) and not self.functions.runs(op)
         if not handles or is_dataset:  # which writes when it is iterated
             return
         with self.building():

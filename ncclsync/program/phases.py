@@ -10,7 +10,6 @@ is empty: what shards need of a tower's is computed in their phase.
 
 from collections.abc import Iterator
 
-from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.names import OpName, TensorName, op_name
 from ncclsync.compat.source_lines import user_line
 from ncclsync.errors import NcclSyncError
@@ -69,7 +68,7 @@ class _Kinds:
             if rests_on_own or not graph.differing.isdisjoint(results.union(inputs)):
                 self.shards.add(op.name)
                 own.update(results if rests_on_own else ())
-            elif tf_compat.is_stateful(op) and graph.calls.hides_state(op, REPEATABLE):
+            elif graph.calls.hides_state(op, REPEATABLE):
                 self.once.add(op.name)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from ncclsync.semantics.axes import Axes, Rows, length_of
-from ncclsync.semantics.functions import BRANCHES, CALLS, LOOPS, Functions
+from ncclsync.semantics.functions import LOOPS, Functions
 from ncclsync.semantics.rules import PRODUCTS, equation_of, names
 
 # An H100 SXM, by its data sheet: 67 · 10¹² float32 operations and 3.35 · 10¹² bytes per second, 20 for each byte; an
@@ -93,8 +93,8 @@ class Roofline:
 
         Of a loop, those of all its trips, as far as their number is known; of a branch, those of the longer one.
         """
-        is_function = op.type in LOOPS | BRANCHES | CALLS or self._functions.calls(op.type)
-        bodies = [self._of_function(op, name) for name in self._functions.called_by(op)] if is_function else []
+        names = self._functions.called_by(op) if self._functions.runs(op) else []
+        bodies = [self._of_function(op, name) for name in names]
         if op.type in LOOPS:
             trips, once = self._trips(op), np.sum(bodies, axis=0)
             work = np.zeros_like(once)

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.names import OpName, TensorName
-from ncclsync.semantics.functions import BRANCHES, CALLS, LOOPS, Functions, in_order
+from ncclsync.semantics.functions import BRANCHES, LOOPS, Functions, in_order
 
 SMALL = 64  # elements of a tensor of integers whose values are followed
 
@@ -194,7 +194,7 @@ class Axes:
         """Infer the shapes of an op's results."""
         if op.type in LOOPS:
             return self._loop(op)
-        if op.type in BRANCHES or op.type in CALLS or self._functions.calls(op.type):
+        if self._functions.runs(op):
             return self._called(op)
         if any(tensor.dtype in (tf.variant, tf.resource) for tensor in (*op.inputs, *op.outputs)):
             return self._of_items(op)
@@ -207,12 +207,7 @@ class Axes:
         except (ValueError, tf.errors.OpError):  # no such batch is possible
             return [_traced(output) for output in op.outputs]
         return [
-            None
-            if None in shapes or len(set(map(len, shapes))) > 1
-            else tuple(
-                tuple(batch.open if n is None else n for n in shape)
-                for batch, shape in zip(BATCHES, shapes, strict=True)
-            )
+            None if None in shapes or len(set(map(len, shapes))) > 1 else _filled(shapes)
             for shapes in zip(*found, strict=True)
         ]
 
@@ -486,7 +481,15 @@ def _traced(tensor: tf.Tensor) -> State:
         return Items((tuple(spec.shape.as_list()),) * len(BATCHES))
     if tensor.shape.rank is None or tensor.dtype == tf.variant:
         return None
-    return tuple(tuple(batch.open if n is None else n for n in tensor.shape.as_list()) for batch in BATCHES)
+    return _filled([tensor.shape.as_list()] * len(BATCHES))
+
+
+def _filled(shapes: Sequence[Sequence[int | None]]) -> Shapes:
+    """Return shapes, for each of BATCHES, of which some lengths are open."""
+    return tuple(
+        tuple(batch.open if length is None else length for length in shape)
+        for batch, shape in zip(BATCHES, shapes, strict=True)
+    )
 
 
 def given_rows(tensor: tf.Tensor) -> State:

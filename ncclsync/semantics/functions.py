@@ -13,6 +13,7 @@ from ncclsync.compat.names import OpName
 CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 LOOPS = frozenset({"While", "StatelessWhile"})
 BRANCHES = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
+_RUNNING = CALLS | LOOPS | BRANCHES
 
 
 class Functions:
@@ -32,10 +33,6 @@ class Functions:
             self._graphs[name, shapes] = tf_compat.function_as_graph(self._definitions[name], known, self._outer)
         return self._graphs[name, shapes]
 
-    def calls(self, op_type: str) -> bool:
-        """Return whether an op of that type is a call of a function itself."""
-        return op_type in self._definitions
-
     def called_by(self, op: tf.Operation) -> list[str]:
         """Return the names of the functions that a loop, a branch or a call runs."""
         if op.type in self._definitions:
@@ -52,9 +49,13 @@ class Functions:
             return [names[bool(chosen)]]
         return [names[chosen if 0 <= chosen < len(names) else -1]]
 
+    def runs(self, op: tf.Operation) -> bool:
+        """Return whether an op is a loop, a branch or a call."""
+        return op.type in _RUNNING or op.type in self._definitions
+
     def hides_state(self, op: tf.Operation, repeatable: frozenset[str]) -> bool:
         """Return whether an op, or what it calls, draws from a state in no variable, or runs Python."""
-        return any(tf_compat.hides_state(one, repeatable) for one in self.op_types(op))
+        return tf_compat.is_stateful(op) and any(tf_compat.hides_state(one, repeatable) for one in self.op_types(op))
 
     def op_types(self, op: tf.Operation) -> Iterator[str]:
         """Yield the types of an op and of all ops in the functions that it calls, some several times.

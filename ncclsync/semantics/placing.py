@@ -19,7 +19,7 @@ from ncclsync.compat.names import TensorName
 from ncclsync.compat.source_lines import user_line
 from ncclsync.semantics import rules, uneven
 from ncclsync.semantics.axes import BATCHES, Axes, Rows, given_by, passed_on
-from ncclsync.semantics.functions import BRANCHES, CALLS, LOOPS, Functions, in_order
+from ncclsync.semantics.functions import BRANCHES, LOOPS, Functions, in_order
 from ncclsync.semantics.placements import (
     COUNTER,
     EACH,
@@ -50,8 +50,7 @@ PRINTS = frozenset({"Print", "PrintV2"})
 
 def is_unrepeatable(op: tf.Operation, functions: Functions) -> bool:
     """Return whether an op must run once: it prints, or has a state that no variable holds, as Python and queues do."""
-    prints = any(one in PRINTS for one in functions.op_types(op))
-    return prints or (tf_compat.is_stateful(op) and functions.hides_state(op, REPEATABLE))
+    return functions.hides_state(op, REPEATABLE) or any(one in PRINTS for one in functions.op_types(op))
 
 
 class Refused(Exception):
@@ -147,7 +146,7 @@ class Placer(abc.ABC):
             return [items(call.inputs[0] if call.inputs else None)]
         if kinds <= {Kind.REPLICATE}:
             return [REPLICATE] * len(op.outputs)
-        if self.is_function(op):
+        if self.functions.runs(op):
             return self._function(call)
         if Kind.LOCAL in kinds:
             if kinds <= {Kind.LOCAL, Kind.REPLICATE, Kind.COUNTS}:
@@ -172,10 +171,6 @@ class Placer(abc.ABC):
             local = _local_of(call.given[1])
             made = [local if placed.whole else placed for placed in made]
         return list(made)
-
-    def is_function(self, op: tf.Operation) -> bool:
-        """Return whether an op is a loop, a branch or a call."""
-        return op.type in {*LOOPS, *BRANCHES, *CALLS} or self.functions.calls(op.type)
 
     def _by_rule(self, call: Call) -> Sequence[Placement] | None:
         kind = call.op.type
@@ -504,14 +499,14 @@ class FunctionPlacer(Placer):
             elif op.type == "ReadVariableOp":
                 made = [given[0]]
                 self.axes.refine(op.outputs[0])
-            elif tf_compat.written_handles(op) & writes and not self.is_function(op):
+            elif tf_compat.written_handles(op) & writes and not self.functions.runs(op):
                 made = self._write(call)
             elif op.type == "Assert":
                 made = []
                 if not (given[0].whole or given[0].kind is Kind.LOCAL or given[0] == rules.EVERY):
                     raise Refused("an assertion is about rows")
             else:
-                if tf_compat.is_stateful(op) and self.functions.hides_state(op, REPEATABLE | rules.DRAWS):
+                if self.functions.hides_state(op, REPEATABLE | rules.DRAWS):
                     raise Refused(f"{op.type} has a state of its own")
                 made = self.place(call)
             placed.update((t.name, one) for t, one in zip(op.outputs, made, strict=True))

@@ -417,7 +417,7 @@ def _bias_add(call: Call) -> Sequence[Placement] | None:
 _ALONG: dict[str, tuple[int | str, str]] = dict.fromkeys(names("ArgMax ArgMin"), (1, "less"))
 _ALONG |= dict.fromkeys(names("Cumsum Cumprod CumulativeLogsumexp Reverse ReverseV2"), (1, "same"))
 _ALONG |= {"Roll": (2, "same"), "Unpack": ("axis", "less"), "Squeeze": ("squeeze_dims", "less")}
-_ALONG |= {"ExpandDims": (1, "more"), "OneHot": ("axis", "more")}
+_ALONG |= {"ExpandDims": (1, "more"), "OneHot": ("axis", "more"), "Pack": ("axis", "more")}
 
 
 @rule_for(*_ALONG)
@@ -438,7 +438,8 @@ def _along_axes(call: Call) -> Sequence[Placement] | None:
     else:
         given = "".join("-" if axis in along else letter for axis, letter in enumerate(letters))
         made = given if change == "same" else given.replace("-", "")
-    return _by_letters(call, [given] + [""] * (len(call.inputs) - 1), [made] * len(call.op.outputs))
+    others = given if call.op.type == "Pack" else ""
+    return _by_letters(call, [given] + [others] * (len(call.inputs) - 1), [made] * len(call.op.outputs))
 
 
 @rule_for("L2Loss Bitcast")
@@ -447,43 +448,6 @@ def _of_any_shape(call: Call) -> Sequence[Placement] | None:
     if call.inputs[0].kind is not Kind.SHARD or sizes[0] != sizes[1]:
         return None
     return [SUM if call.op.type == "L2Loss" else call.inputs[0]]
-
-
-# Each by itself: matrices, or vectors along the last axis, of which the rows are many.
-
-_LAST = dict.fromkeys(names("Softmax LogSoftmax TopK TopKV2 NthElement IsotonicRegression FFT IFFT RFFT IRFFT"), 1)
-_LAST |= dict.fromkeys(
-    names("""
-        Cholesky CholeskyGrad MatrixDeterminant LogMatrixDeterminant MatrixInverse MatrixSolve MatrixTriangularSolve
-        MatrixSquareRoot Eig SelfAdjointEigV2 Svd Qr Lu MatrixBandPart MatrixDiagPart MatrixDiagPartV2
-        MatrixDiagPartV3 MatrixDiagV2 MatrixDiagV3 MatrixSetDiag MatrixSetDiagV2 MatrixSetDiagV3 FFT2D IFFT2D RFFT2D
-        IRFFT2D BandedTriangularSolve MatrixLogarithm MatrixExponential TridiagonalSolve
-    """),
-    2,
-)
-_LAST |= {"FFT3D": 3, "IFFT3D": 3, "MatrixDiag": 1}
-# Their first two inputs have rows; of all others the first one. Further inputs are parameters.
-_MATRICES = names("MatrixSolve MatrixTriangularSolve CholeskyGrad BandedTriangularSolve TridiagonalSolve")
-# Which input says how many diagonals there are: of one there is no axis.
-_DIAGONALS = {"MatrixDiagV2": 1, "MatrixDiagV3": 1, "MatrixSetDiagV2": 2, "MatrixSetDiagV3": 2}
-
-
-@rule_for(*_LAST)
-def _each_by_itself(call: Call) -> Sequence[Placement] | None:
-    kind = call.op.type
-    chosen = call.constant(_DIAGONALS[kind]) if kind in _DIAGONALS else None
-    diagonals = 1 if kind == "MatrixSetDiag" or (chosen is not None and np.size(chosen) == 1) else 2
-    lasts = [_LAST[kind]] * (2 if kind in _MATRICES else 1)
-    if kind.startswith("MatrixSetDiag"):
-        lasts.append(diagonals)
-    elif kind in _DIAGONALS:
-        lasts = [diagonals]
-    ranks = [rank_of(call, i) for i in range(len(lasts))]
-    if len({rank - last for rank, last in zip(ranks, lasts, strict=True)}) > 1:
-        return None
-    letters = _AXES[: ranks[0] - lasts[0]]
-    given = [letters] * len(lasts) + [""] * (len(call.inputs) - len(lasts))
-    return _by_letters(call, given, [letters] * len(call.op.outputs))
 
 
 # Products: what is contracted over the rows is a part of a sum.
@@ -514,17 +478,17 @@ def _product_of(call: Call) -> Sequence[Placement] | None:
     return _by_letters(call, given, [result], SUM)
 
 
-# Convolutions, pooling and images: the samples lie along the first axis, and filters are whole; recurrent networks.
+# Convolutions, pooling and images: the samples lie along the first axis, and filters are whole; recurrent networks;
+# vectors or matrices, each by itself.
 
 # Where each input, and each result, has the samples, as `_by_letters` has it: b, along the first axis, -b, along the
-# second one; #b is the shape of what has them. Others are w, whole; +, a sum over the samples; *, a kernel's own, of no
-# known order. The last ones stand for all further ones.
+# second one; #b is the shape of what has them; ..., along any axis before the last ones, a - for each. Others are w,
+# whole; +, a sum over the samples; *, a kernel's own, of no known order. The last ones stand for all further ones.
 _LETTERS = {
     "b w -> b": """
-        AdjustContrastv2 AdjustHue AdjustSaturation AvgPool AvgPool3D Conv Conv2D Conv3D DepthToSpace
-        DepthwiseConv2dNative Dilation2D ExtractImagePatches ExtractVolumePatches HSVToRGB LRN MaxPool MaxPool3D
-        MaxPoolV2 RGBToHSV RegexFullMatch RegexReplace ResizeArea ResizeBicubic ResizeBilinear ResizeNearestNeighbor
-        ResizeNearestNeighborGrad ScaleAndTranslate SpaceToDepth
+        AvgPool AvgPool3D Conv Conv2D Conv3D DepthToSpace DepthwiseConv2dNative Dilation2D ExtractImagePatches
+        ExtractVolumePatches LRN MaxPool MaxPool3D MaxPoolV2 RegexFullMatch RegexReplace ResizeArea ResizeBicubic
+        ResizeBilinear ResizeNearestNeighbor ResizeNearestNeighborGrad ScaleAndTranslate SpaceToDepth
         """,
     "b b w -> b": """
         DrawBoundingBoxes DrawBoundingBoxesV2 ImageProjectiveTransformV2 ImageProjectiveTransformV3 InTopKV2
@@ -544,6 +508,19 @@ _LETTERS = {
     "-b -b -b w b -> -b -b -b *": "CudnnRNNV3",
     "-b -b -b w -b -b -b -b -b -b * -> -b -b -b +": "CudnnRNNBackprop CudnnRNNBackpropV2",
     "-b -b -b w b -b -b -b -b -b -b * -> -b -b -b +": "CudnnRNNBackpropV3",
+    "...- w -> ...": """
+        FFT HSVToRGB IFFT IRFFT IsotonicRegression LogSoftmax MatrixDiag NthElement RFFT RGBToHSV Softmax TopK TopKV2
+        """,
+    "...-- w -> ...": """
+        Cholesky Eig FFT2D IFFT2D IRFFT2D LogMatrixDeterminant Lu MatrixBandPart MatrixDeterminant MatrixDiagPart
+        MatrixDiagPartV2 MatrixDiagPartV3 MatrixExponential MatrixInverse MatrixLogarithm MatrixSquareRoot Qr RFFT2D
+        SelfAdjointEigV2 Svd
+        """,
+    "...--- w -> ...": "AdjustContrastv2 AdjustHue AdjustSaturation FFT3D IFFT3D",
+    "...-- ...-- w -> ...": "BandedTriangularSolve CholeskyGrad MatrixSolve MatrixTriangularSolve TridiagonalSolve",
+    "...-- ... w -> ...": "MatrixSetDiag MatrixSetDiagV2 MatrixSetDiagV3",
+    "... w -> ...--": "MatrixDiagV2 MatrixDiagV3",  # of one diagonal its input has no axis
+    "...- ... w -> +": "ScatterNd",
 }
 _OF_SAMPLES = {kind: letters for letters, kinds in _LETTERS.items() for kind in kinds.split()}
 TAKING_COUNTS.update(kind for kind, letters in _OF_SAMPLES.items() if "#" in letters)
@@ -557,12 +534,20 @@ def _by_samples(call: Call) -> Sequence[Placement] | None:
     if op.type in ("CudnnRNNV3", "CudnnRNNBackpropV3") and not op.get_attr("time_major"):
         table = table.replace("-b", "b")
     given, made = (letters.split() + letters.split()[-1:] * 9 for letters in table.split(" -> "))
+    before = {  # as many axes as "..." stands for
+        tensor.shape.rank and tensor.shape.rank - letters.count("-")
+        for letters, tensor in (*zip(given, op.inputs, strict=False), *zip(made, op.outputs, strict=False))
+        if letters.startswith("...-")
+    }
+    if None in before or len(before) > 1:
+        return None
+    given, made = ([one.replace("...", _AXES[: max(before, default=0)]) for one in side] for side in (given, made))
     taken: list[str | None] = []
     for i, (letters, one) in enumerate(zip(given, call.inputs, strict=False)):
         if letters == "*" and one != pending(None):
             return None
-        has_rows = "b" in letters and rank_of(call, i) != 0  # without a cell's state, input_c is a scalar
-        taken.append(None if letters == "*" else letters if has_rows else "")
+        whole = letters == "w" or rank_of(call, i) == 0  # without a cell's state, input_c is a scalar
+        taken.append(None if letters == "*" else "" if whole else letters)
     results = [
         None if letters in "w*" or output.shape.rank == 0 else letters
         for letters, output in zip(made, op.outputs, strict=False)
@@ -573,7 +558,7 @@ def _by_samples(call: Call) -> Sequence[Placement] | None:
 
 def _keeps_samples(call: Call) -> bool:
     """Return whether an op of `_LETTERS` has samples along that axis, and does not mix them."""
-    op, rank = call.op, rank_of(call, 0)
+    op = call.op
     if "Pool" in op.type:
         inputs = [argument.name for argument in op.op_def.input_arg]
         sizes = [
@@ -585,7 +570,7 @@ def _keeps_samples(call: Call) -> bool:
     if op.type == "SoftmaxCrossEntropyWithLogits":
         # Of one row beside open ones TensorFlow infers a result of one row, and computes with that.
         return all(shape is not None and shape[0] != 1 for shape in map(lengths_of, op.inputs))
-    return rank == 4 if op.type.startswith("Adjust") else "HSV" not in op.type or (rank or 0) > 1
+    return True
 
 
 @rule_for("SpaceToBatch SpaceToBatchND BatchToSpace BatchToSpaceND")
@@ -720,15 +705,6 @@ def _strided_slice_back(call: Call) -> Sequence[Placement] | None:
         return None
     operand, result = _letters_of_slice(spec)
     return _by_letters(call, [f"#{operand}", "", "", "", result], [operand])
-
-
-@rule_for("Pack")
-def _pack(call: Call) -> Sequence[Placement] | None:
-    rank = call.op.outputs[0].shape.rank
-    if rank is None:
-        return None
-    axis, letters = call.op.get_attr("axis") % rank, _AXES[: rank - 1]
-    return _by_letters(call, [letters] * len(call.inputs), [f"{letters[:axis]}-{letters[axis:]}"])
 
 
 @rule_for("Concat ConcatV2")
@@ -949,12 +925,6 @@ def _segments(call: Call) -> Sequence[Placement] | None:
     ranks = rank_of(call, 0), rank_of(call, 1)
     letters, further = _AXES[: ranks[1]], _AXES[ranks[1] : ranks[0]]
     return _by_letters(call, [letters + further, letters, ""], ["-" + further], partial(SEGMENTS[call.op.type]))
-
-
-@rule_for("ScatterNd", counting=True)
-def _scatter_nd(call: Call) -> Sequence[Placement] | None:
-    letters = _AXES[: rank_of(call, 0) - 1]
-    return _by_letters(call, [letters, letters, ""], ["-"], SUM)
 
 
 @rule_for("Bincount", "DenseBincount")

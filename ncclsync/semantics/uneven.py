@@ -52,8 +52,6 @@ _numbered = functools.partial(rule_for, table=NUMBERED)
 
 def numbered(placed: Placement) -> Placement | None:
     """Return how numbers of a tower's rows are placed once they are those of the batch's; None: it is none of these."""
-    if placed.kind is Kind.PLACES and placed.op in ("sum", "row"):
-        return shard(placed.axis, 1, max(placed.counts[0], 0))
     return shard(placed.axis, 1, placed.each, placed.unit) if placed.kind in (Kind.PLACES, Kind.INDICES) else None
 
 

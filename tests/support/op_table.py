@@ -1064,7 +1064,11 @@ add(
     given("n 3 3 1", "f4"),
     given("1 8", "f4"),
 )
-add_raw("RGBToHSV HSVToRGB", ["positive4"], "images", ("n 2 2 3",))
+for _shapes in (("n 2 2 3",), ("2 n 3",)):
+    add_raw("RGBToHSV HSVToRGB", ["positive4"], "images", _shapes)
+for _op, _name in (("AdjustContrastv2", "contrast_factor"), ("AdjustHue", "delta"), ("AdjustSaturation", "scale")):
+    for _shape in ("n 2 2 3", "2 n 2 2 3", "n 2 3"):
+        add(_op, _raw_call(_op, ["images"], {_name: 0.3}), given(_shape, "positive4"), differentiable=False)
 add(
     "ExtractGlimpse",
     lambda x, o: raw.ExtractGlimpse(input=x, size=[2, 2], offsets=o, uniform_noise=False, noise="zero"),

@@ -37,6 +37,7 @@ from tensorflow.python.ops import cond_v2, handle_data_util
 from tensorflow.python.profiler import trace as profiler_trace
 
 from ncclsync import errors
+from ncclsync.compat.names import TensorName
 
 # Errors of ncclsync's ops begin so, also in C; for its Python functions TensorFlow tells the class.
 OWN_WORDS = "ncclsync: "
@@ -117,7 +118,7 @@ def context_address() -> int:
     return _capsule_pointer(eager_context.context()._handle, None)
 
 
-def written_handles(op: tf.Operation) -> set[str]:
+def written_handles(op: tf.Operation) -> set[TensorName]:
     """Return the names of the resource inputs that `op` may write to, as TensorFlow records them."""
     _, writes = auto_control_deps_utils.get_read_write_resource_inputs(op)
     return {tensor.name for tensor in writes}

@@ -6,6 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from ncclsync.communicator import native
+from ncclsync.compat.names import TensorName
 
 # The op that runs an expression, an expression's limits, and its operations by TensorFlow's names.
 FUSED = "NcclsyncArithmetic"
@@ -40,17 +41,17 @@ class Writer:
     """
 
     def __init__(self) -> None:
-        self.inputs: dict[str, None] = {}
+        self.inputs: dict[TensorName, None] = {}
         self._steps: list[tuple[int, Any, Any]] = []
-        self._computed: dict[str, Any] = {}  # by name: an input, or the number of a step
+        self._computed: dict[TensorName, Any] = {}  # by name: an input, or the number of a step
 
-    def value(self, name: str) -> Any:
+    def value(self, name: TensorName) -> Any:
         """Return the value of that name; a name that has not been computed is an input."""
         if name not in self._computed:
             self.inputs[name] = None
         return self._computed.get(name, name)
 
-    def keep(self, name: str, value: Any) -> None:
+    def keep(self, name: TensorName, value: Any) -> None:
         """Give a value a name."""
         self._computed[name] = value
 
@@ -67,7 +68,10 @@ class Writer:
         return len(self._steps) - 1
 
     def code(
-        self, inputs: Sequence[str], results: Sequence[str], sums: Sequence[tuple[str, int, bool]] = ()
+        self,
+        inputs: Sequence[TensorName],
+        results: Sequence[TensorName],
+        sums: Sequence[tuple[TensorName, int, bool]] = (),
     ) -> tuple[int, ...] | None:
         """Return the expression, with the inputs in the given order; None if it cannot be run.
 

@@ -14,10 +14,11 @@ from typing import Any
 
 import tensorflow as tf
 
+from ncclsync.compat.names import OpName, TensorName, op_name, result_name
 from ncclsync.host_passes.arithmetic import COMPUTED, FUSED, MOST_PERIOD, MOST_REGISTERS, WHOLE, Writer, repeat_of
 from ncclsync.host_passes.same_shapes import MULTIPLYING, Shapes
 from ncclsync.ops.host_ops import set_attribute
-from ncclsync.program.graph import StepGraph, op_name
+from ncclsync.program.graph import StepGraph
 
 _SUMMING = {"BiasAddGrad", "Mean", "Sum"}
 
@@ -32,8 +33,8 @@ _JOINED = {"Add", "AddV2", "Relu"}
 class Sum:
     """Describe an op that adds up an array over its first axes."""
 
-    name: str  # of the op
-    values: str  # the tensor that it adds up
+    name: OpName  # of the op
+    values: TensorName  # the tensor that it adds up
     period: int  # how many elements the result has
     shape: tuple[int, ...]  # the result's
     is_mean: bool  # whether it divides by their number
@@ -43,21 +44,21 @@ class Sum:
 class Chain:
     """Name ops that can run as one."""
 
-    members: tuple[str, ...]  # their names
-    inputs: tuple[str, ...]  # names of the tensors that it takes; the first has the results' shape
-    outputs: tuple[str, ...]  # names of the element-wise members whose results other ops take
+    members: tuple[OpName, ...]  # their names
+    inputs: tuple[TensorName, ...]  # names of the tensors that it takes; the first has the results' shape
+    outputs: tuple[OpName, ...]  # names of the element-wise members whose results other ops take
     sums: tuple[Sum, ...]  # the members that are sums and whose results other ops take
-    awaited: tuple[str, ...]  # names of further members with control dependents outside the chain
+    awaited: tuple[OpName, ...]  # names of further members with control dependents outside the chain
     dtype: tf.DType  # of all tensors
     # For each input, how many neighbouring elements of the result take the same element of it; or `WHOLE`
     repeats: tuple[int, ...]
     code: tuple[int, ...]  # see `Writer.code`
 
 
-def find_chains(graph: StepGraph, shapes: Shapes, ops: Sequence[str], needed: Collection[str]) -> list[Chain]:
+def find_chains(graph: StepGraph, shapes: Shapes, ops: Sequence[OpName], needed: Collection[OpName]) -> list[Chain]:
     """Find the chains of a segment, given its ops, inputs before consumers, and those `needed` outside the segment."""
-    consumers: dict[str, set[str]] = collections.defaultdict(set)
-    awaiting: dict[str, set[str]] = collections.defaultdict(set)
+    consumers: dict[OpName, set[OpName]] = collections.defaultdict(set)
+    awaiting: dict[OpName, set[OpName]] = collections.defaultdict(set)
     for name in ops:
         for operand in graph.inputs[name]:
             consumers[op_name(operand)].add(name)
@@ -86,19 +87,19 @@ def find_chains(graph: StepGraph, shapes: Shapes, ops: Sequence[str], needed: Co
     return chains
 
 
-def _operands(graph: StepGraph, name: str) -> list[str]:
+def _operands(graph: StepGraph, name: OpName) -> list[TensorName]:
     """Return the operands that a member computes with."""
     of_one = graph.by_name[name].type in {"BroadcastTo", *_SUMMING}
     return graph.inputs[name][: 1 if of_one else None]
 
 
-def _sum_of(graph: StepGraph, shapes: Shapes, name: str) -> Sum | None:
+def _sum_of(graph: StepGraph, shapes: Shapes, name: OpName) -> Sum | None:
     """Describe an op that adds up an array over its first axes, apart from axes of size 1; None for other ops."""
     op = graph.by_name[name]
     axes = shapes.reduced_axes(name) if op.type in _SUMMING else None
     if not axes:
         return None
-    values, result = graph.inputs[name][0], shapes.spec(f"{name}:0").shape
+    values, result = graph.inputs[name][0], shapes.spec(result_name(name)).shape
     dims = [(i in axes, dim) for i, dim in enumerate(shapes.spec(values).shape) if dim != 1]
     while dims and dims[0][0]:
         dims.pop(0)
@@ -108,12 +109,12 @@ def _sum_of(graph: StepGraph, shapes: Shapes, name: str) -> Sum | None:
     return Sum(name, values, period, tuple(result), op.type == "Mean") if period <= MOST_PERIOD else None
 
 
-def _kind(graph: StepGraph, shapes: Shapes, name: str, is_sum: bool) -> Any:
+def _kind(graph: StepGraph, shapes: Shapes, name: OpName, is_sum: bool) -> Any:
     """Return the dtype and shape that a possible member works on: its result's, or its addends'; None for other ops."""
     op, inputs = graph.by_name[name], _operands(graph, name)
     if op.type not in COMPUTED and not is_sum:
         return None
-    whole = inputs[0] if is_sum else f"{name}:0"
+    whole = inputs[0] if is_sum else result_name(name)
     result, key = shapes.spec(whole), shapes.key(whole)
     operands = [shapes.spec(operand) for operand in inputs]
     if (
@@ -129,12 +130,14 @@ def _kind(graph: StepGraph, shapes: Shapes, name: str, is_sum: bool) -> Any:
     return None if op.type in _JOINED and producers & MULTIPLYING else (result.dtype, key)
 
 
-def _stages(graph: StepGraph, ops: Sequence[str], kinds: dict[str, Any], sums: Collection[str]) -> dict[str, int]:
+def _stages(
+    graph: StepGraph, ops: Sequence[OpName], kinds: dict[OpName, Any], sums: Collection[OpName]
+) -> dict[OpName, int]:
     """Number the ops by stages, in topological order.
 
     An op never waits for another op of its kind and stage through an op of another kind or stage, nor for a sum.
     """
-    stages: dict[str, int] = {}
+    stages: dict[OpName, int] = {}
     for name in ops:
         parents = {*map(op_name, graph.inputs[name]), *graph.controls[name]} & stages.keys()
         after = (stages[p] + (kinds[p] is not None and (kinds[p] != kinds[name] or p in sums)) for p in parents)
@@ -142,13 +145,15 @@ def _stages(graph: StepGraph, ops: Sequence[str], kinds: dict[str, Any], sums: C
     return stages
 
 
-def _components(graph: StepGraph, shapes: Shapes, order: Sequence[str], place: dict[str, Any]) -> Iterator[list[str]]:
+def _components(
+    graph: StepGraph, shapes: Shapes, order: Sequence[OpName], place: dict[OpName, Any]
+) -> Iterator[list[OpName]]:
     """Yield groups of ops of one place that share an array, as an input or a result, within an expression's limits.
 
     Connected ops stay together; otherwise two chains might wait for each other.
     """
-    component: dict[str, list[str]] = {}
-    using: dict[Any, str] = {}  # by place and tensor
+    component: dict[OpName, list[OpName]] = {}
+    using: dict[Any, OpName] = {}  # by place and tensor
     for name in order:
         component[name] = [name]
         others = [control for control in graph.controls[name] if place.get(control) == place[name]]
@@ -165,11 +170,11 @@ def _components(graph: StepGraph, shapes: Shapes, order: Sequence[str], place: d
                 component.update(dict.fromkeys(smaller, larger))
     position = {name: i for i, name in enumerate(order)}
     for members in {id(found): found for found in component.values()}.values():
-        part: list[str] = []
-        registers: set[str] = set()
+        part: list[OpName] = []
+        registers: set[TensorName] = set()
         for name in sorted(members, key=position.__getitem__):
             operands = _operands(graph, name)
-            used = {*operands, *(f"{name}:{step}" for step in range(max(1, len(operands) - 1)))}
+            used = {*operands, *(result_name(name, step) for step in range(max(1, len(operands) - 1)))}
             if len(registers | used) > MOST_REGISTERS:
                 yield part
                 part, registers = [], set()
@@ -181,13 +186,13 @@ def _components(graph: StepGraph, shapes: Shapes, order: Sequence[str], place: d
 def _chain_of(
     graph: StepGraph,
     shapes: Shapes,
-    members: Sequence[str],
-    results: Sequence[str],
-    awaited: Sequence[str],
-    sums: dict[str, Sum],
+    members: Sequence[OpName],
+    results: Sequence[OpName],
+    awaited: Sequence[OpName],
+    sums: dict[OpName, Sum],
 ) -> Chain | None:
     """Write ops as an expression; None if there are too few of them, or no input has the results' shape."""
-    whole = sums[members[0]].values if members[0] in sums else f"{members[0]}:0"
+    whole = sums[members[0]].values if members[0] in sums else result_name(members[0])
     result, key = shapes.spec(whole), shapes.key(whole)
     few = len(members) < 2 and (members[0] not in sums or result.shape.rank < 2)
     if few or not results:
@@ -196,14 +201,14 @@ def _chain_of(
     for name in members:
         values = [writer.value(operand) for operand in _operands(graph, name)]
         if name not in sums:
-            writer.keep(f"{name}:0", writer.compute(graph.by_name[name].type, values))
+            writer.keep(result_name(name), writer.compute(graph.by_name[name].type, values))
     outputs, added = [n for n in results if n not in sums], [sums[n] for n in results if n in sums]
     inputs = sorted(writer.inputs, key=lambda name: shapes.key(name) != key)
     if shapes.key(inputs[0]) != key:
         return None
     repeats = [WHOLE if shapes.key(i) == key else repeat_of(shapes.spec(i).shape, result.shape) for i in inputs]
     added_up = [(s.values, s.period, s.is_mean) for s in added]
-    code = writer.code(inputs, [f"{name}:0" for name in outputs], added_up)
+    code = writer.code(inputs, [result_name(name) for name in outputs], added_up)
     if code is None or None in repeats:
         return None
     names = (tuple(members), tuple(inputs), tuple(outputs), tuple(added), tuple(awaited))
@@ -211,7 +216,7 @@ def _chain_of(
 
 
 def chain_nodes(
-    graph: StepGraph, chain: Chain, ops: Collection[str], alone: bool, name: str
+    graph: StepGraph, chain: Chain, ops: Collection[OpName], alone: bool, name: OpName
 ) -> Iterator[tf.compat.v1.NodeDef]:
     """Yield the nodes that replace a chain; its outputs keep their names.
 
@@ -229,8 +234,9 @@ def chain_nodes(
         set_attribute(fused, attribute, value)
     yield fused
     for i, output in enumerate(chain.outputs):
-        shape = graph.spec(f"{output}:0").shape
-        node = tf.compat.v1.NodeDef(name=output, op="EnsureShape" if shape.rank else "Identity", input=[f"{name}:{i}"])
+        shape = graph.spec(result_name(output)).shape
+        kind = "EnsureShape" if shape.rank else "Identity"
+        node = tf.compat.v1.NodeDef(name=output, op=kind, input=[result_name(name, i)])
         set_attribute(node, "T", chain.dtype)
         if shape.rank:
             node.attr["shape"].shape.CopyFrom(shape.as_proto())
@@ -241,7 +247,7 @@ def chain_nodes(
         shape = tf.compat.v1.NodeDef(name=f"{name}/shape_{i}", op="Const")
         set_attribute(shape, "dtype", tf.int32)
         shape.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(one.shape, tf.int32, [len(one.shape)]))
-        node = tf.compat.v1.NodeDef(name=one.name, op="Reshape", input=[f"{name}:{i}", shape.name])
+        node = tf.compat.v1.NodeDef(name=one.name, op="Reshape", input=[result_name(name, i), shape.name])
         set_attribute(node, "T", chain.dtype)
         yield from (shape, node)
     for member in chain.awaited:

@@ -17,8 +17,9 @@ import numpy as np
 import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.compat.names import OpName, TensorName, op_name, result_name
 from ncclsync.host_passes.arithmetic import COMPUTED
-from ncclsync.program.graph import StepGraph, op_name
+from ncclsync.program.graph import StepGraph
 from ncclsync.semantics.axes import SMALL, Kernels
 from ncclsync.semantics.placements import shard
 
@@ -43,25 +44,25 @@ class Shapes:
         self._graph = graph
         self._kernels = Kernels()
         self._primes = (n for n in itertools.count(1011, 2) if all(n % d for d in range(3, math.isqrt(n) + 1, 2)))
-        self._specs: dict[str, tf.TensorSpec] = {}
-        self._shapes: dict[str, _Cases] = {}
-        self._values: dict[str, _Cases | None] = {}
-        self.passed: dict[str, str] = {}
-        self._reshaped: dict[str, str] = {}  # likewise: one with the same numbers in the same order
+        self._specs: dict[TensorName, tf.TensorSpec] = {}
+        self._shapes: dict[TensorName, _Cases] = {}
+        self._values: dict[TensorName, _Cases | None] = {}
+        self.passed: dict[TensorName, TensorName] = {}
+        self._reshaped: dict[TensorName, TensorName] = {}  # likewise: one with the same numbers in the same order
 
-    def enter(self, ops: Sequence[str]) -> None:
+    def enter(self, ops: Sequence[OpName]) -> None:
         """Infer the shapes of a segment's ops, inputs before consumers."""
         self.passed, self._reshaped = {}, {}
         for name in ops:
             self._look_at(self._graph.by_name[name])
 
-    def spec(self, name: str) -> tf.TensorSpec:
+    def spec(self, name: TensorName) -> tf.TensorSpec:
         """Return the shape that the trace knows, and the dtype."""
         if name not in self._specs:
             self._specs[name] = self._graph.spec(name)
         return self._specs[name]
 
-    def key(self, name: str) -> tuple[Any, ...] | None:
+    def key(self, name: TensorName) -> tuple[Any, ...] | None:
         """Return a key that tensors of one shape share; None if too little of the shape is known."""
         shape = self.spec(name).shape
         if shape.rank is None or not shape[1:].is_fully_defined():
@@ -69,13 +70,13 @@ class Shapes:
         few, many = self._cases(name)
         return few if few == many else (few, many)
 
-    def source(self, name: str) -> str:
+    def source(self, name: TensorName) -> TensorName:
         """Return the tensor that `name` equals by `passed`, or `name`."""
         while name in self.passed:
             name = self.passed[name]
         return name
 
-    def reduced_axes(self, name: str) -> set[int] | None:
+    def reduced_axes(self, name: OpName) -> set[int] | None:
         """Return the axes that an op reduces over; None if they are not known."""
         op, values = self._graph.by_name[name], self._graph.inputs[name][0]
         rank = self.spec(values).shape.rank
@@ -87,7 +88,7 @@ class Shapes:
         value = tf.get_static_value(self._graph.by_name[op_name(axes)].outputs[0])
         return {int(axis) % rank for axis in value.ravel()}
 
-    def _cases(self, name: str) -> _Cases:
+    def _cases(self, name: TensorName) -> _Cases:
         """Return the shape in both cases; None in place of one whose rank is not known."""
         if name not in self._shapes:
             shape, has_rows = self.spec(name).shape, self._graph.argument_placements.get(name) == shard()
@@ -98,7 +99,7 @@ class Shapes:
             self._shapes[name] = (None, None) if shape.rank is None else tuple(zip(*lengths, strict=True)) or ((), ())
         return self._shapes[name]
 
-    def _values_of(self, name: str) -> _Cases | None:
+    def _values_of(self, name: TensorName) -> _Cases | None:
         """Return the numbers of a small tensor of integers in both cases; None if they are not known."""
         if name not in self._values:
             self._values[name] = None
@@ -112,19 +113,19 @@ class Shapes:
     def _compute(self, op: tf.Operation, dtype: Any) -> None:
         inputs = self._graph.inputs[op.name]
         if op.type == "Const":
-            self._values[f"{op.name}:0"] = (tf.get_static_value(op.outputs[0]),) * 2
+            self._values[result_name(op.name)] = (tf.get_static_value(op.outputs[0]),) * 2
         elif op.type in ("Shape", "ShapeN"):
             for i, cases in enumerate(map(self._cases, inputs)):
                 known = None not in cases
-                self._values[f"{op.name}:{i}"] = tuple(np.array(one, dtype) for one in cases) if known else None
+                self._values[result_name(op.name, i)] = tuple(np.array(one, dtype) for one in cases) if known else None
         elif inputs and None not in (given := [self._values_of(name) for name in inputs]):
             found = self._kernels.values(op, [*zip(*given, strict=True)])
             for i in range(len(op.outputs)):
                 cases = tuple(each[i] for each in found)
-                self._values[f"{op.name}:{i}"] = None if any(one is None for one in cases) else cases
+                self._values[result_name(op.name, i)] = None if any(one is None for one in cases) else cases
 
     def _look_at(self, op: tf.Operation) -> None:
-        inputs, results = self._graph.inputs[op.name], [f"{op.name}:{i}" for i in range(len(op.outputs))]
+        inputs, results = self._graph.inputs[op.name], [result_name(op.name, i) for i in range(len(op.outputs))]
         if not inputs or not results:
             return
         if not all(self.spec(name).shape.is_fully_defined() for name in results):
@@ -140,7 +141,7 @@ class Shapes:
             if self.key(source) == self.key(made) is not None:
                 self.passed[made] = source
 
-    def _infer(self, op: tf.Operation, inputs: Sequence[str], results: Sequence[str]) -> None:
+    def _infer(self, op: tf.Operation, inputs: Sequence[TensorName], results: Sequence[TensorName]) -> None:
         if tf_compat.calls_functions(op):
             return
         given = [self._values_of(name) or self._cases(name) for name in inputs]
@@ -153,15 +154,15 @@ class Shapes:
             if not any(one is None or None in one for one in cases):
                 self._shapes[name] = cases
 
-    def _elements(self, name: str) -> list[int] | None:
+    def _elements(self, name: TensorName) -> list[int] | None:
         """Return how many elements a tensor has in both cases."""
         cases = self._cases(name)
         return None if None in cases else [math.prod(one) for one in cases]
 
 
 def simplify(
-    graph: StepGraph, shapes: Shapes, ops: Sequence[str], needed: Collection[str]
-) -> tuple[StepGraph, list[str]]:
+    graph: StepGraph, shapes: Shapes, ops: Sequence[OpName], needed: Collection[OpName]
+) -> tuple[StepGraph, list[OpName]]:
     """Leave out ops of a segment that only pass on their input.
 
     These would separate ops that can be fused. An op that takes a tensor's shape gets the shape of an equal-shaped
@@ -175,11 +176,11 @@ def simplify(
         The step with other inputs for some ops, and the remaining ops.
     """
     inputs = {name: [shapes.source(operand) for operand in graph.inputs[name]] for name in ops}
-    controls: dict[str, list[str]] = {}
-    computing = [n for n in ops if graph.by_name[n].type != "Shape" and f"{n}:0" not in shapes.passed]
+    controls: dict[OpName, list[OpName]] = {}
+    computing = [n for n in ops if graph.by_name[n].type != "Shape" and result_name(n) not in shapes.passed]
     users = collections.Counter(operand for name in computing for operand in set(inputs[name]))
-    first: dict[Any, str] = {}  # of a shape and dtype
-    first_written: dict[Any, str] = {}  # the same, of tensors that are written whatever is fused
+    first: dict[Any, TensorName] = {}  # of a shape and dtype
+    first_written: dict[Any, TensorName] = {}  # the same, of tensors that are written whatever is fused
     for name in ops:
         kinds = [(shapes.key(operand), shapes.spec(operand).dtype) for operand in inputs[name]]
         for operand, kind in zip(inputs[name], kinds, strict=True):

@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from ncclsync.communicator import native
+from ncclsync.compat.names import OpName
 from ncclsync.compat.source_lines import user_line
 from ncclsync.errors import NcclSyncError
 
 REDUCE_OPS = ("mean", "sum", "prod", "max", "min")
+_NO_MARK = OpName("")
 
 
 class CollectiveKind(str, enum.Enum):
@@ -118,13 +120,13 @@ class Mark:
         by_choice: whether it gives other numbers than one device's, for speed.
     """
 
-    name: str
+    name: OpName
     purpose: Purpose
     collective: Collective = Collective(CollectiveKind.ALL_REDUCE)
     conditional: bool = False
     line: str = ""
     height: int = 0
-    of: str = ""
+    of: OpName = _NO_MARK
     by_choice: bool = False
 
 
@@ -139,7 +141,7 @@ class Context:
     def __init__(self, share: Share) -> None:
         """Begin in the graph that is being built."""
         self.share = share
-        self.marks: dict[str, Mark] = {}
+        self.marks: dict[OpName, Mark] = {}
         self._graph = tf.compat.v1.get_default_graph()
 
     def can_exchange(self) -> bool:
@@ -309,7 +311,7 @@ def to_replicate(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     return [_both_ways(Purpose.WHOLE, Purpose.WHOLE, False)(tensor) for tensor in tensors]
 
 
-def _both_ways(forward: Purpose, backward: Purpose, by_choice: bool, of: str = "") -> Any:
+def _both_ways(forward: Purpose, backward: Purpose, by_choice: bool, of: OpName = _NO_MARK) -> Any:
     """Return a function that marks a tensor one way and its gradient the other way; of any order."""
 
     @tf.custom_gradient

@@ -11,11 +11,12 @@ import tensorflow as tf
 
 from ncclsync.communicator import native
 from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.compat.names import OpName, TensorName, op_name
 from ncclsync.compat.source_lines import user_line
 from ncclsync.errors import NcclSyncError
 from ncclsync.ops import Collective, CollectiveKind, Purpose
 from ncclsync.program.cost import Costs
-from ncclsync.program.graph import StepGraph, op_name
+from ncclsync.program.graph import StepGraph
 from ncclsync.program.program import Exchange
 from ncclsync.program.roofline import Size, product
 from ncclsync.semantics import rules, uneven
@@ -59,19 +60,19 @@ class Conversions(Placer):
         graph.constant, graph.lengths = self.axes.constant, self.axes.lengths
         self.row_splits = graph.row_splits
         self.graph, self.share = graph, graph.share
-        self.placed: dict[str, tuple[tf.Tensor, Placement]] = {}
+        self.placed: dict[TensorName, tuple[tf.Tensor, Placement]] = {}
         self.declared = {(int(variable.shape[0]), each) for _, variable, each in graph.opened}
         self.costs = Costs(self.functions, self.axes)
-        self.converted: dict[tuple[str, Placement, Placement], tf.Tensor] = {}
-        self._exchanged: dict[tuple[str, Collective, str | None], tf.Tensor] = {}
-        self._extents: dict[str, tuple[tf.Tensor, tf.Tensor, tf.Tensor]] = {}
-        self.rows_of: dict[str, Placement] = {}
+        self.converted: dict[tuple[TensorName, Placement, Placement], tf.Tensor] = {}
+        self._exchanged: dict[tuple[TensorName, Collective, TensorName | None], tf.Tensor] = {}
+        self._extents: dict[TensorName, tuple[tf.Tensor, tf.Tensor, tf.Tensor]] = {}
+        self.rows_of: dict[TensorName, Placement] = {}
         self.differing = graph.differing
-        self.reduced_reads: set[str] = set()
+        self.reduced_reads: set[OpName] = set()
         self.order: list[tf.Operation] = []
-        self.appended: set[str] = set()
+        self.appended: set[OpName] = set()
         self._seen = len(graph.tf_graph.get_operations())
-        self._line_of: dict[str, str] = {}
+        self._line_of: dict[OpName, str] = {}
         marked = [name for name, mark in graph.marks.items() if mark.purpose == Purpose.SLICES and name in graph.inputs]
         self.joins_slices = {op_name(tensor) for name in marked for tensor in graph.inputs[name]} & {
             op.name for op in graph.ops if op.type == "ConcatV2"
@@ -105,7 +106,7 @@ class Conversions(Placer):
                 self.differing.update(output.name for output in op.outputs)
 
     def exchange(
-        self, tensor: tf.Tensor, collective: Collective, op: tf.Operation, when: str | None = None
+        self, tensor: tf.Tensor, collective: Collective, op: tf.Operation, when: TensorName | None = None
     ) -> tf.Tensor:
         """Exchange a tensor with its counterparts, for `op`; return what stands for the result; see `Exchange`."""
         graph, key = self.graph, (tensor.name, collective, when)
@@ -274,7 +275,7 @@ class Conversions(Placer):
         whole = tf.transpose(whole, tf.math.invert_permutation(order))
         return whole if tensor.shape.rank is None else tf.ensure_shape(whole, opened(tensor.shape, before.axis))
 
-    def _extent(self, unit: str, op: tf.Operation) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    def _extent(self, unit: TensorName, op: tf.Operation) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """Return the first of the tower's samples, or of another unit, in the batch; how many it has, and the batch."""
         if not unit:
             return self.share.begin, self.share.rows, self.share.total

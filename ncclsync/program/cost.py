@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import tensorflow as tf
 
+from ncclsync.compat.names import TensorName
 from ncclsync.compat.source_lines import own_place
 from ncclsync.ops import CollectiveKind
 from ncclsync.program.roofline import COUNTS, POWERS, Roofline, Size, seconds
@@ -78,8 +79,8 @@ class Costs:
     def __init__(self, functions: Functions, axes: Axes) -> None:
         """Count nothing yet; the step's functions, and the axes of its graph."""
         self.roofline = Roofline(functions, axes)
-        self._rows: set[str] = set()  # tensors that rest on rows that all towers have
-        self._slices: set[str] = set()  # on the slices of sparse gradients alone
+        self._rows: set[TensorName] = set()  # tensors that rest on rows that all towers have
+        self._slices: set[TensorName] = set()  # on the slices of sparse gradients alone
         self.by_rows: list[tf.Operation] = []
         self._others: list[tf.Operation] = []
         self.wholes: list[Whole] = []

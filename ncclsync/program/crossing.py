@@ -13,8 +13,9 @@ from typing import Any
 import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.compat.names import OpName, TensorName, op_name
 from ncclsync.compat.source_lines import user_line
-from ncclsync.program.graph import StepGraph, op_name
+from ncclsync.program.graph import StepGraph
 from ncclsync.semantics.axes import SMALL
 from ncclsync.semantics.functions import BRANCHES, LOOPS, change_functions
 
@@ -38,7 +39,7 @@ class Form:
         take: `take(*tensors)` makes the tensor of them in a segment that uses it.
     """
 
-    names: tuple[str, ...]
+    names: tuple[TensorName, ...]
     specs: tuple[tf.TensorSpec, ...]
     give: Callable[[Any], Sequence[Any]] = lambda value: [value]
     take: Callable[..., Any] = lambda value: value
@@ -51,13 +52,13 @@ class Forms:
         """Find which tensors' lengths rest on numbers, in a step that is placed."""
         self._graph, self.jit_compile = graph, jit_compile
         # Tensors of such lengths, and integers that may be computed of these.
-        self._of_numbers: set[str] = set()
+        self._of_numbers: set[TensorName] = set()
         for op in graph.ops if jit_compile else ():
             types = graph.calls.op_types(op)
             if not (self._of_numbers.isdisjoint(graph.inputs[op.name]) and _OF_NUMBERS.isdisjoint(types)):
                 self._of_numbers.update(t.name for t in op.outputs if t.dtype.is_integer or self._open_axes(t.name))
 
-    def of(self, name: str) -> Form:
+    def of(self, name: TensorName) -> Form:
         """Return the form in which a tensor crosses."""
         graph, spec = self._graph, self._graph.spec(name)
         if not self.jit_compile or name in graph.exchanges or name in graph.variable_of:
@@ -72,7 +73,8 @@ class Forms:
             axes = [axis for axis, length in enumerate(spec.shape.as_list()) if length is None]
         if not axes:
             return Form((name,), (spec,))
-        names, specs = (f"{name}@padded", f"{name}@lengths"), (spec, tf.TensorSpec([spec.shape.rank], tf.int32))
+        names = TensorName(f"{name}@padded"), TensorName(f"{name}@lengths")
+        specs = (spec, tf.TensorSpec([spec.shape.rank], tf.int32))
         return Form(
             names[: 1 + bool(opened)],
             specs[: 1 + bool(opened)],
@@ -80,17 +82,17 @@ class Forms:
             lambda value, lengths=None: tf_compat.unpadded(value, opened, lengths),
         )
 
-    def _open_axes(self, name: str) -> list[int]:
+    def _open_axes(self, name: TensorName) -> list[int]:
         """Return the axes of a tensor whose lengths do not follow from the batch's rows."""
         lengths = self._graph.lengths(self._graph.tf_graph.get_tensor_by_name(name)) or ()
         return [axis for axis, length in enumerate(lengths) if length is None]
 
-    def made_where_used(self, ops: Sequence[str]) -> list[str]:
+    def made_where_used(self, ops: Sequence[OpName]) -> list[OpName]:
         """Return the ops that a segment computes for its own, though another one does, too: XLA has to know them.
 
         They make the empty lists that the segment's ops fill, and compute shapes that rest on numbers.
         """
-        found: list[str] = []
+        found: list[OpName] = []
         queue, known = list(ops) if self.jit_compile else [], set(ops)
         while queue:
             for name in self._graph.inputs[queue.pop()]:
@@ -101,10 +103,10 @@ class Forms:
                     queue.append(op)
         return found[::-1]
 
-    def _is_empty(self, name: str) -> bool:
+    def _is_empty(self, name: TensorName) -> bool:
         return _maker(self._graph, name, passed=("Identity",)) in ("EmptyTensorList", "TensorListReserve")
 
-    def _is_shape(self, name: str) -> bool:
+    def _is_shape(self, name: TensorName) -> bool:
         if name not in self._of_numbers:
             return False
         tensor = self._graph.tf_graph.get_tensor_by_name(name)
@@ -112,7 +114,7 @@ class Forms:
         return small and tensor.dtype.is_integer and not tf_compat.is_stateful(tensor.op)
 
 
-def _may_be_left_out(graph: StepGraph, name: str) -> bool:
+def _may_be_left_out(graph: StepGraph, name: TensorName) -> bool:
     """Return whether a tensor has no value if its branch is not taken."""
     tensor = graph.tf_graph.get_tensor_by_name(name)
     if tensor.op.type not in BRANCHES:
@@ -140,7 +142,7 @@ def close_branches(definition: tf.compat.v1.GraphDef) -> list[Any]:
     return change_functions(definition, "_closed", lambda function: any(True for _ in left_open(function)), close)
 
 
-def list_element(graph: StepGraph, name: str) -> tf.TensorSpec | None:
+def list_element(graph: StepGraph, name: TensorName) -> tf.TensorSpec | None:
     """Return what the elements of a list are, of variants where it holds lists; None if `name` is no list."""
     if name in graph.exchanges or name in graph.variable_of:
         return None
@@ -176,7 +178,7 @@ def _unstack(tensor: tf.Tensor, element: tf.TensorSpec) -> tf.Tensor:
     return tf.raw_ops.TensorListFromTensor(tensor=tensor, element_shape=shape)
 
 
-def _maker(graph: StepGraph, name: str, *, passed: Collection[str] = _PASSING_LISTS) -> str | None:
+def _maker(graph: StepGraph, name: TensorName, *, passed: Collection[str] = _PASSING_LISTS) -> str | None:
     """Return the type of the op that has made a list, behind ops of the types `passed`; None: it is not known."""
     while (op := graph.producer(name)) is not None and op.type in passed:
         name = graph.inputs[op.name][graph.tf_graph.get_tensor_by_name(name).value_index if op.type in LOOPS else 0]
@@ -217,7 +219,7 @@ def find_uncrossable(graph: StepGraph, plans: Sequence[Any]) -> Iterator[str]:
                 yield f"the list that {op.name} has not filled, at {user_line(op.traceback)}"
 
 
-def _pushes(graph: StepGraph, user: str, name: str) -> bool:
+def _pushes(graph: StepGraph, user: OpName, name: TensorName) -> bool:
     """Return whether an op, or a function that it calls, appends to a list: then its length has to be known."""
     op, places = graph.by_name[user], [i for i, one in enumerate(graph.inputs[user]) if one == name]
     if op.type.startswith("TensorListPush"):

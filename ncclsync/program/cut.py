@@ -9,13 +9,14 @@ what it receives. Before that, a target's passes may make the program cheaper.
 import itertools
 from typing import Any
 
+from ncclsync.compat.names import OpName, TensorName, op_name
 from ncclsync.compat.source_lines import user_line
 from ncclsync.ops import Collective, CollectiveKind
 from ncclsync.ops.buckets import fill_buckets
 from ncclsync.ops.spans import Meter
 from ncclsync.program.conversion import ADD_UP
 from ncclsync.program.crossing import Forms, find_uncrossable
-from ncclsync.program.graph import StepGraph, op_name
+from ncclsync.program.graph import StepGraph
 from ncclsync.program.partition import Partition, Unshared
 from ncclsync.program.phases import divide
 from ncclsync.program.program import Bucket, Exchange, Program, Results, Target
@@ -101,7 +102,9 @@ def place(
                 declare_role(graph.variable_of[handle], Role.SAME)
 
 
-def _rollback(graph: StepGraph, scheduled: Schedule, undone: bool, traceless: bool) -> tuple[tuple[str, bool], ...]:
+def _rollback(
+    graph: StepGraph, scheduled: Schedule, undone: bool, traceless: bool
+) -> tuple[tuple[TensorName, bool], ...]:
     """Return `Program.rollback`; see `cut`."""
     last, segments = scheduled.count - 1, scheduled.segments
     written = {(handle, n) for name, n in segments.items() for handle in graph.writes[name] & graph.kept}
@@ -120,7 +123,7 @@ def _rollback(graph: StepGraph, scheduled: Schedule, undone: bool, traceless: bo
 
 def _plan_segments(graph: StepGraph, scheduled: Schedule, target: Target, forms: Forms) -> list[SegmentPlan]:
     count = scheduled.count
-    ops: list[list[str]] = [[] for _ in range(count)]
+    ops: list[list[OpName]] = [[] for _ in range(count)]
     for op in graph.ops:
         if op.name in scheduled.segments:
             ops[scheduled.segments[op.name]].append(op.name)
@@ -134,7 +137,7 @@ def _plan_segments(graph: StepGraph, scheduled: Schedule, target: Target, forms:
         incoming[min(scheduled.received[exchange.result] for exchange in bucket.exchanges)].append(bucket)
 
     # Which tensors cross from one segment to a later one.
-    uses: list[set[str]] = []
+    uses: list[set[TensorName]] = []
     for names, exchanges in zip(ops, sent, strict=True):
         used = {*(name for op in names for name in graph.inputs[op]), *(exchange.source for exchange in exchanges)}
         own = set(names)
@@ -164,13 +167,13 @@ def _plan_segments(graph: StepGraph, scheduled: Schedule, target: Target, forms:
     return plans
 
 
-def _asked_outside(graph: StepGraph) -> list[str]:
+def _asked_outside(graph: StepGraph) -> list[TensorName]:
     """Return the names of the tensors that the layout takes from the segments, beside the buckets."""
     conditions = {exchange.when for exchange in graph.exchanges.values()}
     return [*(name for name, _ in graph.outputs), *sorted(name for name in conditions if name)]
 
 
-def _unrepeatable(graph: StepGraph, names: list[str]) -> str:
+def _unrepeatable(graph: StepGraph, names: list[OpName]) -> str:
     """Return `Segment.unrepeatable`."""
     ops = (graph.by_name[name] for name in names)
     return next((f"{op.type}, at {user_line(op.traceback)}" for op in ops if is_unrepeatable(op, graph.calls)), "")

@@ -13,7 +13,8 @@ from typing import Any
 import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.program.graph import StepGraph, op_name
+from ncclsync.compat.names import OpName, TensorName, op_name, result_name
+from ncclsync.program.graph import StepGraph
 
 _CPU = "/device:CPU:0"
 _SMALL = 64  # elements
@@ -30,16 +31,16 @@ _CHECKED |= dict.fromkeys(("Div", "FloorDiv", "FloorMod", "Mod", "TruncateDiv", 
 class HostValues:
     """Keep the numbers of one segment on the host."""
 
-    def __init__(self, definition: tf.compat.v1.GraphDef, graph: StepGraph, outside: Collection[str]) -> None:
+    def __init__(self, definition: tf.compat.v1.GraphDef, graph: StepGraph, outside: Collection[TensorName]) -> None:
         """Take its nodes, inputs before consumers, and the names of the tensors that it is given from outside."""
         self._definition, self._graph = definition, graph
         self._nodes = {node.name: node for node in definition.node}
         # Tensors in the host's memory. TensorFlow passes int32 to functions there.
         self._host = {name for name in outside if graph.spec(name).dtype == tf.int32}
-        self._on_host: dict[str, str] = {}  # what an op of the host takes, by what others take
-        self._entered: dict[str, str] = {}  # what an op of the GPU takes, by what the host has
+        self._on_host: dict[TensorName, TensorName] = {}  # what an op of the host takes, by what others take
+        self._entered: dict[TensorName, TensorName] = {}  # what an op of the GPU takes, by what the host has
 
-    def run(self, needed: Collection[str]) -> None:
+    def run(self, needed: Collection[OpName]) -> None:
         """Change the nodes in place; others take the results of the `needed` ops from the GPU."""
         for node in list(self._definition.node):
             op = self._graph.by_name[node.name]
@@ -64,11 +65,11 @@ class HostValues:
             if node.name in needed and len(op.outputs) == len(made) == 1 and self._is_number(made[0].name):
                 self._divide(node, made[0])
 
-    def _is_number(self, source: str) -> bool:
+    def _is_number(self, source: TensorName) -> bool:
         spec = self._graph.spec(source)
         return spec.shape.is_fully_defined() and spec.shape.num_elements() == 1 and spec.dtype in ENTERING
 
-    def _can_move(self, node: Any, op: tf.Operation, sources: list[str]) -> bool:
+    def _can_move(self, node: Any, op: tf.Operation, sources: list[TensorName]) -> bool:
         small = all(
             output.shape.is_fully_defined()
             and output.shape.num_elements() <= _SMALL
@@ -85,7 +86,7 @@ class HostValues:
             and all(self._graph.constant(op.inputs[i]) is not None for i in _CHECKED.get(op.type, ()))
         )
 
-    def _move(self, node: Any, sources: list[str]) -> None:
+    def _move(self, node: Any, sources: list[TensorName]) -> None:
         node.device = _CPU
         for i, source in enumerate(sources):
             if source in self._host:
@@ -94,7 +95,7 @@ class HostValues:
                 constant = self._definition.node.add()
                 constant.CopyFrom(self._nodes[op_name(source)])
                 constant.name, constant.device = f"{self._graph.free_prefix}/on_host_{len(self._on_host)}", _CPU
-                self._on_host[source] = f"{constant.name}:0"
+                self._on_host[source] = result_name(constant.name)
             node.input[i] = self._on_host[source]
 
     def _divide(self, node: Any, output: tf.Tensor) -> None:
@@ -102,13 +103,13 @@ class HostValues:
         twin = self._definition.node.add()
         twin.CopyFrom(node)
         twin.name = f"{self._graph.free_prefix}/on_host_{len(self._on_host)}"
-        self._on_host[output.name] = f"{twin.name}:0"
+        self._on_host[output.name] = result_name(twin.name)
         node.Clear()
         node.name, node.op = op_name(output.name), "Identity"
-        node.input.append(self._enter(f"{twin.name}:0", output))
+        node.input.append(self._enter(result_name(twin.name), output))
         node.attr["T"].type = output.dtype.as_datatype_enum
 
-    def _enter(self, source: str, spec: Any) -> str:
+    def _enter(self, source: TensorName, spec: Any) -> TensorName:
         """Return what the segment calls a number of the host's, on the GPU."""
         if source not in self._entered:
             prefix = f"{self._graph.free_prefix}/entered_{len(self._entered)}"
@@ -117,8 +118,8 @@ class HostValues:
 
 
 def enter(
-    definition: tf.compat.v1.GraphDef, prefix: str, source: str, dtype: tf.DType, shape: Sequence[int] = ()
-) -> str:
+    definition: tf.compat.v1.GraphDef, prefix: str, source: TensorName, dtype: tf.DType, shape: Sequence[int] = ()
+) -> TensorName:
     """Bring a number, in a shape of one element, from the host's memory to the GPU's: as a kernel's parameter.
 
     Return the name of the tensor there, which has every bit of it; nodes of names that begin with `prefix` make it.

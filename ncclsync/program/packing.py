@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from ncclsync.compat.names import TensorName
 from ncclsync.ops import CollectiveKind
 from ncclsync.ops.buckets import pack, unpack
 from ncclsync.ops.spans import Meter, begin, delay
@@ -15,12 +16,12 @@ def unpack_all(
     received: Sequence[list[tf.Tensor]],
     meter: Meter | None = None,
     tower: tf.Tensor | None = None,
-) -> dict[str, tf.Tensor]:
+) -> dict[TensorName, tf.Tensor]:
     """Return what a tower has received, [B], by the names of the exchanges' results; `meter` records it for `tower`."""
     packed = any(bucket.packed for bucket in buckets)
     tensors = [tensor for each in received for tensor in each]
     span = begin(meter if packed else None, tower, "unpack", tensors)
-    values: dict[str, tf.Tensor] = {}
+    values: dict[TensorName, tf.Tensor] = {}
     for bucket, each in zip(buckets, delay(list(received), span.ops), strict=True):
         parts = unpack(each[0], [e.shape for e in bucket.exchanges]) if bucket.packed else each
         values.update(zip((exchange.result for exchange in bucket.exchanges), parts, strict=True))
@@ -29,7 +30,7 @@ def unpack_all(
 
 def pack_all(
     buckets: Sequence[Bucket],
-    values: dict[str, tf.Tensor],
+    values: dict[TensorName, tf.Tensor],
     fraction: tf.Tensor,
     has_samples: tf.Tensor,
     compiled: bool = False,
@@ -55,7 +56,7 @@ def pack_all(
 
 
 def _send(
-    bucket: Bucket, values: dict[str, tf.Tensor], fraction: tf.Tensor, has_samples: tf.Tensor, compiled: bool
+    bucket: Bucket, values: dict[TensorName, tf.Tensor], fraction: tf.Tensor, has_samples: tf.Tensor, compiled: bool
 ) -> list[tf.Tensor]:
     """Pack what a tower contributes; a tower without samples contributes what changes nothing."""
     wire, tensors = bucket.wire, [values[exchange.source] for exchange in bucket.exchanges]

@@ -12,6 +12,7 @@ import logging
 import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.compat.names import TensorName
 from ncclsync.compat.source_lines import user_line
 from ncclsync.errors import NcclSyncError
 from ncclsync.ops import Collective, CollectiveKind, Mark, Purpose
@@ -38,7 +39,7 @@ _ADDING = frozenset({"ResourceScatterAdd", "ResourceScatterSub", "ResourceScatte
 class Unshared(Exception):
     """Variables cannot be held in parts: all towers must hold the same value."""
 
-    def __init__(self, handles: set[str]) -> None:
+    def __init__(self, handles: set[TensorName]) -> None:
         """Name the variables' handles."""
         super().__init__(sorted(handles))
         self.handles = handles
@@ -59,8 +60,8 @@ class Partition(Conversions):
         self._on_gpus = "GPU" in graph.home_device and not tf_compat.is_op_determinism_enabled()
         self.warned: list[str] = []
         self.normalized: list[str] = []
-        self._local: dict[str, tf.Tensor] = {}
-        self._altered: set[str] = set()  # traced tensors that rest on what was made whole on the way
+        self._local: dict[TensorName, tf.Tensor] = {}
+        self._altered: set[TensorName] = set()  # traced tensors that rest on what was made whole on the way
 
     def run(self) -> "Partition":
         """Place the step; return itself.
@@ -298,11 +299,11 @@ class Partition(Conversions):
         for read in reads:
             graph.controls[read.op.name] = [op.name]
 
-    def _read(self, handle: str) -> tf.Tensor:
+    def _read(self, handle: TensorName) -> tf.Tensor:
         resource = self.graph.tf_graph.get_tensor_by_name(handle)
         return tf.raw_ops.ReadVariableOp(resource=resource, dtype=self.graph.variable_of[handle].dtype)
 
-    def _assigned(self, handle: str, value: tf.Tensor) -> tf.Operation:
+    def _assigned(self, handle: TensorName, value: tf.Tensor) -> tf.Operation:
         return tf.raw_ops.AssignVariableOp(resource=self.graph.tf_graph.get_tensor_by_name(handle), value=value)
 
     def _hidden(self, call: Call) -> list[Placement]:
@@ -416,7 +417,13 @@ class Partition(Conversions):
             self._put(output, tensor, placed)
 
     def _meet(
-        self, op: tf.Operation, mark: Mark, name: str, tensor: tf.Tensor, placed: Placement, when: str | None
+        self,
+        op: tf.Operation,
+        mark: Mark,
+        name: TensorName,
+        tensor: tf.Tensor,
+        placed: Placement,
+        when: TensorName | None,
     ) -> tuple[tf.Tensor, Placement]:
         if mark.by_choice and mark.purpose == Purpose.LOCAL and not mark.of and placed.kind is Kind.SHARD:
             self.normalized.append(mark.line)
@@ -453,7 +460,7 @@ class Partition(Conversions):
         result = self.exchange(local, collective, op, when)
         return result, LOCAL if collective.differs else REPLICATE
 
-    def _local_value(self, name: str) -> tf.Tensor:
+    def _local_value(self, name: TensorName) -> tf.Tensor:
         """Return what a tower computes of its shard alone: the input of a collective that the step calls."""
         tensor, placed = self.placed[name]
         if placed.kind is Kind.SHARD or name not in self._altered:
@@ -510,7 +517,7 @@ class Partition(Conversions):
     def _fold_metrics(self) -> None:
         """Add up metric state at the end of a step: the first tower of a process keeps the sum, the others zero."""
         graph = self.graph
-        users: dict[str, list[tf.Operation]] = {name: [] for name, _ in graph.variables if graph.role[name] is Role.SUM}
+        users: dict[TensorName, list[tf.Operation]] = {n: [] for n, _ in graph.variables if graph.role[n] is Role.SUM}
         for op in self.order:
             for name in users.keys() & set(graph.inputs[op.name]):
                 users[name].append(op)

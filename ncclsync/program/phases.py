@@ -10,9 +10,10 @@ is empty: what shards need of a tower's is computed in their phase.
 
 from collections.abc import Iterator
 
+from ncclsync.compat.names import OpName, TensorName, op_name
 from ncclsync.compat.source_lines import user_line
 from ncclsync.errors import NcclSyncError
-from ncclsync.program.graph import StepGraph, op_name
+from ncclsync.program.graph import StepGraph
 from ncclsync.program.schedule import Schedule, ancestors, dependencies
 from ncclsync.semantics.placing import REPEATABLE
 from ncclsync.semantics.roles import Role
@@ -43,8 +44,8 @@ class _Kinds:
     """Say which ops are for each shard, which must run once, and which may be in either phase."""
 
     def __init__(self, graph: StepGraph) -> None:
-        self.shards: set[str] = set()
-        self.once: set[str] = set()
+        self.shards: set[OpName] = set()
+        self.once: set[OpName] = set()
         # If an exchange has a condition, its result is the shard's own where the condition is False.
         own = {result for result, exchange in graph.exchanges.items() if exchange.when or exchange.collective.differs}
         self.own = frozenset(own)
@@ -93,7 +94,7 @@ class _Part:
         self._awaited = {
             parent for name in needed - kinds.shards for parent, _ in dependencies(graph, name) if parent in needed
         }
-        self.phase: dict[str, int] = {}
+        self.phase: dict[OpName, int] = {}
         for op in graph.ops:
             if op.name in needed:
                 self.phase[op.name] = self._earliest(op.name)
@@ -108,7 +109,7 @@ class _Part:
                 # A weight is written when all else is done.
                 self.phase[op.name] = last if final else self._earliest(op.name)
                 self.phase[op.name] += self.phase[op.name] % 2
-        used_in: dict[str, list[int]] = {result: [] for result in self._arrives}
+        used_in: dict[TensorName, list[int]] = {result: [] for result in self._arrives}
         for op, phase in self.phase.items():
             for name in self._arrives.intersection(graph.inputs[op]):
                 used_in[name].append(phase)
@@ -123,13 +124,13 @@ class _Part:
         """Return the phases that there are."""
         return {*self.phase.values(), *self.receives.values(), *([self.sends] if self._sent else [])}
 
-    def _roots_sent(self) -> Iterator[str]:
+    def _roots_sent(self) -> Iterator[OpName]:
         for exchange in self._sent:
             for name in (exchange.source, exchange.when):
                 if name is not None:
                     yield op_name(name)
 
-    def _earliest(self, name: str) -> int:
+    def _earliest(self, name: OpName) -> int:
         before = [self.phase[parent] for parent, _ in dependencies(self._graph, name) if parent in self.phase]
         before += [1 for one in self._graph.inputs[name] if one in self._arrives and one in self._kinds.own]
         phase = max(before, default=0)

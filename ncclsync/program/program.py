@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from ncclsync.compat.names import TensorName
 from ncclsync.ops import Collective, CollectiveKind
 from ncclsync.program.cost import StepWork
 
@@ -30,12 +31,12 @@ class Exchange:
         line: the user's that asks for it, as `user_line` names it.
     """
 
-    source: str
-    result: str
+    source: TensorName
+    result: TensorName
     collective: Collective
     shape: tf.TensorShape
     dtype: tf.DType
-    when: str | None = None
+    when: TensorName | None = None
     line: str = ""
 
     def size_bytes(self, towers: int, rows: int | None = None) -> int | None:
@@ -65,12 +66,12 @@ class Bucket:
     join: Callable[..., list[list[list[tf.Tensor]]]] | None = None
 
     @property
-    def when(self) -> str | None:
+    def when(self) -> TensorName | None:
         """Return the condition of its exchanges."""
         return self.exchanges[0].when
 
     @property
-    def result(self) -> str:
+    def result(self) -> TensorName:
         """Return the name of its first exchange's result, which no other bucket of the program has."""
         return self.exchanges[0].result
 
@@ -96,7 +97,7 @@ class Outcome(NamedTuple):
         token: depends on every side effect of the segment.
     """
 
-    fetched: dict[str, tf.Tensor]
+    fetched: dict[TensorName, tf.Tensor]
     sent: Sent
     token: tf.Tensor
 
@@ -120,17 +121,17 @@ class Segment:
             Source: tensorflow/compiler/jit/xla_launch_util.cc, PopulateExecutionInputBuffer.
     """
 
-    sources: tuple[str, ...]
+    sources: tuple[TensorName, ...]
     incoming: tuple[Bucket, ...]
-    fetches: tuple[str, ...]
+    fetches: tuple[TensorName, ...]
     outgoing: tuple[Bucket, ...]
     function: Any
     once: bool = False
     unrepeatable: str = ""
-    written: tuple[str, ...] = ()
+    written: tuple[TensorName, ...] = ()
     hold: Any = None
 
-    def run(self, values: Mapping[str, tf.Tensor], incoming: Sent) -> Outcome:
+    def run(self, values: Mapping[TensorName, tf.Tensor], incoming: Sent) -> Outcome:
         """Call its function with tensors and handles by name, and with what has been received."""
         sources = [values[name] for name in self.sources]
         held = [] if self.hold is None else self.hold(*(values[name] for name in self.written))
@@ -206,10 +207,10 @@ class Program:
     """
 
     segments: tuple[Segment, ...]
-    arguments: tuple[str, ...]
-    captures: tuple[tuple[str, tf.Tensor], ...]
-    variables: tuple[tuple[str, tf.Variable], ...]
-    outputs: tuple[tuple[str, str], ...]
+    arguments: tuple[TensorName, ...]
+    captures: tuple[tuple[TensorName, tf.Tensor], ...]
+    variables: tuple[tuple[TensorName, tf.Variable], ...]
+    outputs: tuple[tuple[TensorName, str], ...]
     structure: Any
     results: Results
     warnings: tuple[str, ...]
@@ -218,11 +219,11 @@ class Program:
     declared: tuple[int, ...]
     fixed: tuple[tuple[tf.Variable, int], ...]
     work: StepWork
-    rollback: tuple[tuple[str, bool], ...]
-    updates: tuple[tuple[str, str], ...]
-    finite: str | None = None
+    rollback: tuple[tuple[TensorName, bool], ...]
+    updates: tuple[tuple[TensorName, TensorName], ...]
+    finite: TensorName | None = None
     gradients: tuple[str, ...] = ()
-    noise: str | None = None
+    noise: TensorName | None = None
     jit_compile: bool = False
 
     @property

@@ -11,15 +11,16 @@ from collections.abc import Collection
 
 import tensorflow as tf
 
-from ncclsync.program.graph import StepGraph, op_name
+from ncclsync.compat.names import OpName, op_name
+from ncclsync.program.graph import StepGraph
 
 
-def read_rows_only(definition: tf.compat.v1.GraphDef, graph: StepGraph, needed: Collection[str]) -> None:
+def read_rows_only(definition: tf.compat.v1.GraphDef, graph: StepGraph, needed: Collection[OpName]) -> None:
     """Replace, in a segment's nodes, reads of variables that only rows are taken of, but for the `needed` nodes."""
     sparse = {handle for op in graph.ops if op.type.startswith("ResourceScatter") for handle in graph.writes[op.name]}
     reads = [node for node in definition.node if node.op == "ReadVariableOp" and node.input[0] in sparse]
     nodes = {node.name: node for node in definition.node}
-    consumers: dict[str, list[tf.compat.v1.NodeDef]] = collections.defaultdict(list)
+    consumers: dict[OpName, list[tf.compat.v1.NodeDef]] = collections.defaultdict(list)
     for node in definition.node:
         for name in {op_name(source) for source in node.input if not source.startswith("^")}:
             consumers[name].append(node)
@@ -41,7 +42,7 @@ def read_rows_only(definition: tf.compat.v1.GraphDef, graph: StepGraph, needed: 
         read.input.extend(f"^{node.name}" for node in takers)
 
 
-def _takes_rows(node: tf.compat.v1.NodeDef, read: str, nodes: dict[str, tf.compat.v1.NodeDef]) -> bool:
+def _takes_rows(node: tf.compat.v1.NodeDef, read: OpName, nodes: dict[OpName, tf.compat.v1.NodeDef]) -> bool:
     if node.op != "GatherV2" or node.attr["batch_dims"].i or op_name(node.input[0]) != read:
         return False
     axis = nodes.get(op_name(node.input[2]))

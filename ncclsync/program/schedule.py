@@ -12,9 +12,10 @@ import collections
 import dataclasses
 from collections.abc import Collection, Iterable, Sequence
 
+from ncclsync.compat.names import OpName, TensorName, op_name, result_name
 from ncclsync.ops import CollectiveKind
 from ncclsync.ops.buckets import fill_buckets
-from ncclsync.program.graph import StepGraph, op_name
+from ncclsync.program.graph import StepGraph
 from ncclsync.program.program import Exchange
 from ncclsync.semantics.roles import Role
 
@@ -35,9 +36,9 @@ class Schedule:
             tower has one shard. See `phases.py`.
     """
 
-    segments: dict[str, int]
-    sent: dict[str, int]
-    received: dict[str, int]
+    segments: dict[OpName, int]
+    sent: dict[TensorName, int]
+    received: dict[TensorName, int]
     count: int
     once: tuple[bool, ...] = ()
 
@@ -52,10 +53,10 @@ def schedule(graph: StepGraph, bucket_bytes: int | None) -> Schedule:
     levels = _assign_levels(graph)
     sent = {result: _available(graph, levels, result) - 1 for result in graph.exchanges}
     count = 1 + max([*levels.values(), *(level + 1 for level in sent.values()), 0])
-    of_level: dict[int, list[str]] = collections.defaultdict(list)
+    of_level: dict[int, list[TensorName]] = collections.defaultdict(list)
     for result, level in sent.items():
         of_level[level].append(result)
-    parts: dict[str, int] = {}  # of ops and exchanges' results; a level's last part where nothing stands
+    parts: dict[OpName | TensorName, int] = {}  # also of exchanges' results; a level's last part where nothing stands
     begins = [0]  # of levels, and the end
     for level in range(count):
         inside = {name for name, own in levels.items() if own == level}
@@ -65,7 +66,7 @@ def schedule(graph: StepGraph, bucket_bytes: int | None) -> Schedule:
             parts.update(dict.fromkeys([*bucket, *ancestors(graph, sources, inside)], part))
         begins.append(begins[level] + max(len(buckets), 1))
 
-    def segment(name: str, level: int) -> int:
+    def segment(name: OpName | TensorName, level: int) -> int:
         return begins[level] + parts[name] if name in parts else begins[level + 1] - 1
 
     return Schedule(
@@ -77,8 +78,8 @@ def schedule(graph: StepGraph, bucket_bytes: int | None) -> Schedule:
 
 
 def _overlapping(
-    graph: StepGraph, levels: dict[str, int], level: int, results: Sequence[str], bucket_bytes: int | None
-) -> list[list[str]]:
+    graph: StepGraph, levels: dict[OpName, int], level: int, results: Sequence[TensorName], bucket_bytes: int | None
+) -> list[list[TensorName]]:
     """Put the exchanges of a level that can travel early into buckets, in the order in which they are done.
 
     None where all of them fit one bucket.
@@ -89,7 +90,7 @@ def _overlapping(
     sizes = {result: graph.spec(result).shape.num_elements() * graph.spec(result).dtype.size for result in early}
     if sum(sizes.values()) <= bucket_bytes:
         return []
-    depths: dict[str, int] = {}  # how many ops run one after another, up to each
+    depths: dict[OpName, int] = {}  # how many ops run one after another, up to each
     for op in graph.ops:
         parents = [depths.get(parent, 0) for parent, _ in dependencies(graph, op.name)]
         depths[op.name] = 1 + max(parents, default=0)
@@ -99,7 +100,7 @@ def _overlapping(
     return [[early[index] for index in bucket] for bucket in filled]
 
 
-def _travels_early(graph: StepGraph, levels: dict[str, int], level: int, exchange: Exchange) -> bool:
+def _travels_early(graph: StepGraph, levels: dict[OpName, int], level: int, exchange: Exchange) -> bool:
     """Return whether an exchange is a sum of known size of a tensor that its level computes."""
     return (
         exchange.collective.kind == CollectiveKind.ALL_REDUCE
@@ -111,9 +112,9 @@ def _travels_early(graph: StepGraph, levels: dict[str, int], level: int, exchang
     )
 
 
-def ancestors(graph: StepGraph, names: Iterable[str], inside: Collection[str]) -> set[str]:
+def ancestors(graph: StepGraph, names: Iterable[OpName], inside: Collection[OpName]) -> set[OpName]:
     """Return these ops and all that they wait for `inside` a part of the step."""
-    found: set[str] = set()
+    found: set[OpName] = set()
     queue = list(names)
     while queue:
         name = queue.pop()
@@ -123,14 +124,14 @@ def ancestors(graph: StepGraph, names: Iterable[str], inside: Collection[str]) -
     return found
 
 
-def _assign_levels(graph: StepGraph) -> dict[str, int]:
+def _assign_levels(graph: StepGraph) -> dict[OpName, int]:
     """Give each live op a level: one more than any exchange before it.
 
     First as early as can be. Then every write to a variable that must be the same on all towers moves as
     late as can be, into the last segment if nothing needs it before: that segment starts when all towers
     have finished all others, so that a tower's error leaves every weight as it was.
     """
-    floors: dict[str, int] = collections.defaultdict(int)
+    floors: dict[OpName, int] = collections.defaultdict(int)
     levels = _earliest(graph, floors)
     last = max([*levels.values(), *(_available(graph, levels, result) for result in graph.exchanges), 0])
     late = [name for name in levels if graph.writes[name] & graph.kept]
@@ -147,11 +148,11 @@ def _assign_levels(graph: StepGraph) -> dict[str, int]:
     return _earliest(graph, floors)
 
 
-def _earliest(graph: StepGraph, floors: dict[str, int]) -> dict[str, int]:
-    levels: dict[str, int] = {}
+def _earliest(graph: StepGraph, floors: dict[OpName, int]) -> dict[OpName, int]:
+    levels: dict[OpName, int] = {}
     for op in graph.ops:
         name = op.name
-        if name in graph.placeholders or name in graph.passing or graph.is_constant(f"{name}:0"):
+        if name in graph.placeholders or name in graph.passing or graph.is_constant(result_name(name)):
             continue
         level = floors[name]
         for parent, hops in dependencies(graph, name):
@@ -160,7 +161,7 @@ def _earliest(graph: StepGraph, floors: dict[str, int]) -> dict[str, int]:
     return levels
 
 
-def _latest(graph: StepGraph, levels: dict[str, int], last: int) -> dict[str, int]:
+def _latest(graph: StepGraph, levels: dict[OpName, int], last: int) -> dict[OpName, int]:
     latest = dict.fromkeys(levels, last)
     bounds = [(name, last) for name, _ in graph.outputs]
     # The layout must have conditions when it joins the towers.
@@ -177,7 +178,7 @@ def _latest(graph: StepGraph, levels: dict[str, int], last: int) -> dict[str, in
     return latest
 
 
-def dependencies(graph: StepGraph, name: str) -> Iterable[tuple[str, int]]:
+def dependencies(graph: StepGraph, name: OpName) -> Iterable[tuple[OpName, int]]:
     """Yield (op, exchanges between) for all that op `name` waits for; for a passing op, its inputs."""
     for tensor in graph.inputs[name]:
         yield graph.origin(tensor)
@@ -190,7 +191,7 @@ def dependencies(graph: StepGraph, name: str) -> Iterable[tuple[str, int]]:
             yield control, 0
 
 
-def _available(graph: StepGraph, levels: dict[str, int], name: str) -> int:
+def _available(graph: StepGraph, levels: dict[OpName, int], name: TensorName) -> int:
     """Return the first level that can use tensor `name`."""
     origin, hops = graph.origin(name)
     return levels.get(origin, 0) + hops

@@ -11,9 +11,10 @@ from typing import Any
 import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.compat.names import OpName, TensorName, op_name
 from ncclsync.ops.spans import Meter
 from ncclsync.program.crossing import Form, close_branches, keep_declared_shapes
-from ncclsync.program.graph import StepGraph, op_name
+from ncclsync.program.graph import StepGraph
 from ncclsync.program.host_values import HostValues
 from ncclsync.program.own_memory import own_memory
 from ncclsync.program.packing import pack_all, unpack_all
@@ -31,9 +32,9 @@ class Rewrite:
         nodes: `nodes(prefix)` yields the nodes; `prefix` is free for names of theirs.
     """
 
-    members: frozenset[str]
-    inputs: tuple[str, ...]
-    nodes: Callable[[str], Iterable[tf.compat.v1.NodeDef]]
+    members: frozenset[OpName]
+    inputs: tuple[TensorName, ...]
+    nodes: Callable[[OpName], Iterable[tf.compat.v1.NodeDef]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +51,10 @@ class SegmentPlan:
     """
 
     graph: StepGraph
-    ops: Sequence[str]
-    sources: tuple[str, ...]
+    ops: Sequence[OpName]
+    sources: tuple[TensorName, ...]
     incoming: tuple[Bucket, ...]
-    fetches: tuple[str, ...]
+    fetches: tuple[TensorName, ...]
     outgoing: tuple[Bucket, ...]
     once: bool = False
     unrepeatable: str = ""
@@ -62,18 +63,18 @@ class SegmentPlan:
     rewrites: tuple[Rewrite, ...] = ()
 
     @property
-    def needed(self) -> set[str]:
+    def needed(self) -> set[TensorName]:
         """Return the names of the tensors that others need of the segment."""
         return {*self.fetches, *(exchange.source for bucket in self.outgoing for exchange in bucket.exchanges)}
 
     @property
-    def needed_ops(self) -> set[str]:
+    def needed_ops(self) -> set[OpName]:
         """Return the names of the ops of these."""
         return set(map(op_name, self.needed))
 
 
 def compile_segment(
-    plan: SegmentPlan, forms: Mapping[str, Form], taken: Collection[str], meter: Meter | None = None
+    plan: SegmentPlan, forms: Mapping[TensorName, Form], taken: Collection[TensorName], meter: Meter | None = None
 ) -> Segment:
     """Make a segment a function that is the same for every tower.
 
@@ -105,7 +106,7 @@ def compile_segment(
 
     def body(*args):
         sources, received, _ = tf.nest.pack_sequence_as(signature, args)
-        values: dict[str, Any] = {
+        values: dict[TensorName, Any] = {
             name: forms[name].take(*each) for name, each in zip(plan.sources, sources, strict=True)
         }
         for name in graph.variable_of.keys() & values:  # else what is read from it has no shape, which some ops ask for
@@ -164,7 +165,7 @@ def holding(dtypes: Sequence[tf.DType]) -> Any:
     return tf_compat.shared_function(body, [tf.TensorSpec([], tf.resource)] * len(dtypes), jit_compile=False)
 
 
-def _graph_def(plan: SegmentPlan) -> tuple[tf.compat.v1.GraphDef, set[str], list[Any]]:
+def _graph_def(plan: SegmentPlan) -> tuple[tf.compat.v1.GraphDef, set[TensorName], list[Any]]:
     """Return the plan's ops; the names of the tensors from outside that they take; and new functions."""
     graph, inside = plan.graph, set(plan.ops)
     replaced = {member for rewrite in plan.rewrites for member in rewrite.members}
@@ -189,7 +190,7 @@ def _graph_def(plan: SegmentPlan) -> tuple[tf.compat.v1.GraphDef, set[str], list
     if plan.shares_memory and not plan.jit_compile:
         added += own_memory(definition)
     for i, rewrite in enumerate(plan.rewrites):
-        definition.node.extend(rewrite.nodes(f"{graph.free_prefix}/rewritten_{i}"))
+        definition.node.extend(rewrite.nodes(OpName(f"{graph.free_prefix}/rewritten_{i}")))
     inside.update(constants)
     return definition, {name for name in used if op_name(name) not in inside}, added
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.compat.names import OpName
 from ncclsync.ops import Context, Mark, Share, running_in
 
 Opened = Sequence[tuple[tf.Variable, int]]
@@ -42,7 +43,7 @@ class Trace:
     batch: Any
     share: Share
     site: Site
-    marks: dict[str, Mark]
+    marks: dict[OpName, Mark]
     jit_compile: bool
     opened: Opened = ()
 

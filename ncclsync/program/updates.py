@@ -2,23 +2,24 @@
 
 import collections
 
-from ncclsync.program.graph import StepGraph, op_name
+from ncclsync.compat.names import OpName, TensorName, op_name
+from ncclsync.program.graph import StepGraph
 from ncclsync.semantics.roles import Role
 
 
-def find_updates(graph: StepGraph) -> dict[str, str]:
+def find_updates(graph: StepGraph) -> dict[TensorName, TensorName]:
     """Follow what is written to each variable back to the nearest exchange of a tensor of its shape; return its result.
 
     An optimizer's slots rest on their weight's gradient too; the exchange is the weight's alone. Where a
     branch writes several variables, as an accumulating optimizer does, order pairs those of one shape.
     """
-    writers = collections.defaultdict(list)
+    writers: dict[TensorName, list[OpName]] = collections.defaultdict(list)
     for op in graph.ops:
         for handle in graph.writes[op.name]:
             writers[handle].append(op.name)
     # Weights first, as a gradient is theirs.
-    found: dict[str, str] = {}
-    taken: set[str] = set()
+    found: dict[TensorName, TensorName] = {}
+    taken: set[TensorName] = set()
     for handle, variable in sorted(graph.variables, key=lambda pair: not pair[1].trainable):
         if graph.role[handle] in (Role.SAME, Role.SUM, Role.PARTIAL):
             for result in _nearest(graph, writers[handle]):
@@ -31,10 +32,10 @@ def find_updates(graph: StepGraph) -> dict[str, str]:
     return found
 
 
-def _nearest(graph: StepGraph, writers: list[str]) -> list[str]:
+def _nearest(graph: StepGraph, writers: list[OpName]) -> list[TensorName]:
     """Return results of exchanges that ops rest on, nearest first; no further than local ops."""
-    results = [name for name in writers if name in graph.exchanges]
-    queue = collections.deque(name for name in writers if name not in graph.exchanges)
+    results: list[TensorName] = []
+    queue = collections.deque(writers)
     seen = set(queue)
     while queue:
         child = queue.popleft()

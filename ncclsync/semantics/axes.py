@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.compat.names import OpName, TensorName
 from ncclsync.semantics.functions import BRANCHES, LOOPS, Functions, in_order
 
 SMALL = 64  # elements of a tensor of integers whose values are followed
@@ -83,15 +84,15 @@ class Axes:
     def __init__(
         self,
         functions: Functions,
-        given: Mapping[str, State],
-        values: Mapping[str, Values | None] | None = None,
+        given: Mapping[TensorName, State],
+        values: Mapping[TensorName, Values | None] | None = None,
         kernels: "Kernels | None" = None,
     ) -> None:
         """Know the arguments: by tensor's name, and the values of small integers; `kernels` of the calling graph."""
         self._functions = functions
-        self._states: dict[str, State] = dict(given)
-        self._values: dict[str, Values | None] = dict(values or {})
-        self._bodies: dict[tuple[str, str], tuple[Any, Axes]] = {}
+        self._states: dict[TensorName, State] = dict(given)
+        self._values: dict[TensorName, Values | None] = dict(values or {})
+        self._bodies: dict[tuple[OpName, str], tuple[Any, Axes]] = {}
         self._kernels = kernels or Kernels()
 
     def lengths(self, tensor: tf.Tensor) -> tuple[Length, ...] | None:

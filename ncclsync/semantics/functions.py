@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.compat.names import OpName
 
 CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 LOOPS = frozenset({"While", "StatelessWhile"})
@@ -133,7 +134,7 @@ def in_order(
     roots: Iterable[tf.Operation], needed: Callable[[tf.Operation], Iterable[tf.Operation]] = parents_of
 ) -> list[tf.Operation]:
     """Return ops and all that they need, inputs before consumers. Not by recursion: hundreds of ops lead to some."""
-    order: dict[str, tf.Operation] = {}
+    order: dict[OpName, tf.Operation] = {}
     stack = [(root, iter(needed(root))) for root in [*roots][::-1]]
     while stack:
         op, left = stack[-1]

@@ -7,6 +7,10 @@ shards of any number of rows.
 import dataclasses
 import enum
 
+from ncclsync.compat.names import TensorName
+
+SAMPLES = TensorName("")  # a unit of rows that no tensor names
+
 
 class Kind(enum.Enum):
     """Name the ways in which the batch's value follows from the towers'; see `Placement`."""
@@ -56,7 +60,7 @@ class Placement:
                 rows · w elements that the tower has, and if "every", all of them occur, in ascending order.
             INDICES: a matrix of integers, a sparse tensor's indices, whose first column is placed as PLACES.
         axis, blocks: see SHARD; `axis` also AXES and PLACES.
-        unit: what there are so many rows for each of: "", samples; else the rows of the tensor of that name, or the
+        unit: what there are so many rows for each of: `SAMPLES`; else the rows of the tensor of that name, or the
             values between these row splits. Of them a tower has as many as its data say.
         each: of a SHARD, how many rows for each sample a block has, as far as it is known; 0: not known. It is no part
             of the placement: tensors that TensorFlow takes together have as many.
@@ -72,7 +76,7 @@ class Placement:
     op: str = "sum"
     counts: tuple[int, ...] = ()
     of: "Placement | None" = None
-    unit: str = ""
+    unit: TensorName = SAMPLES
 
     def __str__(self) -> str:
         if self.kind is Kind.SHARD:
@@ -85,7 +89,7 @@ class Placement:
         """Return the placement of the same rows along another axis."""
         return dataclasses.replace(self, axis=axis)
 
-    def of_unit(self, unit: str) -> "Placement":
+    def of_unit(self, unit: TensorName) -> "Placement":
         """Return the placement of as many rows of another unit."""
         rowed = self.kind in (Kind.SHARD, Kind.COUNTS, Kind.AXES, Kind.PENDING)
         return dataclasses.replace(self, unit=unit) if rowed and self.unit != unit else self
@@ -106,7 +110,7 @@ MEAN = Placement(Kind.PARTIAL, op="mean")
 PIECE = Placement(Kind.PIECE)
 
 
-def shard(axis: int = 0, blocks: int = 1, each: int = 1, unit: str = "") -> Placement:
+def shard(axis: int = 0, blocks: int = 1, each: int = 1, unit: TensorName = SAMPLES) -> Placement:
     """Return the placement of rows along `axis`; see `Placement`."""
     return Placement(Kind.SHARD, axis=axis, blocks=blocks, each=each, unit=unit)
 

@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.compat.names import TensorName
 from ncclsync.compat.source_lines import user_line
 from ncclsync.semantics import rules, uneven
 from ncclsync.semantics.axes import BATCHES, Axes, Rows, given_by, passed_on
@@ -25,6 +26,7 @@ from ncclsync.semantics.placements import (
     LOCAL,
     MEAN,
     REPLICATE,
+    SAMPLES,
     SEEDED,
     SUM,
     Kind,
@@ -70,7 +72,7 @@ class Placer(abc.ABC):
     """
 
     lenient = row_by_row = within = False
-    row_splits: Collection[str] = ()
+    row_splits: Collection[TensorName] = ()
 
     def __init__(self, functions: Functions, axes: Axes) -> None:
         """Know the step's functions, and the axes of the graph."""
@@ -184,9 +186,9 @@ class Placer(abc.ABC):
         units = {
             placed.unit for placed in call.inputs if placed.kind in (Kind.SHARD, Kind.COUNTS, Kind.AXES, Kind.PENDING)
         }
-        if len(units) > 1 or (units - {""} and kind not in uneven.OF_ANY_UNIT):
+        if len(units) > 1 or (units - {SAMPLES} and kind not in uneven.OF_ANY_UNIT):
             return None
-        call.unit = units.pop() if units else ""
+        call.unit = units.pop() if units else SAMPLES
         made = self._of_one_unit(call)
         return made and [placed.of_unit(call.unit) if call.unit else placed for placed in made]
 
@@ -443,7 +445,7 @@ class FunctionPlacer(Placer):
         super().__init__(functions, axes)
         self.lenient, self.row_by_row = lenient, row_by_row
         self._pops = self._counts = False
-        self._carried: set[str] = set()  # inputs that the function changes
+        self._carried: set[TensorName] = set()  # inputs that the function changes
 
     def _row_by_row(self, call: Call) -> list[Placement]:
         """Place an op of a loop over a tower's rows: what it computes of one row and of what is whole, that row has.
@@ -483,7 +485,7 @@ class FunctionPlacer(Placer):
 
     def place_function(self, graph: Any, inputs: Sequence[Placement]) -> list[Placement]:
         """Return how a function's results are placed; raise `Refused` if an op needs other inputs."""
-        placed = {t.name: one for t, one in zip(graph.inputs, inputs, strict=True)}
+        placed: dict[TensorName, Placement] = {t.name: one for t, one in zip(graph.inputs, inputs, strict=True)}
         pairs = zip(graph.inputs, graph.outputs, strict=False)
         self._carried = {given.name for given, made in pairs if passed_on(made) is not given}
         writes = {t.name for t in graph.inputs if t.dtype == tf.resource}

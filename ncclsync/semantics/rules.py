@@ -25,6 +25,7 @@ from ncclsync.semantics.placements import (
     EACH,
     MEAN,
     REPLICATE,
+    SAMPLES,
     SUM,
     Kind,
     Placement,
@@ -60,7 +61,7 @@ class Call:
         self.given = list(self.tensors), list(self.inputs)
         self.local: set[int] = set()
         self.axes: Axes = self.placer.axes
-        self.unit = ""
+        self.unit = SAMPLES
 
     def require(self, index: int, placement: Placement) -> None:
         """Give the op input `index` with that placement."""
@@ -87,7 +88,7 @@ class Call:
 
     def begin_anew(self) -> None:
         """Take back what was required."""
-        self.tensors, self.inputs, self.unit = list(self.given[0]), list(self.given[1]), ""
+        self.tensors, self.inputs, self.unit = list(self.given[0]), list(self.given[1]), SAMPLES
         self.local.clear()
 
 

@@ -13,8 +13,9 @@ import numpy as np
 import tensorflow as tf
 
 from ncclsync.communicator import native
+from ncclsync.compat.names import TensorName
 from ncclsync.semantics.axes import BATCHES, passed_on
-from ncclsync.semantics.placements import PIECE, REPLICATE, SUM, Kind, Placement, rows, shard
+from ncclsync.semantics.placements import PIECE, REPLICATE, SAMPLES, SUM, Kind, Placement, rows, shard
 from ncclsync.semantics.rules import (
     COUNTING,
     ELEMENTWISE,
@@ -79,7 +80,7 @@ def _moved_numbers(call: Call) -> Sequence[Placement] | None:
         return None
     call.inputs[0], call.unit = before, before.unit
     made = RULES[kind](call)
-    call.inputs[0], call.unit = placed, ""
+    call.inputs[0], call.unit = placed, SAMPLES
     if made is None or made[0].kind is not Kind.SHARD or made[0].blocks != 1:
         return None
     of_rows = placed.op in ("sum", "row") and made[0].each == before.each > 0
@@ -265,21 +266,21 @@ def _is_as_long(call: Call) -> bool:
     return call.axes.rows(tile.outputs[0], 0) == call.axes.rows(mask.inputs[1], 0) > 0
 
 
-def _splits_of(places: tf.Tensor, row_splits: Collection[str]) -> str:
-    """Return the name of the row splits whose rows' lengths a sequence mask shows, in as many columns as it takes."""
+def _splits_of(places: tf.Tensor, row_splits: Collection[TensorName]) -> TensorName | None:
+    """Return the name of the row splits whose rows' lengths a sequence mask of as many columns shows; None: none."""
     limit = _columns_of(places)
     if limit is None or limit.op.type != "Maximum" or limit.op.inputs[1].op.type != "Max":
-        return ""
+        return None
     longest = limit.op.inputs[1].op.inputs[0]
     column = passed_on(passed_on(places, *_OF_PLACES).op.inputs[1], "Cast").op
     lengths = passed_on(longest, "Cast", "BroadcastTo").op
     if column.type != "ExpandDims" or column.inputs[0] is not longest or lengths.type != "Sub":
-        return ""
+        return None
     ends, begins = (tensor.op for tensor in lengths.inputs)
     if {ends.type, begins.type} != {"StridedSlice"} or ends.inputs[0] is not begins.inputs[0]:
-        return ""
+        return None
     fits = tf.get_static_value(ends.inputs[1]) == 1 and tf.get_static_value(begins.inputs[2]) == -1
-    return ends.inputs[0].name if fits and ends.inputs[0].name in row_splits else ""
+    return ends.inputs[0].name if fits and ends.inputs[0].name in row_splits else None
 
 
 _SORTED_SEGMENTS = names("SegmentMax SegmentMean SegmentMin SegmentProd SegmentSum")

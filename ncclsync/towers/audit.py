@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from ncclsync.compat.names import TensorName
 from ncclsync.errors import AuditError
 from ncclsync.ops.comparing import EQUAL, first_difference
 from ncclsync.program.program import Exchange, Outcome, Program, Segment, Sent
@@ -68,7 +69,7 @@ class Audit:
         written = {name for segment in computed for name in segment.written}
         # By what is copied and for which tower: what a tower's shards share, their copies share.
         self._copies: dict[tuple[int, int], tuple[tf.Variable, tf.Variable]] = {}
-        self._kept: list[dict[str, tf.Variable]] = [{} for _ in self.places]
+        self._kept: list[dict[TensorName, tf.Variable]] = [{} for _ in self.places]
         for name, variable in program.variables:
             shared = towers.replicas.role_of(variable) is Role.SAME
             if name in written or (name in used and not shared):
@@ -87,7 +88,7 @@ class Audit:
         A repeated computation takes the results of these segments as they are.
         """
         found: set[int] = set()
-        written: set[str] = set()
+        written: set[TensorName] = set()
         for number, segment in enumerate(self._segments, start=1):
             if segment.unrepeatable or written.intersection(segment.sources):
                 found.add(number)
@@ -111,14 +112,14 @@ class Audit:
             self._copies[key] = source, copy
         return self._copies[key][1]
 
-    def begin(self, values: Sequence[Mapping[str, tf.Tensor]]) -> list[tf.Operation]:
+    def begin(self, values: Sequence[Mapping[TensorName, tf.Tensor]]) -> list[tf.Operation]:
         """Begin an audited step in its graph; return the ops that it waits for.
 
         Args:
             values: [s] by name in the program, each shard's tensors and handles.
         """
         self._originals = values
-        self._again: list[dict[str, tf.Tensor]] = []  # [places] by name, too
+        self._again: list[dict[TensorName, tf.Tensor]] = []  # [places] by name, too
         self._differences: list[tf.Tensor] = []
         begun = []
         for place, kept in zip(self.places, self._kept, strict=True):

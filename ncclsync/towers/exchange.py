@@ -19,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from ncclsync.communicator import AllGather, AllReduce, AnyCollective, Broadcast, Communicator, ReduceScatter, native
+from ncclsync.compat.names import TensorName
 from ncclsync.ops import CollectiveKind, device_ops
 from ncclsync.ops.group_ops import Turns, agree, gather_rows, group_exchange
 from ncclsync.ops.spans import COMMUNICATION, Begun, Meter, begin, delay
@@ -80,7 +81,7 @@ class Exchanges:
         self._called: list[Any] = []  # what has been exchanged
         self._agreed = 0  # how much of that all processes have launched
         # [s] by a bucket's result: its tensors, or the launch that brings them, and which of its columns.
-        self._received: list[dict[str, Any]] = [{} for _ in towers.layout.own_shards]
+        self._received: list[dict[TensorName, Any]] = [{} for _ in towers.layout.own_shards]
 
     def meet(self, done: After, anywhere: Sequence[Any] = ()) -> After:
         """Return the ops that each tower waits for, so that it goes on when all have arrived.
@@ -100,7 +101,7 @@ class Exchanges:
         buckets: Sequence[Bucket],
         sent: Sequence[Sent],
         done: After,
-        conditions: Mapping[str, tf.Tensor],
+        conditions: Mapping[TensorName, tf.Tensor],
     ) -> After:
         """Join the towers' buckets after a segment; return what each tower waits for before it goes on.
 

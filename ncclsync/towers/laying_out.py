@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.compat.names import TensorName
 from ncclsync.errors import NcclSyncError
 from ncclsync.ops.group_ops import gather_rows
 from ncclsync.ops.spans import STEP, STEPS, Meter, begin
@@ -84,7 +85,7 @@ class _Run:
             samples = [shards.sizes[0] + tf.cast(shards.shares[0].total == 0, tf.int32), *shards.sizes[1:]]
             has_samples = [tf.minimum(count, 1) for count in samples]
         handles = {name: towers.replicas.of_shards(variable) for name, variable in program.variables}
-        self.values: list[dict[str, tf.Tensor]] = []
+        self.values: list[dict[TensorName, tf.Tensor]] = []
         layout = towers.layout
         for i, (shard, tower) in enumerate(zip(layout.own_shards, layout.tower_places, strict=True)):
             with tf.device(f"/{layout.devices[tower]}"):

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from ncclsync.compat import other_libraries
 from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.compat.names import TensorName
 from ncclsync.ops.spans import STEPS, WAIT, Meter, NoBatchLeft, begin, delay, measured
 from ncclsync.program.program import Program
 from ncclsync.semantics.shards import Shards, components_of, grouped
@@ -42,7 +43,7 @@ class StepFunction(abc.ABC):
     @functools.cached_property
     def written(self) -> frozenset[int]:
         """Return the ids of tower 0's variables that the program may write."""
-        written = frozenset[str]().union(*(segment.written for segment in self.program.segments))
+        written = frozenset[TensorName]().union(*(segment.written for segment in self.program.segments))
         return frozenset(id(variable) for name, variable in self.program.variables if name in written)
 
     @functools.cached_property

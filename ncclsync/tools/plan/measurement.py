@@ -13,6 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from ncclsync.compat.names import OpName
 from ncclsync.ops import CollectiveKind
 from ncclsync.parallel import nccl_parallel
 from ncclsync.program.program import Outcome, Segment
@@ -158,7 +159,7 @@ def work_before(outputs: Sequence[Any], graph: tf.Graph) -> tuple[list[float], f
     for op in graph.get_operations():
         multiplications, moved, _ = roofline.work(op).sum(axis=1).tolist()
         work[op.name] = max(moved, 2 * multiplications / OPERATIONS_PER_BYTE)
-    done: set[str] = set()
+    done: set[OpName] = set()
     found, spent = [], 0.0
     for output in outputs:
         queue = [output.op]

@@ -17,11 +17,11 @@ import numpy as np
 import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.compat.names import TensorName, op_name
 from ncclsync.compat.source_lines import user_line
 from ncclsync.ops import Collective, CollectiveKind, Purpose, Share
 from ncclsync.ops.comparing import distance
 from ncclsync.program.cut import place
-from ncclsync.program.graph import op_name
 from ncclsync.program.partition import Partition
 from ncclsync.program.program import Results
 from ncclsync.program.trace import Site, Trace
@@ -105,7 +105,7 @@ class _Check:
     copies. None: not followed, as each tower's part of what is divided among them.
     """
 
-    def __init__(self, placing: Partition, whole: Shards, parts: Shards, state: Mapping[str, Any]) -> None:
+    def __init__(self, placing: Partition, whole: Shards, parts: Shards, state: Mapping[TensorName, Any]) -> None:
         """Begin with what the variables hold, by the names of their handles."""
         graph = self._graph = placing.graph
         self._start = state
@@ -113,24 +113,24 @@ class _Check:
         sites = map(_site, [0, *range(len(parts.shares))])
         given = zip([*whole.batches, *parts.batches], self._shares, sites, strict=True)
         arguments = zip(*([*components_of(batch), *share, *site] for batch, share, site in given), strict=True)
-        self._values: dict[str, list[Any] | None] = dict(zip(graph.arguments, map(list, arguments), strict=True))
+        self._values: dict[TensorName, list[Any] | None] = dict(zip(graph.arguments, map(list, arguments), strict=True))
         self._values.update((name, [tensor] * len(self._shares)) for name, tensor in graph.captures)
-        self._copies: dict[str, list[tf.Variable]] = {}
+        self._copies: dict[TensorName, list[tf.Variable]] = {}
         for handle, value in state.items():
             others = tf.zeros_like(value) if graph.role[handle] in (Role.SUM, Role.PARTIAL) else value
             held = [value, value, *[others] * (len(parts.shares) - 1)]
             copies = [tf.Variable(one, trainable=False, shape=tf.TensorShape(None)) for one in held]
             self._copies[handle] = copies
             self._values[handle] = None if graph.role[handle] is Role.PARTITION else [copy.handle for copy in copies]
-        self._writers: dict[str, tf.Operation] = {}  # the last one of each variable
+        self._writers: dict[TensorName, tf.Operation] = {}  # the last one of each variable
         # By an op's name and its inputs' ids: these, which so live on, and the results.
         self._made: dict[tuple[Any, ...], tuple[list[Any], list[Any]]] = {}
         floats = [t.dtype for op in graph.ops for t in op.outputs if t.dtype in _TOLERANCES]
         self._dtype = min(floats or [tf.float32], key=[*_TOLERANCES].index)
-        self._scales: dict[str, float] = {}  # of parts: the largest magnitude of their addends
-        self._counts_towers: set[str] = set()  # tensors with a row for each tower, and numbers of such rows
+        self._scales: dict[TensorName, float] = {}  # of parts: the largest magnitude of their addends
+        self._counts_towers: set[TensorName] = set()  # tensors with a row for each tower, and numbers of such rows
         # By the names of the towers' tensors: how they are placed, what makes them in the trace, and of which tensors.
-        self._traced: dict[str, tuple[Placement, tf.Operation, list[str]]] = {}
+        self._traced: dict[TensorName, tuple[Placement, tf.Operation, list[TensorName]]] = {}
         for name, (tensor, placed) in placing.placed.items():
             op, mark = graph.tf_graph.get_tensor_by_name(name).op, graph.marks.get(op_name(name))
             # A sparse gradient's slices may come in another order: what they write is compared. Bits are not rounded.
@@ -181,7 +181,7 @@ class _Check:
             self._made[key] = given, results
         return self._made[key][1]
 
-    def _value(self, name: str) -> list[Any] | None:
+    def _value(self, name: TensorName) -> list[Any] | None:
         """Return a value; exchange it, or make a constant, if that has not happened yet."""
         if name not in self._values:
             exchange = self._graph.exchanges.get(name)
@@ -195,7 +195,7 @@ class _Check:
                 self._values[name] = made
         return self._values[name]
 
-    def _is_due(self, name: str) -> bool:
+    def _is_due(self, name: TensorName) -> bool:
         """Return whether an exchange happens: if its condition is False, each tower's part stays."""
         exchange = self._graph.exchanges.get(name)
         when = None if exchange is None or exchange.when is None else self._value(exchange.when)
@@ -207,12 +207,12 @@ class _Check:
         share, *shares = self._shares
         return [_join([alone], collective, [share]), *[_join(each, collective, shares)] * len(each)]
 
-    def _difference(self, made: Iterable[str]) -> str:
+    def _difference(self, made: Iterable[TensorName]) -> str:
         """Return what makes the first tensor that differs, and its line; else towers go on with one device's."""
         known = (name for name in made if name in self._traced)
         return next((_named(self._traced[name][1]) for name in known if self._differs(name)), "")
 
-    def _differs(self, name: str) -> bool:
+    def _differs(self, name: TensorName) -> bool:
         values, (placed, op, traced) = self._value(name), self._traced[name]
         if values is None or not self._is_due(name):
             return False
@@ -244,7 +244,7 @@ class _Check:
                 return [tf.concat([one for column in columns for one in column], placed.axis)]
         return []
 
-    def _scale_of(self, op: tf.Operation, made: Sequence[Any], traced: Sequence[str]) -> float:
+    def _scale_of(self, op: tf.Operation, made: Sequence[Any], traced: Sequence[TensorName]) -> float:
         """Return the magnitude whose rounding a result has: of what was added up, perhaps to nearly 0."""
         own = max(map(_magnitude, made))
         sizes = {name: _magnitude((self._values.get(name) or [None])[0]) for name in traced}

@@ -8,6 +8,7 @@ are computed by TensorFlow's own kernels, for each of these batches. No op of th
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
@@ -203,15 +204,20 @@ class Axes:
         states = [self._shapes(tensor) for tensor in op.inputs]
         if not op.inputs or tf_compat.calls_functions(op):
             return [_traced(output) for output in op.outputs]
-        try:
-            cases = [list(map(self._known, op.inputs, states, [which] * len(states))) for which in range(len(BATCHES))]
-            found = self._kernels.shapes(op, cases)
-        except (ValueError, tf.errors.OpError):  # no such batch is possible
-            return [_traced(output) for output in op.outputs]
-        return [
-            None if None in shapes or len(set(map(len, shapes))) > 1 else _filled(shapes)
-            for shapes in zip(*found, strict=True)
-        ]
+        # Lengths of which nothing is known may have to be equal here: then they are asked for once more as unknown.
+        for given in (states, [self._kernels.without_unknown(one) for one in states]):
+            try:
+                cases = [
+                    list(map(self._known, op.inputs, given, [which] * len(given))) for which in range(len(BATCHES))
+                ]
+                found = self._kernels.shapes(op, cases)
+            except (ValueError, tf.errors.OpError):  # no such batch is possible
+                continue
+            return [
+                None if None in shapes or len(set(map(len, shapes))) > 1 else self._kernels.with_unknown(shapes)
+                for shapes in zip(*found, strict=True)
+            ]
+        return [_traced(output) for output in op.outputs]
 
     def _known(self, tensor: tf.Tensor, shapes: Shapes | None, which: int) -> "_Given":
         """Return what inference may know of a tensor: its values, perhaps some of these, or its shape."""
@@ -361,6 +367,8 @@ class Kernels:
     def __init__(self) -> None:
         self._scratch = tf.Graph()
         self._found: dict[Any, list[Any]] = {}
+        self._primes = (n for n in itertools.count(1009, 2) if all(n % d for d in range(3, math.isqrt(n) + 1, 2)))
+        self._unknown: set[int] = set()  # those that stand for lengths
         self._inputs: dict[Any, tf.Tensor] = {}
 
     def shapes(self, op: tf.Operation, cases: Sequence[Sequence[_Given]]) -> list[list[Any]]:
@@ -401,6 +409,27 @@ class Kernels:
                     for results in found:
                         results[i] = None
         return found
+
+    def with_unknown(self, shapes: Sequence[Sequence[int | None]]) -> Shapes:
+        """Return shapes, for each of BATCHES, in which a length of which nothing is known is a prime of its own.
+
+        So it is not taken for another length, nor divides one. It is equal on all towers, as what is open is.
+        """
+        filled = []
+        for lengths in zip(*shapes, strict=True):
+            if None in lengths:
+                prime, opened = next(self._primes), next(self._primes)
+                self._unknown |= {prime, opened}
+                lengths = tuple(opened if which == _OPENED else prime for which in range(len(BATCHES)))
+            filled.append(lengths)
+        return tuple(zip(*filled, strict=True)) if filled else ((),) * len(BATCHES)
+
+    def without_unknown(self, shapes: Shapes | None) -> Any:
+        """Return shapes with None in place of these primes, and of what is a multiple of one."""
+        if shapes is None or not self._unknown:
+            return shapes
+        every = math.prod(self._unknown)
+        return tuple(tuple(None if n and math.gcd(n, every) > 1 else n for n in shape) for shape in shapes)
 
     def _elsewhere(
         self, find: Callable[[tf.Tensor], Any], op: tf.Operation, cases: Sequence[Sequence[_Given]]
@@ -551,15 +580,7 @@ def _traced(tensor: tf.Tensor) -> State:
         return Items((tuple(spec.shape.as_list()),) * len(BATCHES))
     if tensor.shape.rank is None or tensor.dtype == tf.variant:
         return None
-    return _filled([tensor.shape.as_list()] * len(BATCHES))
-
-
-def _filled(shapes: Sequence[Sequence[int | None]]) -> Shapes:
-    """Return shapes, for each of BATCHES, of which some lengths are open."""
-    return tuple(
-        tuple(batch.open if length is None else length for length in shape)
-        for batch, shape in zip(BATCHES, shapes, strict=True)
-    )
+    return tuple(tuple(batch.open if n is None else n for n in tensor.shape.as_list()) for batch in BATCHES)
 
 
 def given_rows(tensor: tf.Tensor) -> State:

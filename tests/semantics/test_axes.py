@@ -275,11 +275,54 @@ def _counted(x):
     )
 
 
-@pytest.mark.parametrize("rows", [30, 900, 2048])
-@pytest.mark.parametrize("step", [_hardest, _capped, _decided, _counted])
+def _divided(x):
+    """Quotients, remainders and chunks of the rows, which batches of few sizes do not show."""
+    rows = tf.shape(x)[0]
+    centred = tf.cond(tf.equal(rows % 16, 0), lambda: x - tf.reduce_mean(x, 0), lambda: 2 * x)
+    chunks = tf.shape(tf.range(0, rows, 512))[0]
+    counts = tf.cast(tf.stack([rows // 1000, tf.bitwise.right_shift(rows, 10), chunks, (rows + 1) // 7]), x.dtype)
+    return tf.reduce_sum(centred**2), counts, counts * tf.reduce_sum(x), tf.reduce_sum(x[: 3 * (rows // 4)])
+
+
+def _as_long(x):
+    """Lengths that are equal for some numbers of rows, and not for others."""
+    lengths = [tf.shape(one)[0] for one in (x[::16], x[:64], tf.sort(x, 0)[:1024], x)]
+    return tf.stack(lengths), tf.reduce_sum(tf.exp(x[::16])), tf.reduce_sum(tf.exp(x[:64]))
+
+
+@pytest.mark.parametrize("rows", [7, 30, 32, 900, 2048])
+@pytest.mark.parametrize("step", [_hardest, _capped, _decided, _counted, _divided, _as_long])
 def test_a_longer_batch_than_was_asked_about(step, rows):
     """A length that counts rows up to some number of them does not count rows; nor does a count that is no length."""
     batch = tf.constant(np.random.default_rng(0).normal(size=(rows, 4)).astype("float32"))
     expected = tf.function(step)(batch)
     with ncclsync.Towers(2) as towers:
         assert_close([one.numpy() for one in towers.run(step, batch)], [one.numpy() for one in expected], 1e-5)
+
+
+class _Asking(keras.layers.Layer):
+    """A layer that does other things with long sequences than with short ones."""
+
+    def call(self, x):
+        """Center by the batch, or not; count frames."""
+        length = tf.shape(x)[1]
+        asked = tf.equal(length % 2, 0), length > 10, length // 20 > 0
+        made = [tf.cond(one, lambda: x - tf.reduce_mean(x, 0), lambda: 2 * x) for one in asked]
+        frames = tf.reshape(tf.nn.max_pool1d(x, 20, 20, "SAME"), [-1, 4])
+        return tf.reduce_sum(tf.add_n(made) ** 2, [1, 2])[:, None] + tf.reduce_mean(tf.math.top_k(frames[:, 0], 9)[0])
+
+
+@pytest.mark.parametrize("length", [6, 9, 40])
+def test_lengths_over_time_that_a_condition_asks_for(length):
+    """What an open length decides is not known before a batch comes."""
+    x, y = np.random.default_rng(0).normal(size=(10, length, 4)).astype("float32"), np.ones((10, 1), "float32")
+    specs = tf.TensorSpec([None, None, 4]), tf.TensorSpec([None, 1])
+    batches = tf.data.Dataset.from_generator(lambda: [(x, y)], output_signature=specs)
+
+    def build():
+        model = keras.Sequential([keras.Input((None, 4)), _Asking()])
+        model.compile(loss="mse")
+        return model
+
+    found = [make().evaluate(batches, verbose=0) for make in (build, ncclsync.nccl_parallel(towers=2)(build))]
+    assert found[1] == pytest.approx(found[0], rel=1e-5)

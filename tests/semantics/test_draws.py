@@ -159,3 +159,19 @@ def test_what_follows_a_draw_in_a_loop_or_a_branch_is_by_rows(name):
     cost = costs.cost_of(costs.runs(lambda: step, tf.constant(X)))
     alike = {op for op, _, share in cost.alike if share > 0.001}
     assert name in alike and alike <= {name, name.removeprefix("Stateless")}, cost
+
+
+def test_sampled_candidates_that_are_given_are_no_draw():
+    """A sampled softmax looks for the labels among its candidates by an op with seeds, which draws nothing."""
+    weights, biases = tf.Variable(np.ones((9, 2), "float32")), tf.Variable(np.zeros(9, "float32"))
+    labels = np.arange(ROWS)[:, None] % 9
+
+    @tf.autograph.experimental.do_not_convert
+    def step(batch):
+        x, y = batch
+        sampled = tf.constant([1, 4, 7], tf.int64), tf.fill([tf.shape(y)[0], 1], 0.3), tf.fill([3], 0.3)
+        return tf.reduce_mean(tf.nn.sampled_softmax_loss(weights, biases, y, x, 3, 9, sampled_values=sampled))
+
+    expected = step((X, labels))
+    with ncclsync.Towers(2, exact=True) as towers:
+        assert_close([towers.run(step, (X, labels)).numpy()], [expected.numpy()], 1e-5)

@@ -3,6 +3,10 @@
 TensorFlow's shape inference is asked for batches of several sizes (`BATCHES`). A length that stays is a constant; one
 that grows as the batch does counts rows; any other is open. So the arithmetic on shapes needs no rules: small integers
 are computed by TensorFlow's own kernels, for each of these batches. No op of the step runs.
+
+A few batches prove nothing: 16 divides the rows of neither 1 nor 840. So each op is asked for further batches, with
+inputs on the straight line through those of two cases (`Kernels`). Where its results leave the line that theirs lie on,
+they are not known. Each op is judged by its own inputs, so what is known holds for all that it is computed by.
 """
 
 import contextlib
@@ -386,7 +390,7 @@ class Kernels:
         found = self._once(_shape_of, op, cases)
         for which, step, there in self._elsewhere(_shape_of, op, cases):
             for i, shapes in enumerate(zip(found[0], found[which], there, strict=True)):
-                if None in shapes or len(set(map(len, shapes))) > 1:
+                if None in (*shapes, *(results[i] for results in found)) or len(set(map(len, shapes))) > 1:
                     continue
                 open_axes = set()
                 for axis, (one, other, met) in enumerate(zip(*shapes, strict=True)):
@@ -437,17 +441,22 @@ class Kernels:
         """Ask what an op gives for further batches: a claim about all batches must not rest on a few of them.
 
         Its inputs there lie on the straight line from those of the first case to those of another. Yields the other
-        case's number, how many steps along the line, and [outputs] what the op gives.
+        case's number, how many steps along the line, and [outputs] what the op gives; None where it cannot be asked.
         """
         for which in range(1, len(cases)):
             if list(map(_hashable, cases[0])) == list(map(_hashable, cases[which])):
                 continue
+            is_asked = False
             for step in _STEPS_OPEN if which == _OPENED else _STEPS:
                 inputs = [_on_line(one, other, step) for one, other in zip(cases[0], cases[which], strict=True)]
                 if any(one is _NOWHERE for one in inputs):
                     continue
                 with contextlib.suppress(ValueError, tf.errors.OpError):  # there is no such batch
-                    yield which, step, self._once(find, op, [inputs])[0]
+                    there = self._once(find, op, [inputs])[0]
+                    is_asked = True
+                    yield which, step, there
+            if not is_asked:
+                yield which, 1, [None] * len(op.outputs)
 
     def _once(
         self, find: Callable[[tf.Tensor], Any], op: tf.Operation, cases: Sequence[Sequence[_Given]]

@@ -371,6 +371,7 @@ class Kernels:
     def __init__(self) -> None:
         self._scratch = tf.Graph()
         self._found: dict[Any, list[Any]] = {}
+        self._ops: dict[tf.Operation, tuple[dict[str, Any], tuple[Any, ...]]] = {}
         self._primes = (n for n in itertools.count(1009, 2) if all(n % d for d in range(3, math.isqrt(n) + 1, 2)))
         self._unknown: set[int] = set()  # those that stand for lengths
         self._inputs: dict[Any, tf.Tensor] = {}
@@ -387,6 +388,19 @@ class Kernels:
         Raises:
             ValueError, tf.errors.OpError: there is no such op of such inputs.
         """
+        return self._kept(self._straight_shapes, op, cases)
+
+    def values(self, op: tf.Operation, cases: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray | None]]:
+        """Return the results of an op; None for those that another batch might decide otherwise. See `shapes`."""
+        return self._kept(self._straight_values, op, cases)
+
+    def _kept(self, ask: Callable[..., list[list[Any]]], op: tf.Operation, cases: Any) -> list[list[Any]]:
+        key = ask.__name__, *self._described(op)[1], *(tuple(map(_hashable, given)) for given in cases)
+        if key not in self._found:
+            self._found[key] = ask(op, cases)
+        return self._found[key]
+
+    def _straight_shapes(self, op: tf.Operation, cases: Sequence[Sequence[_Given]]) -> list[list[Any]]:
         found = self._once(_shape_of, op, cases)
         for which, step, there in self._elsewhere(_shape_of, op, cases):
             for i, shapes in enumerate(zip(found[0], found[which], there, strict=True)):
@@ -401,8 +415,7 @@ class Kernels:
                     results[i] = tuple(None if axis in open_axes else n for axis, n in enumerate(results[i]))
         return found
 
-    def values(self, op: tf.Operation, cases: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray | None]]:
-        """Return the results of an op; None for those that another batch might decide otherwise. See `shapes`."""
+    def _straight_values(self, op: tf.Operation, cases: Sequence[Sequence[_Given]]) -> list[list[Any]]:
         found = self._once(_few_of, op, cases)
         for which, step, there in self._elsewhere(_few_of, op, cases) if op.type not in _ANY_WAY else ():
             for i, (one, other, met) in enumerate(zip(found[0], found[which], there, strict=True)):
@@ -447,7 +460,7 @@ class Kernels:
             if list(map(_hashable, cases[0])) == list(map(_hashable, cases[which])):
                 continue
             is_asked = False
-            for step in _STEPS_OPEN if which == _OPENED else _STEPS:
+            for step in _STEPS[find is _few_of, which == _OPENED]:
                 inputs = [_on_line(one, other, step) for one, other in zip(cases[0], cases[which], strict=True)]
                 if any(one is _NOWHERE for one in inputs):
                     continue
@@ -461,15 +474,22 @@ class Kernels:
     def _once(
         self, find: Callable[[tf.Tensor], Any], op: tf.Operation, cases: Sequence[Sequence[_Given]]
     ) -> list[list[Any]]:
-        attributes = {name: value for name, value in op.node_def.attr.items() if not name.startswith("_")}
-        known = tuple(sorted((name, value.SerializeToString()) for name, value in attributes.items()))
+        attributes, known = self._described(op)
         found = []
         for given in cases:
-            key = find, op.type, known, *map(_hashable, given)
+            key = find, *known, *map(_hashable, given)
             if key not in self._found:
                 self._found[key] = list(map(find, self._made(op, given, attributes)))
             found.append(list(self._found[key]))
         return found
+
+    def _described(self, op: tf.Operation) -> tuple[dict[str, Any], tuple[Any, ...]]:
+        """Return an op's attributes, and a key of its type and these."""
+        if op not in self._ops:
+            attributes = {name: value for name, value in op.node_def.attr.items() if not name.startswith("_")}
+            known = tuple(sorted((name, value.SerializeToString()) for name, value in attributes.items()))
+            self._ops[op] = attributes, (op.type, known)
+        return self._ops[op]
 
     def _made(self, op: tf.Operation, given: Sequence[_Given], attributes: Any) -> Sequence[tf.Tensor]:
         with self._scratch.as_default():
@@ -490,11 +510,16 @@ class Kernels:
         return self._inputs[key]
 
 
-# The number of the case in which what is open is longer, and how far along the line from the first case to another one
-# an op is asked again: of BATCHES, for 2, 1,679, 2,518 and 99,842 rows, and for open lengths of 1, 14, 21 and 489.
+# The number of the case in which what is open is longer.
 _OPENED = 2
-_STEPS = Fraction(1, 839), 2, 3, 119
-_STEPS_OPEN = Fraction(1, 4), 2, 119, -3
+# How far along the line from the first case to another one an op is asked again, by whether it is asked for values, and
+# by whether the other case is that one. Of BATCHES: for 2, 2,518 and 99,842 rows, for open lengths of 1, 14 and 489.
+_STEPS = {
+    (False, False): (119,),
+    (False, True): (119, -3),
+    (True, False): (Fraction(1, 839), 3, 119),
+    (True, True): (Fraction(1, 4), 119, -3),
+}
 _NOWHERE = object()
 
 

@@ -14,7 +14,7 @@ from ncclsync.compat import other_libraries
 from ncclsync.errors import NcclSyncError
 from ncclsync.ops.buckets import DEFAULT_BUCKET_BYTES
 from ncclsync.towers.options import Health, TowerOptions, takes
-from ncclsync.training.callbacks.large_batch import LargeBatch, follow
+from ncclsync.training.callbacks.large_batch import LargeBatch, follow, leave
 from ncclsync.training.keras_model import attach
 from ncclsync.training.loop import Towers, towers_of
 from ncclsync.training.processes import keep_in_step
@@ -116,6 +116,7 @@ def _decorate(options: ModelOptions, factory: Any) -> Any:
             _check_model(model)
             if_it_fails.callback(keras_compat.restore_methods, model)
             attach(model, towers)
+            leave(model)
             if towers.layout.meets_processes:
                 keep_in_step(model, towers)
             if options.recipe is not None:

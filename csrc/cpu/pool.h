@@ -21,7 +21,7 @@ void ncs_pool_run(ncs_pool* pool, void (*run)(const void* task, size_t chunk), c
  * (target_clones): its resolvers run before a sanitizer's runtime is up.
  * T: the type of b; W: that of the others; LOAD: from the one to the other.
  *
- * out may be a, exactly: hence no `restrict` but NCS_INDEPENDENT. */
+ * out may be a or b, exactly: hence no `restrict` but NCS_INDEPENDENT. */
 #define NCS_LOOP(name, T, W, LOAD, expression)                                                        \
   NCS_TARGET static void NCS_KERNEL(name)(void* out_, const void* a_, const void* b_, size_t count) { \
     W* out = out_;                                                                                    \

@@ -113,7 +113,7 @@ def raise_explained(error: NcclError, devices: Sequence[int]) -> NoReturn:
 def wait(comm: Any, own_work: bool, slice_s: float) -> bool:
     """Wait for the current call, or the GPUs' own work, for so many seconds; return whether it has ended.
 
-    Raises NcclError.
+    The first call for the GPUs' own work begins to follow it. Raises NcclError.
     """
     failure = ffi.new(_FAILURE)
     status = (lib.ncs_nccl_wait_for_devices if own_work else lib.ncs_nccl_wait)(comm, slice_s, failure)

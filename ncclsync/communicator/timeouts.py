@@ -63,7 +63,7 @@ def wait(
     A Ctrl-C is a KeyboardInterrupt in the main thread, elsewhere a NcclSyncError; see `interruptible`.
 
     Args:
-        go_on: waits for so many seconds; returns whether it has ended.
+        go_on: waits for so many seconds; returns whether it has ended. Its first call may begin it.
         call: NCCL's, for messages.
         what: says what it is, for messages.
         timeout_s: the limit; None for none.

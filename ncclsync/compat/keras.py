@@ -83,23 +83,22 @@ def write_models_within(context: Callable[[Any], contextlib.AbstractContextManag
 def replace_methods(model: keras.Model, methods: Mapping[str, Callable[..., Any]]) -> None:
     """Let a model have these methods in place of its own, until `restore_methods`."""
     members = vars(model)
-    before = members.setdefault(_REPLACED, {})
+    replaced = members.setdefault(_REPLACED, {})
     for name, method in methods.items():
-        before.setdefault(name, members.get(name))
+        own, ours = replaced.get(name, (None, None))
+        replaced[name] = own if members.get(name) is ours else members.get(name), method
         members[name] = method
 
 
 def restore_methods(model: keras.Model) -> None:
-    """Give a model back its own methods, and let it make its functions of a step anew."""
+    """Give a model back its own methods, but for those that the user has replaced meanwhile."""
     members = vars(model)
-    replaced = members.pop(_REPLACED, {})
-    for name, own in replaced.items():
-        if own is None:  # its class has the method
-            members.pop(name, None)
-        else:
-            members[name] = own
-    if replaced:
-        model.train_function = model.test_function = model.predict_function = None
+    for name, (own, method) in members.pop(_REPLACED, {}).items():
+        if members.get(name) is method:
+            if own is None:  # its class has the method
+                del members[name]
+            else:
+                members[name] = own
 
 
 @contextlib.contextmanager

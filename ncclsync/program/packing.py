@@ -33,7 +33,7 @@ def pack_all(
     values: dict[TensorName, tf.Tensor],
     fraction: tf.Tensor,
     has_samples: tf.Tensor,
-    compiled: bool = False,
+    selects: bool = True,
     meter: Meter | None = None,
     tower: tf.Tensor | None = None,
 ) -> tuple[list[list[tf.Tensor]], list[tf.Operation]]:
@@ -44,19 +44,20 @@ def pack_all(
         values: by name; the exchanges' sources among them.
         fraction: the tower's share of the samples, float64; 0 for a tower without.
         has_samples: 1 if that is not 0, else 0; int32, in the host's memory, as the lengths of slices are.
-        compiled: whether XLA compiles it, which wants to know lengths.
+        selects: whether to select what is sent; else slices of all or nothing are packed. On GPUs a select is a kernel
+            for each bucket, and XLA wants to know lengths; on the CPU it is a second copy of the bucket.
         meter, tower: see `unpack_all`.
     """
     packed = any(bucket.packed for bucket in buckets)
     sources = {exchange.source: values[exchange.source] for b in buckets for exchange in b.exchanges}
     span = begin(meter if packed else None, tower, "pack", list(sources.values()))
     sources = delay(sources, span.ops)
-    outgoing = [_send(bucket, sources, fraction, has_samples, compiled) for bucket in buckets]
+    outgoing = [_send(bucket, sources, fraction, has_samples, selects) for bucket in buckets]
     return outgoing, span.end([tensor for each in outgoing for tensor in each])
 
 
 def _send(
-    bucket: Bucket, values: dict[TensorName, tf.Tensor], fraction: tf.Tensor, has_samples: tf.Tensor, compiled: bool
+    bucket: Bucket, values: dict[TensorName, tf.Tensor], fraction: tf.Tensor, has_samples: tf.Tensor, selects: bool
 ) -> list[tf.Tensor]:
     """Pack what a tower contributes; a tower without samples contributes what changes nothing."""
     wire, tensors = bucket.wire, [values[exchange.source] for exchange in bucket.exchanges]
@@ -68,14 +69,15 @@ def _send(
     if wire.concatenates and not wire.empty_too:
         tensors = [tensor[: tf.shape(tensor)[0] * has_samples] for tensor in tensors]
     elif wire.kind != CollectiveKind.BROADCAST and not wire.empty_too:
-        # A select, not a product: what a tower computed on a stand-in row may be NaN.
+        # Not a product: what a tower computed on a stand-in row may be NaN.
         neutral = _neutral(wire.op, tensors[0].dtype)
-        if compiled or not bucket.packed:
+        if selects or not bucket.packed or bucket.specs[0].shape[0] > tf.int32.max:
             tensors = [tf.where(fraction > 0, tensor, neutral) for tensor in tensors]
-        else:  # by the one copy that packing is: slices of all or nothing are none
-            sizes = [exchange.shape.num_elements() for exchange in bucket.exchanges]
-            own = [tf.reshape(tensor, [-1])[: size * has_samples] for tensor, size in zip(tensors, sizes, strict=True)]
-            tensors = [*own, tf.fill([sum(sizes) * (1 - has_samples)], neutral)]
+        else:
+            flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
+            sizes = [tf.size(tensor) for tensor in flat]  # a shape that the trace has lost may be another
+            own = [tensor[: size * has_samples] for tensor, size in zip(flat, sizes, strict=True)]
+            tensors = [*own, tf.fill([tf.add_n(sizes) * (1 - has_samples)], neutral)]
     if not bucket.packed:
         return tensors
     sent = pack(tensors)

@@ -123,7 +123,8 @@ def compile_segment(
         )
         values.update(zip(wanted, imported, strict=False))
         fraction, has_samples = (values.get(one.name) for one in (graph.share.fraction, graph.site.has_samples))
-        sent, packed = pack_all(plan.outgoing, values, fraction, has_samples, plan.jit_compile, meter, rank)
+        selects = plan.jit_compile or not plan.shares_memory
+        sent, packed = pack_all(plan.outgoing, values, fraction, has_samples, selects, meter, rank)
         with tf.control_dependencies([*imported[len(wanted) :], *packed]):
             token = tf.constant(0.0)
         fetched = {name: values[name] for name in fetches & values.keys()}

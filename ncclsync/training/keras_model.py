@@ -40,7 +40,9 @@ logger = logging.getLogger("ncclsync")
 
 def attach(model: keras.Model, towers: Towers) -> None:
     """Let a model, of any class, train, evaluate and predict on towers. Tower 0 is the model itself."""
-    keras_compat.restore_methods(model)  # it may have had towers, which are closed
+    # It may have had towers, which are closed.
+    keras_compat.restore_methods(model)
+    model.train_function = model.test_function = model.predict_function = None
     give_towers(model, towers)
     path = towers.options.health.emergency_checkpoint
     towers.session.model = ModelSide(
@@ -57,7 +59,6 @@ def attach(model: keras.Model, towers: Towers) -> None:
         return  # plain Keras, without any overhead
     makers = {f"make_{kind}_function": maker(model, towers, kind) for kind in ("train", "test", "predict")}
     keras_compat.replace_methods(model, makers)
-    model.train_function = model.test_function = model.predict_function = None
 
 
 def is_plain(towers: Towers) -> bool:

@@ -96,6 +96,7 @@ def _in_step(model: keras.Model, towers: Towers, method: Callable, read: Callabl
             if method.__name__ == "fit" or not is_list:  # else it may be that of the `fit` which validates
                 _arrange(each, method.__name__, model, towers)
             if method.__name__ == "fit":
+                stack.callback(setattr, peers, "remark", "")  # what stopped it says nothing of later calls
                 for one in each:
                     if isinstance(one, (_Watch, _Compare)):
                         one.set_model(model)  # which a CallbackList does only when it is made

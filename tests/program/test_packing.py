@@ -20,7 +20,16 @@ def bucket(collective, packed=True, dtype=tf.float32, wire=None):
 
 
 def packed_by(given, fraction, dtype="float32"):
-    """[B][E] what a tower sends that has this share of the samples."""
+    """[B][E] what a tower sends that has this share of the samples: alike by selects and by slices."""
+    selected, sliced = packed_in(True, given, fraction, dtype), packed_in(False, given, fraction, dtype)
+    for one, other in zip(selected, sliced, strict=True):
+        for a, b in zip(one, other, strict=True):
+            np.testing.assert_array_equal(a, b)
+    return sliced
+
+
+def packed_in(selects, given, fraction, dtype):
+    """As `packed_by`, in one of these ways."""
 
     @tf.function(autograph=False)
     def graph():
@@ -28,7 +37,7 @@ def packed_by(given, fraction, dtype="float32"):
         if dtype == "float32":
             values["b"] = tf.constant(B)
         share = tf.constant(fraction, tf.float64)
-        sent, _ = pack_all(given, values, share, tf.constant(int(fraction > 0)))
+        sent, _ = pack_all(given, values, share, tf.constant(int(fraction > 0)), selects)
         return sent
 
     return [[tensor.numpy() for tensor in each] for each in graph()]
@@ -89,3 +98,18 @@ def test_unpacked_as_packed():
     for found in graph():
         np.testing.assert_array_equal(found["a joined"], A)
         np.testing.assert_array_equal(found["b joined"], B)
+
+
+@pytest.mark.parametrize("selects", [True, False])
+def test_a_tensor_of_another_size_than_the_trace_says_is_an_error(selects):
+    """Such as a gradient that Python computes: it is not cut to size."""
+
+    @tf.function(autograph=False, input_signature=[tf.TensorSpec(None), tf.TensorSpec(None)])
+    def graph(a, b):
+        joined = bucket(Collective("all_reduce", "sum"))
+        ((flat,),) = pack_all([joined], {"a": a, "b": b}, tf.constant(1.0, tf.float64), tf.constant(1), selects)[0]
+        return unpack_all([joined], [[flat]])["b joined"]
+
+    np.testing.assert_array_equal(graph(A, B), B)
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        graph(A, np.ones(3, "float32"))

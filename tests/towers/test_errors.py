@@ -77,6 +77,25 @@ def test_model_whose_towers_were_closed(towers):
     np.testing.assert_allclose(alone.predict(X, verbose=0), model.predict(X, verbose=0), rtol=1e-4, atol=1e-5)
 
 
+def test_what_ends_with_the_towers_of_a_model():
+    """A recipe does not stay for new towers; a method that the user has replaced does."""
+    recipe = LargeBatch(reference_batch_size=1, warmup_epochs=0)
+    model = nccl_parallel(towers=2, recipe=recipe)(lambda: mlp(keras.optimizers.SGD(0.01)))()
+    model.fit(X, Y, batch_size=16, verbose=0)
+    model.towers.close()
+    fit, printed = model.fit, []
+    model.fit = lambda *args, **kwargs: printed.append("mine") or fit(*args, **kwargs)
+    alone = mlp(keras.optimizers.SGD(0.01))
+    alone.set_weights(model.get_weights())
+    nccl_parallel(towers=2)(lambda: model)()
+    for each in (model, alone):
+        each.train_on_batch(X, Y)
+    for one, other in zip(model.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    model.fit(X, Y, batch_size=16, verbose=0)
+    assert printed == ["mine"]
+
+
 def test_error_of_the_factory_surfaces_unchanged():
     """What the factory raises is what its caller sees."""
 

@@ -248,6 +248,9 @@ def take_turns(timers: Mapping[K, Callable[[], T]], rounds: int, show: Callable[
     return found
 
 
+_MOST = 2000  # steps of a turn
+
+
 def fill_turns(
     asks: Mapping[K, Callable[..., dict[str, Any]]], turn_s: float, rounds: int, show: Callable[[str], None]
 ) -> dict[K, dict[str, np.ndarray]]:
@@ -260,7 +263,7 @@ def fill_turns(
         show(f"first steps of {name}")
         for steps in (1, 1, 1, 2):  # to warm up, and to be timed
             once_s = ask(steps=steps)["seconds"]
-        turns[name] = functools.partial(ask, steps=max(1, int(turn_s / once_s)))
+        turns[name] = functools.partial(ask, steps=max(1, min(_MOST, int(turn_s / max(once_s, 1e-9)))))
     return by_key(take_turns(turns, rounds, show))
 
 

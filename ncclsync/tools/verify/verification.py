@@ -182,11 +182,13 @@ def _build(factory: Callable, seed: int) -> keras.Model:
     """Call a factory, which first of all makes a model on towers, after seeding Keras.
 
     Raises:
-        TypeError: on towers: it returns no model.
+        TypeError: it returns no model.
         ValueError: it returns no compiled model with an optimizer.
     """
     keras.utils.set_random_seed(seed)
     model = factory()
+    if not isinstance(model, keras.Model):
+        raise TypeError(f"Expected the factory to return a keras.Model each time. Received: {model!r}")
     if not model.compiled or model.optimizer is None:
         words = f"Expected the factory to return a compiled model, with an optimizer. Received: {model!r}"
         raise ValueError(f"{words}; call its compile() in the factory")

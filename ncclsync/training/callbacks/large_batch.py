@@ -8,7 +8,7 @@ import keras
 from ncclsync.compat import keras as keras_compat
 from ncclsync.errors import NcclSyncError
 from ncclsync.training.arguments import check_whole, named_arguments
-from ncclsync.training.callbacks.learning_rate import Rule, ScaledRate, scale_rate
+from ncclsync.training.callbacks.learning_rate import Rule, ScaledRate, scale_rate, scaled_rate_of
 
 LOG_KEY = "effective_learning_rate"
 
@@ -129,6 +129,14 @@ class LargeBatch(keras.callbacks.Callback):
         if self.warmup_epochs == 0:
             return 0
         return self.steps_per_epoch or self.params.get("steps")
+
+
+def leave(model: keras.Model) -> None:
+    """Let a model no longer follow a recipe that it was built with, before its towers were closed."""
+    rate = scaled_rate_of(model)
+    if rate is not None:
+        rate.always = False
+        rate.active.assign(False)
 
 
 def follow(model: keras.Model, recipe: LargeBatch) -> None:

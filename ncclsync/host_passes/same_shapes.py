@@ -27,8 +27,8 @@ _PASSING = {"Identity", "PreventGradient", "StopGradient"}
 # TensorFlow fuses these with the following op, if no other op takes their result.
 MULTIPLYING = {"BatchMatMulV2", "BiasAdd", "Conv2D", "Conv3D", "DepthwiseConv2dNative", "MatMul"}
 
-_ROWS = 1, 1009  # a tower's, in both cases
-_IMPOSSIBLE = ValueError, tf.errors.OpError  # in one of the cases, in which the operands do not fit
+_ROWS = 1, 840  # a tower's, in both cases
+_IMPOSSIBLE = ValueError, OverflowError, tf.errors.OpError  # in one of the cases, in which the operands do not fit
 _Cases = tuple[Any, ...]  # of a tensor in both cases: its values if it is small, or its shape
 
 

@@ -42,7 +42,7 @@ class Batch(NamedTuple):
 
 # One row finds out lengths that only large batches have, as that of `x[:64]`; 840 rows can be divided by 2 to 8.
 # Another length for what is open tells what depends on it.
-BATCHES = (Batch(1, 13), Batch(840, 13), Batch(1, 17))
+BATCHES = (Batch(1, 13), Batch(840, 13), Batch(1, 24))
 
 Shape = tuple[int, ...]
 Shapes = tuple[Shape, ...]  # one for each of BATCHES
@@ -208,14 +208,12 @@ class Axes:
         states = [self._shapes(tensor) for tensor in op.inputs]
         if not op.inputs or tf_compat.calls_functions(op):
             return [_traced(output) for output in op.outputs]
-        # Lengths of which nothing is known may have to be equal here: then they are asked for once more as unknown.
-        for given in (states, [self._kernels.without_unknown(one) for one in states]):
+        cases = [list(map(self._known, op.inputs, states, [which] * len(states))) for which in range(len(BATCHES))]
+        # Open lengths may have to be equal here, and then are: they are asked for once more as unknown.
+        for known in (lambda: cases, lambda: _without_open(cases)):
             try:
-                cases = [
-                    list(map(self._known, op.inputs, given, [which] * len(given))) for which in range(len(BATCHES))
-                ]
-                found = self._kernels.shapes(op, cases)
-            except (ValueError, tf.errors.OpError):  # no such batch is possible
+                found = self._kernels.shapes(op, known())
+            except _IMPOSSIBLE:
                 continue
             return [
                 None if None in shapes or len(set(map(len, shapes))) > 1 else self._kernels.with_unknown(shapes)
@@ -355,7 +353,7 @@ class Axes:
         """Run an op of small integers for its inputs' values, [inputs][cases]; return those of its outputs, or None."""
         try:
             cases = self._kernels.values(op, list(zip(*given, strict=True)))
-        except (ValueError, tf.errors.OpError):  # not of such a batch
+        except _IMPOSSIBLE:
             return None
         known = all(value is not None for results in cases for value in results)
         return list(zip(*cases, strict=True)) if known else None
@@ -372,8 +370,8 @@ class Kernels:
         self._scratch = tf.Graph()
         self._found: dict[Any, list[Any]] = {}
         self._ops: dict[tf.Operation, tuple[dict[str, Any], tuple[Any, ...]]] = {}
-        self._primes = (n for n in itertools.count(1009, 2) if all(n % d for d in range(3, math.isqrt(n) + 1, 2)))
-        self._unknown: set[int] = set()  # those that stand for lengths
+        # From each a line leads to 1, and to a length 1/11 longer.
+        self._primes = (n for n in itertools.count(1123, 22) if all(n % d for d in range(3, math.isqrt(n) + 1, 2)))
         self._inputs: dict[Any, tf.Tensor] = {}
 
     def shapes(self, op: tf.Operation, cases: Sequence[Sequence[_Given]]) -> list[list[Any]]:
@@ -409,44 +407,39 @@ class Kernels:
                 open_axes = set()
                 for axis, (one, other, met) in enumerate(zip(*shapes, strict=True)):
                     expected = None if None in (one, other) else one + (other - one) * step
-                    if met != expected and (which != _OPENED or one == other):
+                    if met != expected:
                         open_axes.add(axis)
                 for results in found:
                     results[i] = tuple(None if axis in open_axes else n for axis, n in enumerate(results[i]))
         return found
 
-    def _straight_values(self, op: tf.Operation, cases: Sequence[Sequence[_Given]]) -> list[list[Any]]:
+    def _straight_values(self, op: tf.Operation, cases: Sequence[Sequence[Any]]) -> list[list[Any]]:
         found = self._once(_few_of, op, cases)
+        if op.type in _COMPARING and not _is_decided(cases):
+            return [[None] * len(results) for results in found]
         for which, step, there in self._elsewhere(_few_of, op, cases) if op.type not in _ANY_WAY else ():
             for i, (one, other, met) in enumerate(zip(found[0], found[which], there, strict=True)):
-                if one is None or other is None or (which == _OPENED and not np.array_equal(one, other)):
+                if one is None or other is None:
                     continue
-                line = _on_line(one, other, step)
-                if line is _NOWHERE or met is None or line.shape != met.shape or not np.allclose(line, met):
-                    for results in found:
-                        results[i] = None
+                with contextlib.suppress(OverflowError):
+                    line = _on_line(one, other, step)
+                    if line is _NOWHERE or met is None or line.shape != met.shape or not np.allclose(line, met):
+                        for results in found:
+                            results[i] = None
         return found
 
     def with_unknown(self, shapes: Sequence[Sequence[int | None]]) -> Shapes:
         """Return shapes, for each of BATCHES, in which a length of which nothing is known is a prime of its own.
 
-        So it is not taken for another length, nor divides one. It is equal on all towers, as what is open is.
+        So it is hardly taken for another length, nor divides one. It is equal on all towers, as what is open is.
         """
         filled = []
         for lengths in zip(*shapes, strict=True):
             if None in lengths:
-                prime, opened = next(self._primes), next(self._primes)
-                self._unknown |= {prime, opened}
-                lengths = tuple(opened if which == _OPENED else prime for which in range(len(BATCHES)))
+                prime = next(self._primes)
+                lengths = tuple(2 * prime - 1 if which == _OPENED else prime for which in range(len(BATCHES)))
             filled.append(lengths)
         return tuple(zip(*filled, strict=True)) if filled else ((),) * len(BATCHES)
-
-    def without_unknown(self, shapes: Shapes | None) -> Any:
-        """Return shapes with None in place of these primes, and of what is a multiple of one."""
-        if shapes is None or not self._unknown:
-            return shapes
-        every = math.prod(self._unknown)
-        return tuple(tuple(None if n and math.gcd(n, every) > 1 else n for n in shape) for shape in shapes)
 
     def _elsewhere(
         self, find: Callable[[tf.Tensor], Any], op: tf.Operation, cases: Sequence[Sequence[_Given]]
@@ -461,10 +454,10 @@ class Kernels:
                 continue
             is_asked = False
             for step in _STEPS[find is _few_of, which == _OPENED]:
-                inputs = [_on_line(one, other, step) for one, other in zip(cases[0], cases[which], strict=True)]
-                if any(one is _NOWHERE for one in inputs):
-                    continue
-                with contextlib.suppress(ValueError, tf.errors.OpError):  # there is no such batch
+                with contextlib.suppress(*_IMPOSSIBLE):
+                    inputs = [_on_line(one, other, step) for one, other in zip(cases[0], cases[which], strict=True)]
+                    if any(one is _NOWHERE for one in inputs):
+                        continue
                     there = self._once(find, op, [inputs])[0]
                     is_asked = True
                     yield which, step, there
@@ -510,16 +503,19 @@ class Kernels:
         return self._inputs[key]
 
 
+# There is no op of such inputs, or its numbers exceed their dtype.
+_IMPOSSIBLE = ValueError, OverflowError, tf.errors.OpError
 # The number of the case in which what is open is longer.
 _OPENED = 2
 # How far along the line from the first case to another one an op is asked again, by whether it is asked for values, and
-# by whether the other case is that one. Of BATCHES: for 2, 2,518 and 99,842 rows, for open lengths of 1, 14 and 489.
+# by whether the other case is that one. Of BATCHES: for 2, 2,518 and 99,842 rows; for lengths of 2, 14 and 275,013.
 _STEPS = {
     (False, False): (119,),
-    (False, True): (119, -3),
+    (False, True): (-1, 25_000),
     (True, False): (Fraction(1, 839), 3, 119),
-    (True, True): (Fraction(1, 4), 119, -3),
+    (True, True): (-1, Fraction(1, 11), 25_000),
 }
+_COMPARING = frozenset({"Equal", "Greater", "GreaterEqual", "Less", "LessEqual", "NotEqual"})
 _NOWHERE = object()
 
 
@@ -540,13 +536,41 @@ def _on_line(one: Any, other: Any, step: Fraction | int) -> Any:
     if one.shape != other.shape or one.dtype == bool:
         return _NOWHERE
     if one.dtype.kind == "f":
-        return (one + (other - one) * float(step)).astype(one.dtype)
+        with np.errstate(all="ignore"):
+            return (one + (other - one) * float(step)).astype(one.dtype)
     apart = (other.astype(np.int64) - one) * Fraction(step).numerator
     there = one + apart // Fraction(step).denominator
-    limits = np.iinfo(one.dtype)
-    if (apart % Fraction(step).denominator).any() or there.max() > limits.max or there.min() < limits.min:
+    if (apart % Fraction(step).denominator).any():
         return _NOWHERE
+    if (there.astype(one.dtype) != there).any():
+        raise OverflowError
     return there.astype(one.dtype)
+
+
+def _is_decided(cases: Sequence[Sequence[np.ndarray]]) -> bool:
+    """Return whether any other batch decides a comparison as these do: nothing open is compared, and no sign changes.
+
+    What is compared grows in a straight line with the rows, and so does the difference.
+    """
+    if any(not np.array_equal(*both) for both in zip(cases[0], cases[min(_OPENED, len(cases) - 1)], strict=True)):
+        return False
+    few, *more = (np.subtract(*case, dtype=np.float64) for case in cases)
+    return all(np.all((few * many >= 0) & (abs(many) >= abs(few))) for many in more)
+
+
+def _without_open(cases: Sequence[Sequence[_Given]]) -> list[list[_Given]]:
+    """Return the inputs for all cases with None for each open length, in shapes and in vectors of numbers."""
+    columns = []
+    for each in zip(*cases, strict=True):
+        lengths: Any = [one.tolist() if isinstance(one, np.ndarray) and one.ndim == 1 else one for one in each]
+        if all(isinstance(one, tuple | list) and len(one) == len(lengths[0]) for one in lengths):
+            known = [None not in n and length_of(n) not in (None, Rows(0)) for n in zip(*lengths, strict=True)]
+            kind = type(each[0]) if isinstance(each[0], tuple) else list
+            lengths = [kind(n if k else None for n, k in zip(one, known, strict=True)) for one in lengths]
+        else:
+            lengths = list(each)
+        columns.append(lengths)
+    return [list(one) for one in zip(*columns, strict=True)]
 
 
 # Of these axes a sum is taken, and then has the operand's shape, whichever they are.

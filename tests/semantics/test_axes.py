@@ -281,7 +281,10 @@ def _divided(x):
     centred = tf.cond(tf.equal(rows % 16, 0), lambda: x - tf.reduce_mean(x, 0), lambda: 2 * x)
     chunks = tf.shape(tf.range(0, rows, 512))[0]
     counts = tf.cast(tf.stack([rows // 1000, tf.bitwise.right_shift(rows, 10), chunks, (rows + 1) // 7]), x.dtype)
-    return tf.reduce_sum(centred**2), counts, counts * tf.reduce_sum(x), tf.reduce_sum(x[: 3 * (rows // 4)])
+    asked = [tf.equal(rows, 32), tf.not_equal(rows * 3, 96), tf.equal(tf.bitwise.bitwise_and(rows, 32), 0)]
+    other = [tf.cond(one, lambda: x - tf.reduce_mean(x, 0), lambda: 2 * x) for one in asked]
+    sums = tf.stack([tf.reduce_sum(one**2) for one in (centred, *other)])
+    return sums, counts, counts * tf.reduce_sum(x), tf.reduce_sum(x[: 3 * (rows // 4)])
 
 
 def _as_long(x):
@@ -290,8 +293,20 @@ def _as_long(x):
     return tf.stack(lengths), tf.reduce_sum(tf.exp(x[::16])), tf.reduce_sum(tf.exp(x[:64]))
 
 
+def _masked(x):
+    """The first rows that a mask leaves, perhaps none, and what their number decides."""
+    few, none = tf.boolean_mask(x, x[:, 0] > 0)[:64], tf.boolean_mask(x, x[:, 0] > 9)
+    many = tf.shape(few)[0] >= 50
+    return (
+        tf.reduce_sum(tf.tanh(few * x[0] + x[1]) * x[0]),
+        tf.cond(tf.equal(tf.size(none), 0), lambda: 1.0, lambda: tf.reduce_sum(none)),
+        tf.cond(many, lambda: tf.reduce_sum(tf.exp(few)), lambda: 3.0),
+        tf.reduce_sum(tf.math.top_k(few[:, 1], tf.minimum(tf.shape(few)[0], 10))[0]),
+    )
+
+
 @pytest.mark.parametrize("rows", [7, 30, 32, 900, 2048])
-@pytest.mark.parametrize("step", [_hardest, _capped, _decided, _counted, _divided, _as_long])
+@pytest.mark.parametrize("step", [_hardest, _capped, _decided, _counted, _divided, _as_long, _masked])
 def test_a_longer_batch_than_was_asked_about(step, rows):
     """A length that counts rows up to some number of them does not count rows; nor does a count that is no length."""
     batch = tf.constant(np.random.default_rng(0).normal(size=(rows, 4)).astype("float32"))
@@ -306,13 +321,17 @@ class _Asking(keras.layers.Layer):
     def call(self, x):
         """Center by the batch, or not; count frames."""
         length = tf.shape(x)[1]
-        asked = tf.equal(length % 2, 0), length > 10, length // 20 > 0
+        pooled = tf.repeat(tf.nn.max_pool1d(x, 2, 2, "SAME"), 2, axis=1)
+        asked = [tf.equal(length % 2, 0), length > 10, length // 20 > 0, tf.equal(length % 8, 0), tf.equal(length, 40)]
+        asked += [length > 512, tf.shape(pooled)[1] > length, length > tf.shape(x[:, :30])[1]]
         made = [tf.cond(one, lambda: x - tf.reduce_mean(x, 0), lambda: 2 * x) for one in asked]
         frames = tf.reshape(tf.nn.max_pool1d(x, 20, 20, "SAME"), [-1, 4])
-        return tf.reduce_sum(tf.add_n(made) ** 2, [1, 2])[:, None] + tf.reduce_mean(tf.math.top_k(frames[:, 0], 9)[0])
+        rest = [x[:, length // 2 * 2 :], x[:, length // 4 * 4 :], pooled[:, length:], x[:, :30]]
+        sums = tf.add_n([tf.reduce_sum(one**2, [1, 2]) for one in (tf.add_n(made), *rest)])
+        return sums[:, None] + tf.reduce_mean(tf.math.top_k(frames[:, 0], 9)[0])
 
 
-@pytest.mark.parametrize("length", [6, 9, 40])
+@pytest.mark.parametrize("length", [6, 9, 40, 600])
 def test_lengths_over_time_that_a_condition_asks_for(length):
     """What an open length decides is not known before a batch comes."""
     x, y = np.random.default_rng(0).normal(size=(10, length, 4)).astype("float32"), np.ones((10, 1), "float32")

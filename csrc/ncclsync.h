@@ -1,8 +1,8 @@
 /* The whole C surface of ncclsync: collectives over N ranks that this process owns.
  *
  * Every function that may fail returns a status (ncclSuccess is 0) or a pointer (NULL); outputs come last. Nothing
- * prints or exits. The only mutable statics are what csrc/tf/ keeps. Pointers to buffers are borrowed for the call only, unless a comment
- * says otherwise. Nothing here knows Python, and only csrc/tf/ knows TensorFlow.
+ * prints or exits. The only mutable statics are what csrc/tf/ keeps. Pointers to buffers are borrowed for the call
+ * only, unless a comment says otherwise. Nothing here knows Python, and only csrc/tf/ knows TensorFlow.
  *
  * The part between the two "cdef" marks is also what the Python binding reads: keep it free of preprocessor lines.
  */
@@ -92,8 +92,8 @@ void ncs_pool_destroy(ncs_pool* pool);
 ncclResult_t ncs_cpu_all_reduce(ncs_pool* pool, const void* const* sends, void* const* recvs, int n_ranks,
                                 size_t count, int dtype, int op);
 
-/* Copies bytes to n places, at least one; one that is `from` itself is left alone. Blocks until done. Buffers are not checked: no two
- * of them may overlap partly. */
+/* Copies bytes to n places, at least one; one that is `from` itself is left alone. Blocks until done. Buffers are not
+ * checked: no two of them may overlap partly. */
 void ncs_cpu_copy(ncs_pool* pool, const void* from, void* const* to, int n, size_t bytes);
 
 /* A tensor to reduce: sends[r] of every rank r, and the buffer for the result. */

@@ -1,14 +1,13 @@
 """Find which tensors of a step have the same shape, though their number of rows is not known.
 
 The first dimension of most tensors is the batch's, `None` in the trace; the others are known. Element-wise ops run as
-one only if their tensors have equally many rows. TensorFlow infers the shapes for two cases: in one each open length
-that no op computes is 1, in the other a prime of its own. Where inference leaves a length open, as where operands may
-be broadcast or not, that is one more open length, so that less is fused.
+one only if their tensors have equally many rows. TensorFlow infers the shapes for two cases (`axes.Kernels`): in one
+each open length that no op computes is 1, in the other a prime of its own, and 840 for the rows. Where inference leaves
+a length open, as where operands may be broadcast or not, that is one more open length, so that less is fused.
 """
 
 import collections
 import contextlib
-import itertools
 import math
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -20,7 +19,7 @@ from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.names import OpName, TensorName, op_name, result_name
 from ncclsync.host_passes.arithmetic import COMPUTED
 from ncclsync.program.graph import StepGraph
-from ncclsync.semantics.axes import SMALL, Kernels
+from ncclsync.semantics.axes import IMPOSSIBLE, SMALL, Kernels, primes
 from ncclsync.semantics.placements import shard
 
 _PASSING = {"Identity", "PreventGradient", "StopGradient"}
@@ -28,7 +27,6 @@ _PASSING = {"Identity", "PreventGradient", "StopGradient"}
 MULTIPLYING = {"BatchMatMulV2", "BiasAdd", "Conv2D", "Conv3D", "DepthwiseConv2dNative", "MatMul"}
 
 _ROWS = 1, 840  # a tower's, in both cases
-_IMPOSSIBLE = ValueError, OverflowError, tf.errors.OpError  # in one of the cases, in which the operands do not fit
 _Cases = tuple[Any, ...]  # of a tensor in both cases: its values if it is small, or its shape
 
 
@@ -43,7 +41,7 @@ class Shapes:
         """Know the step: its segments are to be entered in their order."""
         self._graph = graph
         self._kernels = Kernels()
-        self._primes = (n for n in itertools.count(1011, 2) if all(n % d for d in range(3, math.isqrt(n) + 1, 2)))
+        self._primes = primes(1011, 2)
         self._specs: dict[TensorName, tf.TensorSpec] = {}
         self._shapes: dict[TensorName, _Cases] = {}
         self._values: dict[TensorName, _Cases | None] = {}
@@ -106,7 +104,7 @@ class Shapes:
             op, (shape, dtype) = self._graph.producer(name), (self.spec(name).shape, self.spec(name).dtype)
             small = dtype.is_integer and shape.rank in (0, 1) and (shape.num_elements() or 0) <= SMALL
             if op is not None and small and not tf_compat.is_stateful(op) and not tf_compat.calls_functions(op):
-                with contextlib.suppress(*_IMPOSSIBLE):
+                with contextlib.suppress(*IMPOSSIBLE):
                     self._compute(op, dtype.as_numpy_dtype)
         return self._values[name]
 
@@ -129,7 +127,7 @@ class Shapes:
         if not inputs or not results:
             return
         if not all(self.spec(name).shape.is_fully_defined() for name in results):
-            with contextlib.suppress(*_IMPOSSIBLE):
+            with contextlib.suppress(*IMPOSSIBLE):
                 self._infer(op, inputs, results)
         source, made = self.source(inputs[0]), results[0]
         if not self.spec(made).dtype.is_floating or self._graph.controls[op.name]:

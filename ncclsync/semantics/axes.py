@@ -213,7 +213,7 @@ class Axes:
         for known in (lambda: cases, lambda: _without_open(cases)):
             try:
                 found = self._kernels.shapes(op, known())
-            except _IMPOSSIBLE:
+            except IMPOSSIBLE:
                 continue
             return [
                 None if None in shapes or len(set(map(len, shapes))) > 1 else self._kernels.with_unknown(shapes)
@@ -353,7 +353,7 @@ class Axes:
         """Run an op of small integers for its inputs' values, [inputs][cases]; return those of its outputs, or None."""
         try:
             cases = self._kernels.values(op, list(zip(*given, strict=True)))
-        except _IMPOSSIBLE:
+        except IMPOSSIBLE:
             return None
         known = all(value is not None for results in cases for value in results)
         return list(zip(*cases, strict=True)) if known else None
@@ -363,15 +363,22 @@ class Axes:
 _Given = np.ndarray | np.generic | list[int | None] | Shape | None
 
 
+def primes(first: int, step: int) -> Iterator[int]:
+    """Count up from an odd number by an even step; yield the primes."""
+    return (n for n in itertools.count(first, step) if all(n % d for d in range(3, math.isqrt(n) + 1, 2)))
+
+
 class Kernels:
-    """Ask TensorFlow for an op's shapes and small values: once for each type, attributes and inputs."""
+    """Ask TensorFlow for an op's shapes and small values: once for each type, attributes and inputs.
+
+    The first case and each other one are two points of a straight line, and the op is asked at further points of it.
+    """
 
     def __init__(self) -> None:
         self._scratch = tf.Graph()
         self._found: dict[Any, list[Any]] = {}
         self._ops: dict[tf.Operation, tuple[dict[str, Any], tuple[Any, ...]]] = {}
-        # From each a line leads to 1, and to a length 1/11 longer.
-        self._primes = (n for n in itertools.count(1123, 22) if all(n % d for d in range(3, math.isqrt(n) + 1, 2)))
+        self._primes = primes(1123, 22)  # from each a line leads to 1, and to a length 1/11 longer
         self._inputs: dict[Any, tf.Tensor] = {}
 
     def shapes(self, op: tf.Operation, cases: Sequence[Sequence[_Given]]) -> list[list[Any]]:
@@ -454,7 +461,7 @@ class Kernels:
                 continue
             is_asked = False
             for step in _STEPS[find is _few_of, which == _OPENED]:
-                with contextlib.suppress(*_IMPOSSIBLE):
+                with contextlib.suppress(*IMPOSSIBLE):
                     inputs = [_on_line(one, other, step) for one, other in zip(cases[0], cases[which], strict=True)]
                     if any(one is _NOWHERE for one in inputs):
                         continue
@@ -504,11 +511,12 @@ class Kernels:
 
 
 # There is no op of such inputs, or its numbers exceed their dtype.
-_IMPOSSIBLE = ValueError, OverflowError, tf.errors.OpError
+IMPOSSIBLE = ValueError, OverflowError, tf.errors.OpError
 # The number of the case in which what is open is longer.
 _OPENED = 2
 # How far along the line from the first case to another one an op is asked again, by whether it is asked for values, and
-# by whether the other case is that one. Of BATCHES: for 2, 2,518 and 99,842 rows; for lengths of 2, 14 and 275,013.
+# by whether the other case is that one. Of BATCHES: for 99,842 rows, and lengths of 2 and 275,013; values also for 2
+# and 2,518 rows, and a length of 14.
 _STEPS = {
     (False, False): (119,),
     (False, True): (-1, 25_000),

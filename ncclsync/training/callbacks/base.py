@@ -22,7 +22,7 @@ class StepWatcher(keras.callbacks.Callback, abc.ABC):
         """Watch nothing yet."""
         super().__init__()
         self._plain: Callable | None = None  # what Keras' own train function was
-        self._of: Callable[[], keras.Model | None] = lambda: None  # the model that had it
+        self._of: weakref.ref[keras.Model] | None = None  # the model that had it
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Prepare.
@@ -38,7 +38,7 @@ class StepWatcher(keras.callbacks.Callback, abc.ABC):
         towers.session.require_open()
         if model.run_eagerly:
             raise ValueError(f"Expected a step that is traced for {name}. Received: run_eagerly=True")
-        if self._of() is not model or not is_plain(towers):
+        if self._of is None or self._of() is not model or not is_plain(towers):
             self._plain = None  # an interrupted fit has left it
         if is_plain(towers) and step_of(model) is None:  # else another watcher has put it there, and will remove it
             self._plain, self._of = model.train_function, weakref.ref(model)

@@ -120,6 +120,8 @@ def context_address() -> int:
 
 def written_handles(op: tf.Operation) -> set[TensorName]:
     """Return the names of the resource inputs that `op` may write to, as TensorFlow records them."""
+    if all(tensor.dtype != tf.resource for tensor in op.inputs):
+        return set()  # TensorFlow makes five sets to find that out
     _, writes = auto_control_deps_utils.get_read_write_resource_inputs(op)
     return {tensor.name for tensor in writes}
 
@@ -233,14 +235,25 @@ def copied_op(op: tf.Operation, inputs: Sequence[tf.Tensor]) -> tf.Operation:
 
 
 def new_op(
-    op_type: str, inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType], attributes: Mapping[str, Any]
+    op_type: str,
+    inputs: Sequence[tf.Tensor],
+    dtypes: Sequence[tf.DType],
+    attributes: Mapping[str, Any],
+    graph: tf.Graph | None = None,
 ) -> tf.Operation:
-    """Make an op in the default graph, from a flat list of inputs, dtypes of the results, and AttrValues by name.
+    """Make an op in a graph, or in the default one, of inputs, dtypes of the results, and AttrValues by name.
 
     `Graph.create_op` inspects its own signature each time.
     """
-    graph = tf.compat.v1.get_default_graph()
+    graph = graph or tf.compat.v1.get_default_graph()
     return graph._create_op_internal(op_type, list(inputs), list(dtypes), attrs=dict(attributes))
+
+
+def new_placeholder(dtype: tf.DType, shape: Sequence[int | None] | None, graph: tf.Graph) -> tf.Tensor:
+    """Make a placeholder in a graph. `tf.compat.v1.placeholder` takes twice the time."""
+    types = tf.compat.v1.AttrValue(type=dtype.as_datatype_enum)
+    shapes = tf.compat.v1.AttrValue(shape=tf.TensorShape(shape).as_proto())
+    return new_op("Placeholder", [], [dtype], {"dtype": types, "shape": shapes}, graph).outputs[0]
 
 
 def describe_handle(handle: tf.Tensor, variable: tf.Variable) -> None:

@@ -19,7 +19,7 @@ from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.names import OpName, TensorName, op_name, result_name
 from ncclsync.host_passes.arithmetic import COMPUTED
 from ncclsync.program.graph import StepGraph
-from ncclsync.semantics.axes import IMPOSSIBLE, SMALL, Kernels, primes
+from ncclsync.semantics.axes import IMPOSSIBLE, SMALL, primes
 from ncclsync.semantics.placements import shard
 
 _PASSING = {"Identity", "PreventGradient", "StopGradient"}
@@ -40,7 +40,7 @@ class Shapes:
     def __init__(self, graph: StepGraph):
         """Know the step: its segments are to be entered in their order."""
         self._graph = graph
-        self._kernels = Kernels()
+        self._kernels = graph.kernels
         self._primes = primes(1011, 2)
         self._specs: dict[TensorName, tf.TensorSpec] = {}
         self._shapes: dict[TensorName, _Cases] = {}

@@ -56,7 +56,7 @@ class Conversions(Placer):
             for handle, variable, each in graph.opened
         }
         known |= {name: tuple((batch.rows + 1,) for batch in BATCHES) for name in graph.row_splits}
-        super().__init__(graph.calls, Axes(graph.calls, known))
+        super().__init__(graph.calls, Axes(graph.calls, known, kernels=graph.kernels))
         graph.constant, graph.lengths = self.axes.constant, self.axes.lengths
         self.row_splits = graph.row_splits
         self.graph, self.share = graph, graph.share

@@ -15,6 +15,7 @@ from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.names import OpName, TensorName, op_name
 from ncclsync.program.program import Exchange
 from ncclsync.program.trace import Trace
+from ncclsync.semantics.axes import Kernels
 from ncclsync.semantics.functions import Functions, in_order
 from ncclsync.semantics.placements import LOCAL, PIECE, REPLICATE, Kind, Placement, rows, shard
 from ncclsync.semantics.roles import Role, role_of
@@ -39,6 +40,7 @@ class StepGraph:
         self.nodes: dict[OpName, Any] = {node.name: node for node in definition.node}
         self.functions = {f.signature.name: f for f in definition.library.function}
         self.calls = Functions(self.functions, function.graph)
+        self.kernels = Kernels()  # shared by all who ask for shapes of its ops
         self.gradients = list(definition.library.gradient)
         self.tf_graph = function.graph
         flat_inputs: list[TensorName] = [tensor.name for tensor in function.inputs]

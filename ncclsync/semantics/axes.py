@@ -414,7 +414,7 @@ class Kernels:
                 open_axes = set()
                 for axis, (one, other, met) in enumerate(zip(*shapes, strict=True)):
                     expected = None if None in (one, other) else one + (other - one) * step
-                    if met != expected:
+                    if met != expected and (step or one == other):
                         open_axes.add(axis)
                 for results in found:
                     results[i] = tuple(None if axis in open_axes else n for axis, n in enumerate(results[i]))
@@ -430,7 +430,8 @@ class Kernels:
                     continue
                 with contextlib.suppress(OverflowError):
                     line = _on_line(one, other, step)
-                    if line is _NOWHERE or met is None or line.shape != met.shape or not np.allclose(line, met):
+                    is_off = line is _NOWHERE or met is None or line.shape != met.shape
+                    if is_off or np.any(~np.isclose(line, met) & (bool(step) | (one == other))):
                         for results in found:
                             results[i] = None
         return found
@@ -455,9 +456,12 @@ class Kernels:
 
         Its inputs there lie on the straight line from those of the first case to those of another. Yields the other
         case's number, how many steps along the line, and [outputs] what the op gives; None where it cannot be asked.
+        No steps: one of several open numbers alone is the other case's. What both cases have in common has to stay. A
+        reshape needs all of them.
         """
-        for which in range(1, len(cases)):
-            if list(map(_hashable, cases[0])) == list(map(_hashable, cases[which])):
+        first, *others = ([_hashable(one) for one in given] for given in cases)
+        for which, other in enumerate(others, 1):
+            if other == first:
                 continue
             is_asked = False
             for step in _STEPS[find is _few_of, which == _OPENED]:
@@ -470,6 +474,9 @@ class Kernels:
                     yield which, step, there
             if not is_asked:
                 yield which, 1, [None] * len(op.outputs)
+            for inputs in _apart(cases[0], cases[which]) if which == _OPENED and op.type != "Reshape" else ():
+                with contextlib.suppress(*IMPOSSIBLE):
+                    yield which, 0, self._once(find, op, [inputs])[0]
 
     def _once(
         self, find: Callable[[tf.Tensor], Any], op: tf.Operation, cases: Sequence[Sequence[_Given]]
@@ -492,21 +499,22 @@ class Kernels:
         return self._ops[op]
 
     def _made(self, op: tf.Operation, given: Sequence[_Given], attributes: Any) -> Sequence[tf.Tensor]:
-        with self._scratch.as_default():
-            inputs = [self._input(tensor.dtype, one) for tensor, one in zip(op.inputs, given, strict=True)]
-            return tf_compat.new_op(op.type, inputs, [output.dtype for output in op.outputs], attributes).outputs
+        inputs = [self._input(tensor.dtype, one) for tensor, one in zip(op.inputs, given, strict=True)]
+        dtypes = [output.dtype for output in op.outputs]
+        return tf_compat.new_op(op.type, inputs, dtypes, attributes, self._scratch).outputs
 
     def _input(self, dtype: tf.DType, given: _Given) -> tf.Tensor:
         key = dtype, _hashable(given)
         if key not in self._inputs:
             if given is None or isinstance(given, tuple):
-                self._inputs[key] = tf.compat.v1.placeholder(dtype, given)
+                self._inputs[key] = tf_compat.new_placeholder(dtype, given, self._scratch)
             elif isinstance(given, list):  # as TensorFlow's inference takes it for a shape
-                self._inputs[key] = tf.stack(
-                    [self._input(dtype, () if n is None else np.asarray(n, dtype.as_numpy_dtype)) for n in given]
-                )
+                each = [self._input(dtype, () if n is None else np.asarray(n, dtype.as_numpy_dtype)) for n in given]
+                with self._scratch.as_default():
+                    self._inputs[key] = tf.stack(each)
             else:
-                self._inputs[key] = tf.constant(given, dtype)
+                with self._scratch.as_default():
+                    self._inputs[key] = tf.constant(given, dtype)
         return self._inputs[key]
 
 
@@ -564,6 +572,24 @@ def _is_decided(cases: Sequence[Sequence[np.ndarray]]) -> bool:
         return False
     few, *more = (np.subtract(*case, dtype=np.float64) for case in cases)
     return all(np.all((few * many >= 0) & (abs(many) >= abs(few))) for many in more)
+
+
+def _apart(few: Sequence[Any], opened: Sequence[Any]) -> Iterator[list[Any]]:
+    """Yield inputs in which one of several open lengths alone is longer, if some of them are given as numbers.
+
+    In each case all open lengths are equal. So what seems to be the same for all, as H - W, may depend on them.
+    """
+    moved: list[tuple[int, Any]] = []
+    for i, (one, longer) in enumerate(zip(few, opened, strict=True)):
+        if one is None or isinstance(one, list) or np.shape(one) != np.shape(longer):
+            continue
+        differ = np.not_equal(one, longer)
+        for place in np.eye(differ.size, dtype=bool)[differ.ravel()]:
+            alone = np.where(place.reshape(differ.shape), longer, one)
+            moved.append((i, tuple(alone.tolist()) if isinstance(one, tuple) else alone))
+    if len(moved) > 1 and not all(isinstance(alone, tuple) for _, alone in moved):
+        for i, alone in moved:
+            yield [*few[:i], alone, *few[i + 1 :]]
 
 
 def _without_open(cases: Sequence[Sequence[_Given]]) -> list[list[_Given]]:

@@ -112,20 +112,25 @@ def shard_batch(
     with tf.control_dependencies([check for check in checks if check is not None]):
         rows = tf.identity(rows)
     made = range(towers) if local is None else local
-    first: Any = 0  # of the rows that the batch has
     if held is not None:
-        sizes, rows, first = held, tf.reduce_sum(held), tf.reduce_sum(held[: made[0]])
+        sizes, rows = held, tf.reduce_sum(held)
     else:
         sizes = sizes_in_graph(rows, towers, weights)
     unstacked, shares = divide_rows(rows, sizes)
     each, rest = divmod(next(iter(static), 0), towers)
-    even = each and not rest and weights is None and held is None  # then the shards' shapes are known
+    begins: Any = tf.stack([share.begin for share in shares])
+    if held is not None:  # the batch begins with the rows of the first of `made`
+        begins = tf.maximum(begins - tf.reduce_sum(held[: made[0]]), 0)
+    ends = begins + tf.stack([share.rows for share in shares])
+    if each and not rest and weights is None and held is None:  # then the shards' shapes are known
+        begins = np.arange(towers, dtype=np.int32) * each
+        ends = begins + each
+    parts = list(zip(tf.split(begins, towers), tf.split(ends, towers), strict=True))
 
     def part(leaf: Any, tower: int) -> Any:
         if not _has_rows(leaf):
             return leaf
-        share = shares[tower]
-        return _take_rows(leaf, *((tower * each, each) if even else (tf.maximum(share.begin - first, 0), share.rows)))
+        return _take_rows(leaf, *parts[tower])
 
     batches = [tf.nest.pack_sequence_as(batch, [part(leaf, tower) for leaf in leaves]) for tower in made]
     return Shards(batches, unstacked, shares)
@@ -138,10 +143,8 @@ def divide_rows(rows: tf.Tensor, sizes: tf.Tensor) -> tuple[list[tf.Tensor], lis
     held = sizes + empty * tf.one_hot(0, towers, dtype=tf.int32)
     fractions = tf.unstack(tf.cast(held, tf.float64) / tf.cast(rows + empty, tf.float64), towers)
     begins = tf.unstack(tf.where(sizes > 0, tf.cumsum(sizes, exclusive=True), 0), towers)
-    shares = [
-        Share(fractions[tower], tf.constant(tower), tf.maximum(sizes[tower], 1), begins[tower], rows)
-        for tower in range(towers)
-    ]
+    counts = tf.unstack(tf.maximum(sizes, 1), towers)
+    shares = [Share(fractions[n], tf.constant(n), counts[n], begins[n], rows) for n in range(towers)]
     return tf.unstack(sizes, towers), shares
 
 
@@ -318,10 +321,13 @@ def count_rows(leaf: Any) -> tf.Tensor:
     return tf.shape(leaf)[0]
 
 
-def _take_rows(leaf: Any, begin: Any, count: Any) -> Any:
-    if isinstance(leaf, tf.SparseTensor):
-        rest = leaf.dense_shape[1:]
-        start = tf.concat([[tf.cast(begin, tf.int64)], tf.zeros_like(rest)], 0)
-        # Its dense shape is that of the slice, but for a last one that would reach beyond the end.
-        return tf.sparse.slice(leaf, start, tf.concat([[tf.cast(count, tf.int64)], rest], 0))
-    return leaf[begin : begin + count]
+def _take_rows(leaf: Any, begin: tf.Tensor, end: tf.Tensor) -> Any:
+    """Return the rows of a leaf from one to before another one, both [1] int32."""
+    if isinstance(leaf, tf.RaggedTensor):
+        return leaf[begin[0] : end[0]]
+    if isinstance(leaf, tf.Tensor):
+        return tf.strided_slice(leaf, begin, end, [1])  # made in a quarter of the time of leaf[begin:end]
+    rest = leaf.dense_shape[1:]
+    start = tf.concat([tf.cast(begin, tf.int64), tf.zeros_like(rest)], 0)
+    # Its dense shape is that of the slice, but for a last one that would reach beyond the end.
+    return tf.sparse.slice(leaf, start, tf.concat([tf.cast(end - begin, tf.int64), rest], 0))

@@ -345,3 +345,32 @@ def test_lengths_over_time_that_a_condition_asks_for(length):
 
     found = [make().evaluate(batches, verbose=0) for make in (build, ncclsync.nccl_parallel(towers=2)(build))]
     assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+class _Comparing(keras.layers.Layer):
+    """A layer that does other things with high images than with wide ones."""
+
+    def call(self, x):
+        """Center by the batch, or not."""
+        size = tf.shape(x)[1:3]
+        height, width = size[0], size[1]
+        asked = [height - width > 0, abs(width - height) > 3, tf.equal(height // width, 1), tf.argmax(size) > 0]
+        asked += [tf.reduce_max(size) - tf.reduce_min(size) > 1, height / width > 1.2, width / height > 1.2]
+        asked += [(size - size[::-1])[0] > 2, tf.equal(width % height, 0), tf.shape(x[:, width:])[1] > 3]
+        return tf.add_n([tf.cond(one, lambda: x - tf.reduce_mean(x, 0), lambda: 2 * x) for one in asked])
+
+
+@pytest.mark.parametrize("size", [(9, 4), (4, 9), (5, 5)])
+def test_lengths_of_two_axes_that_a_condition_asks_for(size):
+    """Open lengths that are equal where they are inferred may differ: H - W is not 0."""
+    x, y = np.random.default_rng(0).normal(size=(10, *size, 2)).astype("float32"), np.ones((10, *size, 2), "float32")
+    specs = (tf.TensorSpec([None, None, None, 2]),) * 2
+    batches = tf.data.Dataset.from_generator(lambda: [(x, y)], output_signature=specs)
+
+    def build():
+        model = keras.Sequential([keras.Input((None, None, 2)), _Comparing()])
+        model.compile(loss="mse")
+        return model
+
+    found = [make().evaluate(batches, verbose=0) for make in (build, ncclsync.nccl_parallel(towers=2)(build))]
+    assert found[1] == pytest.approx(found[0], rel=1e-5)

@@ -49,6 +49,14 @@ _EXCLUSIVE = {
     ("shares", "on_oom"): _WHOLE,
 }
 
+# What is written in place of an option of another name.
+_INSTEAD = {
+    "sync_batch_norm": 'exact=("batch_norm",)',
+    "batch_invariant_random": 'exact=("random",)',
+    "check_first_step": "python -m ncclsync verify",
+    "shards_at_once": "shards",
+}
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -214,7 +222,8 @@ class TowerOptions:
         """Make options of `given`, the arguments of `caller`; an unknown one is an error of that."""
         for name in given.keys() - {field.name for field in dataclasses.fields(cls)}:
             of_health = name in {field.name for field in dataclasses.fields(Health)}
-            remedy = f". It is health=ncclsync.Health({name}={given[name]!r}) now" if of_health else ""
+            instead = f"health=ncclsync.Health({name}={given[name]!r})" if of_health else _INSTEAD.get(name)
+            remedy = f". It is {instead} now" if instead else ""
             raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}{remedy}")
         return cls(**given)
 

@@ -241,7 +241,6 @@ class TowerOptions:
             known = isinstance(self.exact, Sequence) and not isinstance(self.exact, str)
             if not known or not all(one in EXACT for one in self.exact):
                 raise ValueError(f"Expected exact to be a bool or a tuple of some of {EXACT}. Received: {self.exact!r}")
-            object.__setattr__(self, "exact", tuple(self.exact))
         if not isinstance(self.health, Health):
             raise TypeError(f"Expected health to be a Health(...). Received: {self.health!r}")
         if self.shards is not None:
@@ -254,6 +253,10 @@ class TowerOptions:
             if not any(value is None or value is False for value in given):
                 received = f"{one}={given[0]!r}, {other}={given[1]!r}"
                 raise ValueError(f"Expected {one} or {other}, not both{why}. Received: {received}")
+        for name in ("devices", "shares", "exact"):  # the user may change a list
+            value = getattr(self, name)
+            if isinstance(value, Sequence) and not isinstance(value, str):
+                object.__setattr__(self, name, tuple(value))
 
     def _check_shards(self, shards: Any) -> None:
         if not _is_int(shards):

@@ -132,3 +132,9 @@ def test_options_do_not_change():
     """Who holds them may rely on what was checked."""
     with pytest.raises(dataclasses.FrozenInstanceError):
         TowerOptions(towers=2).towers = 3
+    given = {"devices": ["CPU:0"], "shares": [3], "exact": ["random"]}
+    options = TowerOptions(**given)
+    for name, value in given.items():
+        was = tuple(value)
+        value.append(value[0])
+        assert getattr(options, name) == was

@@ -19,7 +19,6 @@ import keras
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tensorflow.python.autograph.core import ag_ctx as autograph_context
-from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.eager import context as eager_context
 from tensorflow.python.eager import execute as eager_execute
 from tensorflow.python.eager.polymorphic_function import attributes as function_attributes
@@ -639,9 +638,18 @@ def is_jit_compiled(function: Callable) -> bool:
     return bool(getattr(function, "_jit_compile", False))
 
 
-class SameDataset(dataset_ops.UnaryUnchangedStructureDataset):
+class SameDataset(tf.data.Dataset):
     """Give the elements of another `tf.data.Dataset`: a base of dataset classes."""
 
     def __init__(self, dataset: tf.data.Dataset) -> None:
         """Give the elements of `dataset`."""
-        super().__init__(dataset, dataset._variant_tensor)
+        self._given = dataset
+        super().__init__(dataset._variant_tensor)
+
+    @property
+    def element_spec(self) -> Any:
+        """Return the structure of an element."""
+        return self._given.element_spec
+
+    def _inputs(self) -> list[tf.data.Dataset]:
+        return [self._given]

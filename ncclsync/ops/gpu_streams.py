@@ -21,7 +21,7 @@ VARIABLE = "NCCLSYNC_GPU_EVENTS"
 def missing() -> str:
     """Return why exchanges do not know TensorFlow's streams in this process, or ""; decided once, and logged.
 
-    NCCLSYNC_GPU_EVENTS=context in the environment says that they need not; other words than that and "stream" are a
+    NCCLSYNC_GPU_EVENTS in the environment is "context", with which they need not, or "stream"; anything else is a
     NcclSyncError.
     """
 

@@ -153,9 +153,9 @@ def list_element(graph: StepGraph, name: TensorName) -> tf.TensorSpec | None:
 def _stack(handle: tf.Tensor, element: tf.TensorSpec, pushed: bool) -> tf.Tensor:
     """Return a list as a tensor, in a graph that XLA compiles: [places, *element].
 
-    XLA's lists have a fixed number of places. Of a list that was `pushed`, no op says how many are taken, which a loop
-    may find out only as it runs: the last element goes to the last place. It is overwritten by two things that differ,
-    and is where the results do.
+    XLA's lists have a fixed number of places. No op says how many places of a `pushed` list are taken, and a loop may
+    find out only as it runs. So the last element is found, and moved to the last place: it is where two lists differ in
+    which two different values stand for it.
     """
     lists, numbers = tf.raw_ops, {"element_dtype": element.dtype, "element_shape": tf.constant(_ANY_SHAPE)}
     tensor = lists.TensorListStack(input_handle=handle, **numbers)

@@ -184,7 +184,7 @@ def _fill_buckets(exchanges: list[Exchange], bucket_bytes: int, scheduled: Sched
     kinds: list[Any] = []
     sizes = []
     for index, exchange in enumerate(exchanges):
-        # Of unknown size it travels alone.
+        # A tensor of unknown size travels alone.
         packed = exchange.shape.is_fully_defined() and not exchange.collective.changes_rows
         receiver = scheduled.received[exchange.result] if scheduled.once else None
         kinds.append((_wire(exchange.collective), exchange.dtype, exchange.when, None if packed else index, receiver))

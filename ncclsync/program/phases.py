@@ -90,7 +90,7 @@ class _Part:
         # The ops that shards compute, and all that these wait for.
         computed = [name for name in self._here if name in kinds.shards]
         needed = ancestors(graph, computed + [name for name in self._roots_sent() if name in self._here], self._here)
-        # Of the ops that shards need: those for which something other than shards waits.
+        # Ops that shards need, and for which ops outside the shards' work wait.
         self._awaited = {
             parent for name in needed - kinds.shards for parent, _ in dependencies(graph, name) if parent in needed
         }

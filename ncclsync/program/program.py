@@ -166,13 +166,10 @@ class Target:
 
 
 class Results(enum.Enum):
-    """Say how the towers' results become those of a step.
+    """Say how the towers' results become those of a step."""
 
-    `COMBINED` into one device's, or a list of `EACH` tower's.
-    """
-
-    COMBINED = "combined"
-    EACH = "each"
+    COMBINED = "combined"  # one device's
+    EACH = "each"  # a list of each tower's
 
 
 @dataclasses.dataclass(frozen=True)

@@ -296,7 +296,7 @@ class Axes:
                 return [None]
             if kind == "TensorListFromTensor" and isinstance(item, tuple):
                 return [Items(tuple(shape[1:] for shape in item))]
-            # Of a list that is reserved some elements may not be set.
+            # Some elements of a reserved list may not be set.
             made = Items(item, self.values(tensor) if self._is_small(tensor) and kind != "TensorListSetItem" else None)
             return [made if kind == "OptionalFromValue" else _joined(held[0], made) if held else None]
         if kind in ("Identity", "ZerosLike", "AddN", "StopGradient") and len(held) == len(inputs):
@@ -371,7 +371,7 @@ def primes(first: int, step: int) -> Iterator[int]:
 class Kernels:
     """Ask TensorFlow for an op's shapes and small values: once for each type, attributes and inputs.
 
-    The first case and each other one are two points of a straight line, and the op is asked at further points of it.
+    A straight line goes through the first case and each other case; the op is asked at further points of these lines.
     """
 
     def __init__(self) -> None:
@@ -607,7 +607,7 @@ def _without_open(cases: Sequence[Sequence[_Given]]) -> list[list[_Given]]:
     return [list(one) for one in zip(*columns, strict=True)]
 
 
-# Of these axes a sum is taken, and then has the operand's shape, whichever they are.
+# Ops whose results are axes to sum over: the sum has the operand's shape, whatever the axes are.
 _ANY_WAY = frozenset({"BroadcastGradientArgs"})
 
 

@@ -61,7 +61,7 @@ class Placement:
             INDICES: a matrix of integers, a sparse tensor's indices, whose first column is placed as PLACES.
         axis, blocks: see SHARD; `axis` also AXES and PLACES.
         unit: what there are so many rows for each of: `SAMPLES`; else the rows of the tensor of that name, or the
-            values between these row splits. Of them a tower has as many as its data say.
+            values between these row splits. How many of these a tower has depends on its data.
         each: of a SHARD, how many rows for each sample a block has, as far as it is known; 0: not known. It is no part
             of the placement: tensors that TensorFlow takes together have as many.
         op: see PARTIAL and LOCAL.

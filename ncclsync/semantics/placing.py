@@ -151,7 +151,7 @@ class Placer(abc.ABC):
         if Kind.LOCAL in kinds:
             if kinds <= {Kind.LOCAL, Kind.REPLICATE, Kind.COUNTS}:
                 if SEEDED in call.inputs:
-                    # A tower's own count goes with what it has of its rows, not with its random numbers.
+                    # A tower's count of rows belongs to its rows, not to its random numbers.
                     for i, placed in enumerate(call.inputs):
                         if placed.kind is Kind.COUNTS:
                             call.require(i, REPLICATE)

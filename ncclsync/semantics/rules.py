@@ -258,7 +258,7 @@ ALIKE = names("""
 # These keep rows that are all alike so.
 ELEMENTWISE = UNARY | BROADCASTING | ALIKE
 MOVING = names("ExpandDims Reshape Squeeze Transpose")  # elements, of which each stays as it is
-# Of others the inputs' ranks must be known.
+# Of all other ops the inputs' ranks must be known.
 OF_ANY_RANK = UNARY | names("""
     Bitcast CudnnRNNBackprop CudnnRNNBackpropV2 CudnnRNNBackpropV3 EnsureShape L2Loss OptionalGetValue OptionalHasValue
     Rank Reshape Shape ShapeN Size TensorListElementShape TensorListFromTensor TensorListGetItem TensorListLength

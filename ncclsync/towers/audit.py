@@ -83,7 +83,7 @@ class Audit:
             self._found = tf.Variable(tf.fill(shape, tf.constant(EQUAL, tf.int64)), trainable=False)
 
     def _find_left_out(self) -> set[int]:
-        """Return the numbers, from 1, of segments that must not run again, or take what such a one writes; warn once.
+        """Return the numbers, from 1, of segments that must not run again, or that read what these write; warn once.
 
         A repeated computation takes the results of these segments as they are.
         """

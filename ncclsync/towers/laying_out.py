@@ -81,7 +81,7 @@ class _Run:
         self._program, self._towers, self._shards, self._meter = program, towers, shards, meter
         self.exchanges = Exchanges(towers, shards, meter)
         with tf.device("/CPU:0"):
-            # Of numbers in the host's memory, where the fractions need not lie. A batch without rows is tower 0's.
+            # From sizes, which lie in the host's memory, as fractions may not. A batch without rows is tower 0's.
             samples = [shards.sizes[0] + tf.cast(shards.shares[0].total == 0, tf.int32), *shards.sizes[1:]]
             has_samples = [tf.minimum(count, 1) for count in samples]
         handles = {name: towers.replicas.of_shards(variable) for name, variable in program.variables}

@@ -49,6 +49,14 @@ _EXCLUSIVE = {
     ("shares", "on_oom"): _WHOLE,
 }
 
+# What is written in place of an option of another name.
+_INSTEAD = {
+    "sync_batch_norm": 'exact=("batch_norm",)',
+    "batch_invariant_random": 'exact=("random",)',
+    "check_first_step": "python -m ncclsync verify",
+    "shards_at_once": "shards",
+}
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -214,7 +222,8 @@ class TowerOptions:
         """Make options of `given`, the arguments of `caller`; an unknown one is an error of that."""
         for name in given.keys() - {field.name for field in dataclasses.fields(cls)}:
             of_health = name in {field.name for field in dataclasses.fields(Health)}
-            remedy = f". It is health=ncclsync.Health({name}={given[name]!r}) now" if of_health else ""
+            instead = f"health=ncclsync.Health({name}={given[name]!r})" if of_health else _INSTEAD.get(name)
+            remedy = f". It is {instead} now" if instead else ""
             raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}{remedy}")
         return cls(**given)
 
@@ -232,7 +241,6 @@ class TowerOptions:
             known = isinstance(self.exact, Sequence) and not isinstance(self.exact, str)
             if not known or not all(one in EXACT for one in self.exact):
                 raise ValueError(f"Expected exact to be a bool or a tuple of some of {EXACT}. Received: {self.exact!r}")
-            object.__setattr__(self, "exact", tuple(self.exact))
         if not isinstance(self.health, Health):
             raise TypeError(f"Expected health to be a Health(...). Received: {self.health!r}")
         if self.shards is not None:
@@ -245,6 +253,10 @@ class TowerOptions:
             if not any(value is None or value is False for value in given):
                 received = f"{one}={given[0]!r}, {other}={given[1]!r}"
                 raise ValueError(f"Expected {one} or {other}, not both{why}. Received: {received}")
+        for name in ("devices", "shares", "exact"):  # the user may change a list
+            value = getattr(self, name)
+            if isinstance(value, Sequence) and not isinstance(value, str):
+                object.__setattr__(self, name, tuple(value))
 
     def _check_shards(self, shards: Any) -> None:
         if not _is_int(shards):

@@ -138,7 +138,7 @@ class Replicas:
     def of(self, variable: tf.Variable) -> list[tf.Variable]:
         """Return [n] the copies of tower 0's `variable`, one on each tower of this process, itself first.
 
-        Of what belongs to a shard there is one for each shard: metrics, random state and accumulated gradients.
+        What belongs to a shard (metrics, random state, accumulated gradients) has a copy for each shard.
 
         Creates the copies on first use, with tower 0's value (a metric's state starts from zero, a random
         seed from another one for each tower).

@@ -226,7 +226,7 @@ class Session:
     def total(self, parts: Sequence[tf.Tensor], what: str) -> tf.Tensor:
         """Return the sum of what the towers of all processes hold; `parts` are this process'."""
         if self.communicator.failure is not None:  # a file with the rest is better than none
-            self.warn_once("Of gradients that an optimizer accumulates, the parts of other processes are lost")
+            self.warn_once("Other processes' parts of the gradients that an optimizer accumulates are lost")
             return tf.add_n(list(parts))
         return group_exchange([parts], self.communicator, [AllReduce((), (), "sum", what)])[0][0]
 
@@ -234,7 +234,7 @@ class Session:
         """Return [N, length] rows of all towers; `rows` are this process'."""
         towers = self.layout.towers
         if self.communicator.failure is not None:  # as in `total`
-            self.warn_once("Of optimizers' state, which shard_optimizer divides, the parts of other processes are lost")
+            self.warn_once("Other processes' parts of the optimizers' state, which shard_optimizer divides, are lost")
             before = self.layout.ranks[0]
             return tf.pad(rows, [[before, towers - before - len(rows)], [0, 0]])
         return tf.concat(self.communicator.exchange(rows.numpy(), what), 0)

@@ -107,9 +107,12 @@ class TowerStep(TracedStep):
         audits = self.trains and towers.watch.is_audit_due(steps)
         if audits:  # what is computed again is no part of a step's time
             watchers = ()
-        known = len(self._functions)
         function = self._function_for(kind, batches, watched=bool(watchers), audits=audits)
-        is_new = len(self._functions) > known
+        is_new = function.key not in self._functions
+        if is_new:
+            with _collecting_no_garbage(), interruptible():
+                assert function.graph is not None  # traced now
+            self._functions[function.key] = function
         reporting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if function.meter is not None:
             reporting = function.meter.reported_to(watchers, traced=is_new)
@@ -152,7 +155,7 @@ class TowerStep(TracedStep):
             gc.collect()  # what the programs before kept on the towers, such as old weights, is in cycles
 
     def _function_for(self, kind: type[StepFunction], batches: Any, *, watched: bool, audits: bool) -> StepFunction:
-        """Return the function for what comes next; make its program first.
+        """Return the function for what comes next, whose graph is not traced yet if it is new; make its program first.
 
         First, since a step that is traced while another function is being traced records no gradients.
         """
@@ -172,9 +175,7 @@ class TowerStep(TracedStep):
                 self.program_of(fixed_specs(batches), meter)
                 specs = self.specs_of(batches)  # known by now
                 key = key._replace(specs=repr(specs))
-            if key not in self._functions:
-                self._functions[key] = self._make_function(key, specs, meter)
-        return self._functions[key]
+            return self._functions.get(key) or self._make_function(key, specs, meter)
 
     @property
     def _sizes(self) -> tf.Variable | None:
@@ -200,7 +201,8 @@ class TowerStep(TracedStep):
                 program, self.towers, functools.partial(_report_nonfinite, *borrowed, program.gradients)
             )
         layout = self.towers.layout
-        made = key.kind(
+        return key.kind(
+            key=key,
             towers=self.towers,
             layout=layout if self._sizes is None else dataclasses.replace(layout, sizes=self._sizes),
             batch_specs=batch_specs,
@@ -211,8 +213,6 @@ class TowerStep(TracedStep):
             meter=meter,
             audit=Audit(program, self.towers) if key.audits else None,
         )
-        assert made.graph is not None  # traced now
-        return made
 
     @contextlib.contextmanager
     def guarded(self, function: StepFunction | None) -> Iterator[None]:

@@ -24,12 +24,14 @@ from ncclsync.towers.laying_out import lay_out
 from ncclsync.towers.layout import Layout
 from ncclsync.towers.recovery import KeptBatch, Rollback
 from ncclsync.towers.state import TowerState
+from ncclsync.towers.traced_step import Key
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class StepFunction(abc.ABC):
     """Hold the graph of a step on batches of one kind, and what it needs if it fails."""
 
+    key: Key  # what it is made for
     towers: TowerState
     layout: Layout  # of the batches that come
     batch_specs: Any  # of the batches, as they come

@@ -56,7 +56,7 @@ def attach(model: keras.Model, towers: Towers) -> None:
     for variable in model.weights:
         towers.replicas.of(tf_compat.backend_variable(variable))
     if is_plain(towers):
-        return  # plain Keras, without any overhead
+        return  # Keras' own functions train
     makers = {f"make_{kind}_function": maker(model, towers, kind) for kind in ("train", "test", "predict")}
     keras_compat.replace_methods(model, makers)
 

@@ -1012,6 +1012,7 @@ def test_same_dataset():
     class Mine(tf_compat.SameDataset):
         pass
 
+    assert tf_compat.SameDataset.__bases__ == (tf.data.Dataset,)  # no private class of TensorFlow's
     other = tf.data.Dataset.range(6).batch(4)
     for same in (Mine(other), Mine(other).map(lambda x: x)):
         assert [batch.numpy().tolist() for batch in same] == [[0, 1, 2, 3], [4, 5]]

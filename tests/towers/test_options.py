@@ -77,11 +77,15 @@ def test_what_needs_a_model_is_no_option_of_towers():
 @pytest.mark.parametrize(
     "old, new",
     [
+        ({"sync_batch_norm": True}, 'exact=("batch_norm",)'),
+        ({"batch_invariant_random": True}, 'exact=("random",)'),
+        ({"check_first_step": True}, "python -m ncclsync verify"),
+        ({"shards_at_once": 2}, "shards"),
         ({"on_nonfinite": "skip"}, "health=ncclsync.Health(on_nonfinite='skip')"),
         ({"timeout_s": 5}, "health=ncclsync.Health(timeout_s=5)"),
     ],
 )
-def test_an_option_of_health_is_an_error_that_says_so(old, new):
+def test_an_old_name_is_an_error_that_says_the_new_one(old, new):
     """By the decorator, and by `Towers`."""
     for taker in (nccl_parallel, ncclsync.Towers):
         with pytest.raises(
@@ -128,3 +132,9 @@ def test_options_do_not_change():
     """Who holds them may rely on what was checked."""
     with pytest.raises(dataclasses.FrozenInstanceError):
         TowerOptions(towers=2).towers = 3
+    given = {"devices": ["CPU:0"], "shares": [3], "exact": ["random"]}
+    options = TowerOptions(**given)
+    for name, value in given.items():
+        was = tuple(value)
+        value.append(value[0])
+        assert getattr(options, name) == was

@@ -37,7 +37,7 @@ class Throughput(StepWatcher):
         self._start()
 
     def _start(self) -> None:
-        # Of calls that traced, and of all others: sums by the names of `Measured`, and the time since the call before.
+        # By whether a call traced: sums by the names of `Measured`, and the time since the call before.
         self._sums = {traced: collections.Counter[str]() for traced in (True, False)}
         self._last_ns = time.monotonic_ns()
 

@@ -106,9 +106,14 @@ def clipped(optimizer: keras.Optimizer, gradients: Sequence[Any]) -> list[Any]:
     return list(optimizer._clip_gradients(list(gradients)))
 
 
-def unclipped(optimizer: keras.Optimizer) -> contextlib.AbstractContextManager[None]:
-    """Let an optimizer leave out clipping, for a while."""
-    return tf_compat.members_replaced(optimizer, _clip_gradients=lambda gradients: gradients)
+def updating_some(optimizer: keras.Optimizer, variables: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+    """Let an optimizer clip nothing, and average these variables alone, for a while."""
+    members: dict[str, Any] = {"_clip_gradients": lambda gradients: gradients}
+    if optimizer.use_ema:  # Keras averages all variables in each update
+        some = [optimizer._get_variable_index(variable) for variable in variables]
+        for name in ("_trainable_variables", "_model_variables_moving_average"):
+            members[name] = [getattr(optimizer, name)[i] for i in some]
+    return tf_compat.members_replaced(optimizer, **members)
 
 
 def update_replaced(

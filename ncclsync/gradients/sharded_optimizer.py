@@ -206,8 +206,9 @@ class OptimizerSharding:
         sparse = [(g, w) for g, w in pairs if isinstance(g, tf.IndexedSlices)]
         if sparse:
             _check_scalars(optimizer, sparse[0][1])
-            with keras_optimizers.unclipped(optimizer):
-                update(optimizer, *map(list, zip(*sparse, strict=True)))
+            given = list(map(list, zip(*sparse, strict=True)))
+            with keras_optimizers.updating_some(optimizer, given[1]):
+                update(optimizer, *given)
         if dense:
             sharded = self._sharded_of(optimizer, [weight for _, weight in dense], copies)
             addends, self._addends = {id(w) for g, w in dense if id(g) in self._addends}, {}

@@ -800,14 +800,16 @@ def test_updates_wrapped_and_apply_gradients():
     assert keras_optimizers.built_for(optimizer, None) == weights
 
 
-def test_clipped_and_unclipped():
-    """Clipping is one method, which `updates_wrapped` calls."""
-    optimizer, weights = built(keras.optimizers.SGD(1.0, clipvalue=0.5))
+def test_clipped_and_updating_some():
+    """Clipping is one method, which `updates_wrapped` calls; averages are those of two lists."""
+    optimizer, weights = built(keras.optimizers.SGD(1.0, clipvalue=0.5, use_ema=True))
     gradients = [tf.fill(weight.shape, 4.0) for weight in weights]
     assert float(keras_optimizers.clipped(optimizer, gradients)[0][0, 0]) == 0.5
-    with keras_optimizers.unclipped(optimizer):
+    with keras_optimizers.updating_some(optimizer, weights[1:]):
         keras_optimizers.apply_gradients(optimizer, gradients, weights)
     assert float(weights[0][0, 0]) == -3.0
+    averages = keras_optimizers.slots_of(optimizer)["_model_variables_moving_average"]
+    assert [np.abs(one).max() > 0 for one in averages] == [False, *[True] * (len(weights) - 1)]
     keras_optimizers.apply_gradients(optimizer, gradients, weights)
     assert float(weights[0][0, 0]) == -3.5
 

@@ -187,9 +187,10 @@ WORDS = np.random.default_rng(3).integers(0, 11, (61, 4))
 
 
 @pytest.mark.slow
-def test_sparse_gradients():
+@pytest.mark.parametrize("averages", [{}, {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 3}])
+def test_sparse_gradients(averages):
     """State of a weight with sparse gradients stays whole on every tower; that of the others is divided."""
-    build = lambda: embedding(keras.optimizers.Adam(0.01))  # noqa: E731
+    build = lambda: embedding(keras.optimizers.Adam(0.01, **averages))  # noqa: E731
     alone, model = build(), on_towers(build, 3, shard_optimizer=True)
     assert_close(fit(model, WORDS), fit(alone, WORDS))
     assert_close(state(model), state(alone))

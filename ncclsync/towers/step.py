@@ -105,8 +105,8 @@ class TowerStep(TracedStep):
         self._forget_other_layouts()
         towers.communicator.reads_same_rows = self._own_rows is None
         audits = self.trains and towers.watch.is_audit_due(steps)
-        if audits:  # what is computed again is no part of a step's time
-            watchers = ()
+        if audits and towers.session.shares is not None:  # towers' times without what they compute again
+            watchers = [one for one in watchers if one != towers.session.shares.measure]
         known = len(self._functions)
         function = self._function_for(kind, batches, watched=bool(watchers), audits=audits)
         is_new = len(self._functions) > known

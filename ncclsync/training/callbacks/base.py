@@ -33,14 +33,14 @@ class StepWatcher(keras.callbacks.Callback, abc.ABC):
         if model.run_eagerly:
             raise ValueError(f"Expected a step that is traced for {name}. Received: run_eagerly=True")
         # Another watcher may have put it there, of this fit or of an interrupted one.
-        if is_plain(towers) and model.train_function is not vars(model).get(_PLAIN, ("", ""))[1]:
+        if is_plain(towers) and model.train_function is not model.__dict__.get(_PLAIN, ("", ""))[1]:
             plain = model.train_function
             maker(model, towers, "train")(force=True)
-            vars(model)[_PLAIN] = plain, model.train_function
+            model.__dict__[_PLAIN] = plain, model.train_function
 
     def on_train_end(self, logs: Any = None) -> None:
         """Leave the model as it was."""
-        plain, watched = vars(self.model).pop(_PLAIN, (None, ""))
+        plain, watched = self.model.__dict__.pop(_PLAIN, (None, ""))
         if self.model.train_function is watched:
             self.model.train_function = plain
 

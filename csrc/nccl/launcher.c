@@ -15,11 +15,11 @@
 struct ncs_launcher {
   pthread_mutex_t mutex; /* never held during a call that may hang: NCCL is only asked for its state then */
   pthread_cond_t changed;
-  int n, blocks;
+  int n;
   double timeout_s;       /* 0: no limit */
   ncs_nccl_comm* comm;    /* NULL: closed, or failed */
   ncs_nccl_comm* doomed;  /* the polling thread aborts it once it is not reserved */
-  ncs_cuda cuda;
+  ncs_cuda cuda;          /* as the contexts, of the first communicator; the same for each */
   int is_reserved, is_polled;  /* is_reserved: somebody uses the communicator, such as a launch */
   ncs_launched *first, **last; /* groups that are not known to have ended, in their order */
   ncs_launched* launching;     /* the one among them whose launch has not ended */
@@ -52,6 +52,11 @@ struct ncs_launched {
   cudaEvent_t *before, *end; /* [n]; NULL where there is none */
   ncs_arrival* arrivals[];   /* [n]; NULL where it is delivered */
 };
+
+/* Whether the driver lets nobody capture a context's work. */
+static int blocks(const ncs_launcher* launcher) {
+  return launcher->cuda.cuCtxRecordEvent == NULL || launcher->cuda.cuCtxWaitEvent == NULL;
+}
 
 /* ---- Failure. All under the lock ---- */
 
@@ -509,7 +514,7 @@ static void let_arrival_go(ncs_launched* launched, int rank) {
 ncclResult_t ncs_deliver(ncs_launched* launched, int rank, void* stream, int waits, ncs_failure* failure) {
   ncs_launcher* launcher = launched->launcher;
   ncclResult_t status = ncclSuccess;
-  if (waits || launcher->blocks) status = ncs_launched_wait(launched);
+  if (waits || blocks(launcher)) status = ncs_launched_wait(launched);
   else {
     pthread_mutex_lock(&launcher->mutex);
     if (launched->stage == FAILED) status = ncclRemoteError;
@@ -556,17 +561,18 @@ ncclResult_t ncs_launcher_create(int n_ranks, double timeout_s, ncs_launcher** o
 
 int ncs_launcher_open(ncs_launcher* launcher, ncs_nccl_comm* comm) {
   pthread_mutex_lock(&launcher->mutex);
-  launcher->cuda = comm->cuda;
-  memcpy(launcher->contexts, comm->contexts, (size_t)launcher->n * sizeof(*launcher->contexts));
+  if (launcher->contexts[0] == NULL) { /* once: arrivals and groups read it without the lock */
+    launcher->cuda = comm->cuda;
+    memcpy(launcher->contexts, comm->contexts, (size_t)launcher->n * sizeof(*launcher->contexts));
+  }
   launcher->comm = comm;
   launcher->is_reserved = 0;
   stay(launcher);
   memset(&launcher->failure, 0, sizeof(launcher->failure));
   __atomic_store_n(&launcher->n_ended, launcher->n_launched, __ATOMIC_RELEASE);
-  launcher->blocks = comm->cuda.cuCtxRecordEvent == NULL || comm->cuda.cuCtxWaitEvent == NULL;
   pthread_cond_broadcast(&launcher->changed);
   pthread_mutex_unlock(&launcher->mutex);
-  return launcher->blocks;
+  return blocks(launcher);
 }
 
 void ncs_launcher_close(ncs_launcher* launcher, int status) {

@@ -48,6 +48,7 @@ _KINDS: dict[type, int] = {
 }
 ABORT_WAIT_S = 1.0  # how long a failure waits for its abort, which then goes on by itself
 _MOST = 2**31 - 1  # NCCL's ranks and CUDA's ordinals are C's int
+_ABORTED = ". The communicator is aborted"  # after `timeout_s`, as after any failure
 _LISTED = 6  # collectives of a group that a message names
 
 
@@ -303,7 +304,7 @@ class NcclCommunicator(Communicator):
                 f"Expected {what} to end. Received: an interrupt (Ctrl-C) after {found.waited_s:.1f} s"
             )
         if found.status == native.TIMEOUT:
-            words = f"it has not within {self.timeout_s:g} s: {arrived}. The communicator is aborted"
+            words = f"it has not within {self.timeout_s:g} s: {arrived}{_ABORTED}"
             return NcclTimeoutError(native.TIMEOUT, call, words, "ncclTimeout", what)
         name = native.STATUS_NAMES.get(found.status, "unknown status")
         return NcclError(found.status, call, native.words(found.failure), name, what)
@@ -487,6 +488,7 @@ class NcclCommunicator(Communicator):
                 timeout_s=self.timeout_s,
                 arrived=lambda: self._progress_words(nccl_calls.progress(handle, self.size), own_work),
                 check=None if self.peers is None else self.peers.check,
+                then=_ABORTED,
             )
 
     @contextlib.contextmanager

@@ -57,6 +57,7 @@ def wait(
     timeout_s: float | None,
     arrived: Callable[[], str],
     check: Callable[[str], None] | None = None,
+    then: str = "",
 ) -> None:
     """Wait until something has ended; raise NcclTimeoutError if it has not within the limit.
 
@@ -69,6 +70,7 @@ def wait(
         timeout_s: the limit; None for none.
         arrived: says which ranks have arrived, for messages.
         check: raises if waiting has become futile; its argument is `what()`.
+        then: what the caller does after the limit, for messages.
     """
     limit_s = math.inf if timeout_s is None else timeout_s
     slice_s = min(SLICE_S, limit_s)
@@ -80,7 +82,7 @@ def wait(
             check(what())
         waited_s = time.monotonic() - began
         if waited_s >= limit_s:
-            words = f"it has not within {timeout_s:g} s: {arrived()}. The communicator is aborted"
+            words = f"it has not within {timeout_s:g} s: {arrived()}{then}"
             raise NcclTimeoutError(native.TIMEOUT, call, words, "ncclTimeout", what())
         interrupts = _active
         if interrupts is not None and interrupts.has_come():

@@ -146,7 +146,8 @@ class OptimizerSharding:
             )
         if not keras_optimizers.applies_untouched(optimizer):
             return [None] * len(gradients)
-        addends = ops.parts([one if isinstance(one, tf.Tensor) else None for one in gradients])
+        with tf_compat.unobserved():
+            addends = ops.parts([one if isinstance(one, tf.Tensor) else None for one in gradients])
         self._addends = {id(part): part for part in addends if part is not None}
         return addends
 
@@ -158,7 +159,8 @@ class OptimizerSharding:
             is_twin = any(optimizer is sharded.twin for sharded in self._sharded.values())
             if context is None or tf.executing_eagerly() or is_twin:
                 return update(optimizer, grads, trainable_variables)
-            return self._update(optimizer, update, grads, trainable_variables, copies, context)
+            with tf_compat.unobserved():  # a check's op, between these, would run on one tower for all
+                return self._update(optimizer, update, grads, trainable_variables, copies, context)
 
         return keras_optimizers.updates_wrapped(sharding)
 

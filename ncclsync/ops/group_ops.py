@@ -22,6 +22,7 @@ from ncclsync.communicator import (
 )
 from ncclsync.errors import NcclSyncError
 from ncclsync.ops import device_ops
+from ncclsync.ops.carriers import carried, delivered
 from ncclsync.ops.device_ops import shape_received
 
 
@@ -104,14 +105,9 @@ def gather_rows(tensors: Sequence[tf.Tensor], communicator: Communicator, label:
     numbers of rows may differ between the tensors. Raises NcclSyncError if they hold no numbers, such as words.
     """
     dtype = tensors[0].dtype
-    if dtype == tf.bool:
-        numbers = [_cast_in_place(tensor, tf.uint8) for tensor in tensors]
-        return [_cast_in_place(one, dtype) for one in gather_rows(numbers, communicator, label, turns)]
     if dtype.name not in native.DTYPES:
-        raise NcclSyncError(
-            f"Expected numbers where towers of several processes need each other's rows. Received: {dtype.name}. "
-            "Look words up in the input pipeline, before the step"
-        )
+        sent = [_in_place(carried, tensor) for tensor in tensors]
+        return [_in_place(delivered, one, dtype) for one in gather_rows(sent, communicator, label, turns)]
     rows = []
     for tensor in tensors:
         with tf.device(tensor.device):
@@ -215,7 +211,7 @@ def _alive(borrowed: "weakref.ref[Communicator]") -> Communicator:
     return communicator
 
 
-def _cast_in_place(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """Cast a tensor on its own device."""
+def _in_place(function: Callable[..., tf.Tensor], tensor: tf.Tensor, *further: tf.DType) -> tf.Tensor:
+    """Compute from a tensor, on its own device."""
     with tf.device(tensor.device):
-        return tf.cast(tensor, dtype)
+        return function(tensor, *further)

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
@@ -15,6 +16,7 @@ from ncclsync.compat.names import OpName, TensorName, op_name
 from ncclsync.compat.source_lines import user_line
 from ncclsync.errors import NcclSyncError
 from ncclsync.ops import Collective, CollectiveKind, Purpose
+from ncclsync.ops.carriers import carried, delivered
 from ncclsync.program.cost import Costs
 from ncclsync.program.graph import StepGraph
 from ncclsync.program.program import Exchange
@@ -115,13 +117,22 @@ class Conversions(Placer):
         if op.name not in self._line_of:
             mark = graph.marks.get(op.name)
             self._line_of[op.name] = user_line(op.traceback) if mark is None else mark.line
-        shape = collective.shape(graph.spec(tensor.name).shape)
+        sent, wire = tensor, collective
+        if tensor.dtype.name not in native.DTYPES and not collective.concatenates:  # rows are, as they are
+            if tensor.dtype == tf.bool and collective.op == "sum":
+                wire = dataclasses.replace(collective, op="max")  # whether any is True
+            with self.building():
+                sent = carried(tensor)
+        shape = collective.shape(graph.spec(sent.name).shape)
         with graph.tf_graph.as_default(), tf.name_scope(""):
-            result = tf.compat.v1.placeholder(tensor.dtype, shape, name=f".exchange_{len(graph.exchanges)}")
+            result = tf.compat.v1.placeholder(sent.dtype, shape, name=f".exchange_{len(graph.exchanges)}")
         line = self._line_of[op.name]
-        graph.exchanges[result.name] = Exchange(tensor.name, result.name, collective, shape, tensor.dtype, when, line)
+        graph.exchanges[result.name] = Exchange(sent.name, result.name, wire, shape, sent.dtype, when, line)
         if collective.differs:
             self.differing.add(result.name)
+        if sent is not tensor:
+            with self.building():
+                result = delivered(result, tensor.dtype)
         return self._exchanged.setdefault(key, result)
 
     def convert(self, tensor: tf.Tensor, before: Placement, after: Placement, op: tf.Operation) -> tf.Tensor:
@@ -187,13 +198,12 @@ class Conversions(Placer):
             self.costs.alike.append(tensor.op)  # besides what each does for its own rows
             return self.anew(tensor)
         if before.kind is Kind.PARTIAL:
-            addend = tf.cast(tensor, tf.int32) if tensor.dtype == tf.bool else tensor
             if tensor.op.type == "ReadVariableOp":
                 self.reduced_reads.add(tensor.op.name)
-            reduced = self.exchange(addend, Collective(CollectiveKind.ALL_REDUCE, before.op), op)
-            if (size := self.costs.roofline.size_bytes(addend)).power and op.name not in self.graph.marks:
+            reduced = self.exchange(tensor, Collective(CollectiveKind.ALL_REDUCE, before.op), op)
+            if (size := self.costs.roofline.size_bytes(tensor)).power and op.name not in self.graph.marks:
                 self.costs.receive(op, size, CollectiveKind.ALL_REDUCE)
-            return tf.cast(reduced, tf.bool) if tensor.dtype == tf.bool else reduced
+            return reduced
         if before.kind is Kind.COUNTS:
             return self._total_counts(tensor, before, op)
         if before.kind is Kind.LOCAL:

@@ -49,7 +49,7 @@ class TowerStep(TracedStep):
         self._meter: Meter | None = None  # of all graphs that are watched
         self._compared: Any = None  # the iterator, or None, whose batches are compared among processes
         self._number = 0  # of the last of these
-        self._own_rows: CountingDataset | None = None  # gives the batches, if each process reads other rows
+        self._read: weakref.ref[CountingDataset] | None = None  # see `_own_rows`
         self._functions: dict[Key, StepFunction] = {}
 
     def run_on_iterator(self, iterator: tf.data.Iterator, steps: int = 1) -> Any:
@@ -67,7 +67,7 @@ class TowerStep(TracedStep):
         if towers.layout.meets_processes and (self._compared is None or self._compared() is not iterator):
             self._compared, self._number = weakref.ref(iterator), 0
             counting = [one for one in tf_compat.datasets_of(iterator) if isinstance(one, CountingDataset)]
-            self._own_rows = next((one for one in counting if one.digest() is not None), None)
+            self._read = next((weakref.ref(one) for one in counting if one.digest() is not None), None)
         kind = OnFed if towers.layout.on_gpus else OnIterator
         watchers = towers.watch.take_watchers() if self.trains else ()
         at_once = steps if towers.options.on_oom is None else 1  # each by itself, where one may have to run again
@@ -91,7 +91,8 @@ class TowerStep(TracedStep):
         """
         batch = grouped(batch)
         rowed_leaves(batch)
-        self._compared, self._own_rows = None, self.towers.own_rows_given
+        given = self.towers.own_rows_given
+        self._compared, self._read = None, None if given is None else weakref.ref(given)
         return self._run(OnGiven, batch, self.towers.watch.take_watchers() if self.trains else ())
 
     def _run(self, kind: type[StepFunction], batches: Any, watchers: Sequence[Watcher], steps: int = 1) -> Any:
@@ -105,8 +106,8 @@ class TowerStep(TracedStep):
         self._forget_other_layouts()
         towers.communicator.reads_same_rows = self._own_rows is None
         audits = self.trains and towers.watch.is_audit_due(steps)
-        if audits:  # what is computed again is no part of a step's time
-            watchers = ()
+        if audits and towers.session.shares is not None:  # towers' times without what they compute again
+            watchers = [one for one in watchers if one != towers.session.shares.measure]
         function = self._function_for(kind, batches, watched=bool(watchers), audits=audits)
         is_new = function.key not in self._functions
         if is_new:
@@ -176,6 +177,11 @@ class TowerStep(TracedStep):
                 specs = self.specs_of(batches)  # known by now
                 key = key._replace(specs=repr(specs))
             return self._functions.get(key) or self._make_function(key, specs, meter)
+
+    @property
+    def _own_rows(self) -> CountingDataset | None:
+        """Return what gives the batches, if each process reads other rows; who reads it keeps it alive."""
+        return None if self._read is None else self._read()
 
     @property
     def _sizes(self) -> tf.Variable | None:

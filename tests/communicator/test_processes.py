@@ -169,6 +169,12 @@ def test_files_are_waited_for_one_by_one():
     peers.wait_for_file(60)  # nobody writes it any more
 
 
+def test_a_file_that_does_not_come():
+    """The message claims no more than that: what processes have joined goes on."""
+    with pytest.raises(NcclTimeoutError, match=r"has not within 0\.1 s: process 0 on \S+ has not written it$"):
+        others().wait_for_file(0.1)
+
+
 def test_a_file_that_nobody_writes():
     """Ends the wait in time."""
     with pytest.raises(NcclTimeoutError, match=r"a file that process 0 writes.*process 0 .*has not written it"):

@@ -344,3 +344,19 @@ def test_a_function_cannot_read_what_is_divided():
 
     with pytest.raises(NcclSyncError, match=r"Expected .*momentum.* to be read and written outside"):
         read()
+
+
+def test_beside_check_numerics():
+    """Checks that TensorFlow adds to every op are no part of an update: the numbers are those without."""
+    expected = on_towers(lambda: mlp(decaying()), 2)
+    fit(expected, epochs=1)
+    tf.debugging.enable_check_numerics()
+    try:
+        model = on_towers(lambda: mlp(decaying()), 2, shard_optimizer=True)
+        fit(model, epochs=1)
+        assert_close(model.get_weights(), expected.get_weights())
+        model.layers[0].kernel.assign(tf.fill(model.layers[0].kernel.shape, np.float32("nan")))
+        with pytest.raises(tf.errors.InvalidArgumentError, match="had NaN"):
+            fit(model, epochs=1)
+    finally:
+        tf.debugging.disable_check_numerics()

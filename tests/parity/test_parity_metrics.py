@@ -109,6 +109,30 @@ class Histogram(metrics.Metric):
         return {f"class_{i}": shares[i] for i in range(5)}
 
 
+class EveryDtype(metrics.Metric):
+    """State of the dtypes that no collective takes as they are: flags, short counts, and a complex sum."""
+
+    def __init__(self, name="every_dtype"):
+        super().__init__(name=name)
+        names = "bool", "int16", "uint16", "complex64", "complex128"
+        self.state = {one: self.add_variable((2,), tf.zeros, dtype=one, name=one) for one in names}
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        error = y_pred[:, :2] - y_true[:, :2]
+        large = tf.reduce_any(error > [0.5, 100.0], 0)
+        for name, state in self.state.items():
+            if name == "bool":
+                state.assign(tf.logical_or(state, large))
+            elif "int" in name:
+                state.assign(state + tf.cast(tf.reduce_sum(tf.cast(error > 0, "int32"), 0) * 5000, name))
+            else:
+                state.assign(state + tf.cast(tf.complex(tf.reduce_sum(error, 0), tf.reduce_sum(error**2, 0)), name))
+
+    def result(self):
+        total = tf.reduce_sum([tf.cast(tf.convert_to_tensor(one), "complex64") for one in self.state.values()])
+        return tf.math.real(total) + 2 * tf.math.imag(total)
+
+
 class LargestError(metrics.Metric):
     """A running maximum: no sum, so that it says so, and asks for the maximum over the towers itself."""
 
@@ -388,6 +412,7 @@ CASES = {
     # A user's own.
     "own_with_an_int": regression(lambda: [MeanMagnitude(), Nested()]),
     "own_with_a_dictionary": sparse(lambda: [Histogram()]),
+    "own_of_every_dtype": regression(lambda: [EveryDtype()]),
     "own_running_maximum": regression(lambda: [LargestError()]),
     "own_trackers": Case(tracking, measure(X, Y)),
     "own_compute_metrics": Case(own_compute_metrics, measure(X, Y, sample_weight=ROW_WEIGHTS)),

@@ -7,7 +7,7 @@ import tensorflow as tf
 from parity import assert_close
 
 import ncclsync
-from ncclsync.semantics.axes import Axes, Rows, given_rows, length_of
+from ncclsync.semantics.axes import Axes, Kernels, Rows, given_rows, length_of
 from ncclsync.semantics.functions import LOOPS, Functions
 
 ROWS, TOWERS = 7, 3
@@ -374,3 +374,11 @@ def test_lengths_of_two_axes_that_a_condition_asks_for(size):
 
     found = [make().evaluate(batches, verbose=0) for make in (build, ncclsync.nccl_parallel(towers=2)(build))]
     assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+def test_a_shape_has_few_axes():
+    """Of one whose length is not known TensorFlow's inference takes a prime of axes, and gigabytes: no such op is."""
+    with tf.Graph().as_default():
+        op = tf.reshape(tf.compat.v1.placeholder(tf.float32), tf.compat.v1.placeholder(tf.int32, [None])).op
+    with pytest.raises(ValueError, match="Reshape of a shape with 8527 axes"):
+        Kernels().shapes(op, [((8521,), (8527,))])

@@ -159,7 +159,7 @@ def assert_close(actual, expected, tolerance=1e-5, what=""):
         if other.dtype.kind in "OSU":
             np.testing.assert_array_equal(one, other, err_msg=name)
             continue
-        one, other = one.astype(np.float64), other.astype(np.float64)
+        one, other = (array.astype(np.result_type(array, np.float64)) for array in (one, other))  # or complex
         scale = max(1.0, np.max(np.abs(other), initial=0.0))
         np.testing.assert_allclose(one, other, atol=tolerance * scale, rtol=tolerance, err_msg=name)
 

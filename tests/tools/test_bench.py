@@ -4,6 +4,7 @@ Nothing here depends on how long anything takes.
 """
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -21,7 +22,7 @@ import tensorflow as tf
 
 from ncclsync import Health, nccl_parallel
 from ncclsync.communicator import CpuCommunicator
-from ncclsync.tools.bench import all_reduce, commands, fit, training
+from ncclsync.tools.bench import all_reduce, commands, fit, on_gpus, training
 from ncclsync.tools.bench.all_reduce import HostReducer, NcclReducer, pattern
 from ncclsync.tools.bench.fit import StepParts
 from ncclsync.tools.bench.models import MODELS, rows_of
@@ -224,6 +225,7 @@ def test_exit_code_tells_of_wrong_elements(monkeypatch, capsys, wrong, code):
         ("all-reduce --towers 1", "expected a whole number from 2, received '1'"),
         ("start --towers none", "expected a whole number from 1, received 'none'"),
         ("step --against nobody", "expected one of mirrored, single, shard, sharded, processes, received 'nobody'"),
+        ("feed --data none", "expected one of numpy, tf.data, generator, received 'none'"),  # it would measure nothing
         ("step --model gpt", f"expected one of {', '.join(training.MODEL_NAMES)}, received 'gpt'"),
         ("", "the following arguments are required: BENCHMARK"),
     ],
@@ -234,6 +236,23 @@ def test_wrong_arguments(capsys, arguments, message):
         main(["bench", *arguments.split()])
     assert end.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written(monkeypatch, capsys, tmp_path):
+    """Told before anything is measured; one that can be is left as it is until then."""
+    measured, file = [], tmp_path / "it.json"
+
+    def measure(given):
+        measured.append(file.exists())
+        return Result("all-reduce", "s", ())
+
+    monkeypatch.setattr(all_reduce, "bench_all_reduce", measure)
+    for wrong in (tmp_path, tmp_path / "none" / "it.json"):
+        assert main(["bench", "all-reduce", "--json", str(wrong)]) == 2
+        assert f"Expected a file that can be written for --json. Received: {wrong} (" in capsys.readouterr().err
+    assert not measured
+    assert main(["bench", "all-reduce", "--json", str(file)]) == 0
+    assert measured == [False] and file.exists()
 
 
 def test_help_needs_no_tensorflow():
@@ -306,6 +325,19 @@ def test_exchange(tmp_path):
     assert all(row["more"]["wrong"] == 0 and row["case"]["towers"] == 2 for row in found["rows"])
     assert all(set(row["ratios"]) == {"ops", "empty graph"} - {row["side"]} for row in found["rows"])
     assert "host time of an exchange" in table
+
+
+def test_exchange_counts_for_all_processes(monkeypatch):
+    """Process 0, which shows the result and ends with its exit code, has the wrong elements of the others, too."""
+    peers = types.SimpleNamespace(exchange=lambda own, what: [own, {"wrong": 3}])
+    communicator = types.SimpleNamespace(ranks=[0], peers=peers)
+    towers = types.SimpleNamespace(communicator=communicator, devices=["CPU:0"])
+    right = tf.ones([1024])
+    monkeypatch.setattr(on_gpus, "check_gpus", lambda towers: 1)
+    monkeypatch.setattr(on_gpus, "Towers", lambda here: contextlib.nullcontext(towers))
+    monkeypatch.setattr(on_gpus.group_ops, "group_exchange", lambda *_: [[right]])
+    result = on_gpus.bench_exchange(argparse.Namespace(towers=[2], rounds=1))
+    assert [row.more["wrong"] for row in result.rows] == [3, 3]
 
 
 def test_exchange_needs_gpus(capsys):

@@ -243,6 +243,14 @@ def test_nothing_is_found(case):
     assert Report(FINE[case], (), ()).summary.startswith("Healthy.")
 
 
+def test_processes_apart_hide_nothing():
+    """What training would fail at next, on its GPUs, is an error as well."""
+    refused = "Expected one process. Received: PMI_SIZE=2. Write processes=False"
+    host = dataclasses.replace(changed(failed("raised"), "frameworks", refused=refused), choice=Choice())
+    found = find_problems(changed(host, "libraries", nccl=NOT_THERE, nccl_copies=()))
+    assert [(one.severity, one.code) for one in found] == [("error", "processes-apart"), ("error", "nccl-unusable")]
+
+
 def test_several_problems():
     """Errors come first, and the summary counts both kinds."""
     host = given(failed("hang"), NCCL_ALGO="Ring", TF_USE_LEGACY_KERAS="1")

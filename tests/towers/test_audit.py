@@ -1,6 +1,7 @@
 """`audit_every=`: a tower that computes wrong numbers is found, and nothing else is different."""
 
 import dataclasses
+import json
 import pickle
 
 import keras
@@ -11,7 +12,7 @@ from models import gan, out_of_memory_above
 from parity import data, mlp, on_towers, state
 from thorough import paired, some
 
-from ncclsync import AuditError, Health, NcclSyncError, Throughput, nccl_parallel
+from ncclsync import AuditError, Health, NcclSyncError, Throughput, Timeline, nccl_parallel
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops.comparing import first_difference
 from ncclsync.towers import session, step_function
@@ -282,6 +283,19 @@ def test_every_audit_is_made(deterministic, monkeypatch, callback, length):
     model = on_towers(mlp, 2, health=Health(audit_every=6))
     model.fit(dataset, epochs=6, verbose=0, callbacks=[callback()] if callback else [])
     assert steps == [6, 12, 18, 24, 30]
+    model.towers.close()
+
+
+def test_callbacks_count_audited_steps(deterministic, tmp_path):
+    """`Timeline` numbers every step, and `Throughput` has the rows of each whose time it counts."""
+    throughput, sums = Throughput(), []
+    note = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: sums.append(throughput._sums[False]["samples"]))
+    model = on_towers(mlp, 2, health=Health(audit_every=3))
+    callbacks = [Timeline(tmp_path / "trace.json"), throughput, note]
+    model.fit(X[:40], Y[:40], batch_size=10, epochs=3, verbose=0, callbacks=callbacks)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert sorted(event["args"]["step"] for event in events if event["name"] == "step") == [*range(1, 13)]
+    assert sums == [20, 40, 40]  # but for the two calls that traced
     model.towers.close()
 
 

@@ -221,9 +221,27 @@ def test_one_tower(tmp_path):
     assert not hasattr(model.train_function, "__self__")
 
 
-def test_two_watchers_of_one_tower(tmp_path):
-    """Both see the steps, and leave plain Keras' function where it was."""
-    model = on_towers(mlp, 1)
+class Wrapping(keras.Sequential):
+    """Wraps what Keras makes, as its guide on own training loops allows."""
+
+    def make_train_function(self, force=False):
+        if self.train_function is None or force:
+            super().make_train_function(force)
+            made = self.train_function
+            self.train_function = lambda iterator: made(iterator)
+        return self.train_function
+
+
+def wrapping():
+    model = Wrapping([keras.Input((12,)), keras.layers.Dense(5)])
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+@pytest.mark.parametrize("build", [mlp, wrapping])
+def test_two_watchers_of_one_tower(tmp_path, build):
+    """Both see the steps, and leave plain Keras' function where it was, also if the model's class has wrapped it."""
+    model = on_towers(build, 1)
     fit(model)
     before = model.train_function
     throughput = Throughput()

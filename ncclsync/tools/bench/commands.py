@@ -14,7 +14,7 @@ from ncclsync.communicator.processes import find_process
 from ncclsync.errors import NcclSyncError
 from ncclsync.tools.arguments import Option, add_options, at_least, file, link, listed, number, option, switch
 from ncclsync.tools.bench import training
-from ncclsync.tools.bench.results import show, write_json
+from ncclsync.tools.bench.results import check_json, show, write_json
 from ncclsync.tools.bench.turns import BenchError, progress
 from ncclsync.tools.factories import UsageError
 from ncclsync.tools.processes import tell_of
@@ -183,6 +183,8 @@ def _run(given: argparse.Namespace, home: str) -> int:
                 f"Expected one process: it starts others by itself. Received: {process.size}, by {process.launcher} "
                 f"({process.reason})"
             )
+        if process is None or process.rank == 0:
+            check_json(given.json)
         if home == "on_gpus":
             progress("importing TensorFlow")
         module = importlib.import_module(f"ncclsync.tools.bench.{home}")

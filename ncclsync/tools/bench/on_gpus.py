@@ -23,7 +23,7 @@ from ncclsync.parallel import nccl_parallel
 from ncclsync.program.links import Cluster, Link
 from ncclsync.tools.bench.fit import StepParts
 from ncclsync.tools.bench.results import Result, Row, compare
-from ncclsync.tools.bench.turns import BenchError, Spread, about, device_seconds, progress, take_turns
+from ncclsync.tools.bench.turns import BenchError, Spread, about, device_seconds, joined, progress, take_turns
 from ncclsync.tools.plan.commands import LAUNCH_US
 from ncclsync.tools.plan.measurement import traced_traffic
 from ncclsync.tools.plan.prediction import Compute, Workload, step_seconds
@@ -71,18 +71,18 @@ def on(device: str, tensor: Any) -> Any:
 
 def bench_exchange(given: argparse.Namespace) -> Result:
     """Time an exchange for every number of towers: host time of each tower of a process."""
-    own = [check_gpus(towers) for towers in given.towers]
+    counts = [check_gpus(towers) for towers in given.towers]
     rows: list[Row] = []
-    for towers, here in zip(given.towers, own, strict=True):
+    for towers, here in zip(given.towers, counts, strict=True):
         show = about(f"{towers} towers")
         show("joining GPUs")
-        with Towers(here) as joined:
-            rows += _time_exchanges(towers, joined, given.rounds, show)
+        with Towers(here) as own:
+            rows += _time_exchanges(towers, own, given.rounds, show)
     return Result("exchange", "s", tuple(rows))
 
 
-def _time_exchanges(towers: int, joined: Any, rounds: int, show: Callable[[str], None]) -> list[Row]:
-    communicator, devices = joined.communicator, joined.devices
+def _time_exchanges(towers: int, own: Towers, rounds: int, show: Callable[[str], None]) -> list[Row]:
+    communicator, devices = own.communicator, own.devices
 
     def passed(*tensors: Any) -> list[Any]:
         return [on(device, tensor) for device, tensor in zip(devices, tensors, strict=True)]
@@ -116,6 +116,8 @@ def _time_exchanges(towers: int, joined: Any, rounds: int, show: Callable[[str],
         expected = [towers - 1 if name != EMPTY else rank for rank in communicator.ranks]
         results = [result.numpy() for result in graph(*sent)]
         wrong[name] = {"wrong": sum(int(np.sum(a != b)) for a, b in zip(results, expected, strict=True))}
+        if communicator.peers is not None:
+            wrong[name] = joined(communicator.peers, wrong[name])
     timers = {name: functools.partial(host_seconds, graph) for name, graph in graphs.items()}
     case = {"towers": towers, "in_a_row": _IN_A_ROW, "size_bytes": 4 * _ELEMENTS}
     return compare(case, take_turns(timers, rounds, show), wrong)

@@ -17,6 +17,7 @@ from rich.table import Table
 from ncclsync.tools import output
 from ncclsync.tools.bench.turns import Spread, ratio
 from ncclsync.tools.doctor.libraries import installed
+from ncclsync.tools.factories import UsageError
 from ncclsync.tools.plan.prediction import GOOD_EFFICIENCY
 
 SCHEMA = "ncclsync.tools.bench/1"  # a removed or changed key increases it, an added key does not
@@ -133,6 +134,19 @@ def machine() -> dict[str, Any]:
         "versions": {package: version for package in packages if (version := installed(package))},
         "load_1_min": os.getloadavg()[0],  # of all processes
     }
+
+
+def check_json(file: pathlib.Path | None) -> None:
+    """Raise UsageError if a result could not be written to a file, if one is named; an older one stays as it is."""
+    if file is None:
+        return
+    is_new = not file.exists()
+    try:
+        file.open("a").close()
+    except OSError as error:
+        raise UsageError(f"Expected a file that can be written for --json. Received: {file} ({error})") from error
+    if is_new:
+        file.unlink()
 
 
 def write_json(result: Result, command: Sequence[str], file: pathlib.Path) -> None:

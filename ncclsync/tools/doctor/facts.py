@@ -216,14 +216,19 @@ class Host:
         return next((one.value for one in self.variables if one.name == name), None)
 
     @property
+    def uses_gpus(self) -> bool:
+        """Return whether training would use GPUs, once nothing else keeps it from choosing them."""
+        return self.choice.backend == "nccl" or (self.choice.backend is None and bool(self.frameworks.gpus))
+
+    @property
     def severity(self) -> str:
         """Return how bad it is if GPUs, or what joins them, cannot be used: an error if training would use them."""
-        return ERROR if self.choice.backend == "nccl" else WARNING
+        return ERROR if self.uses_gpus else WARNING
 
     @property
     def may_use_gpus(self) -> bool:
         """Return whether training would use GPUs, or there are GPUs."""
-        return self.choice.backend == "nccl" or self.gpu_count > 0
+        return self.uses_gpus or self.gpu_count > 0
 
     @property
     def visible_gpus(self) -> tuple[Gpu, ...]:

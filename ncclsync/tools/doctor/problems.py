@@ -99,7 +99,7 @@ def _troubles(host: Host) -> Iterator[Problem]:
 
 def _nccl(host: Host) -> Iterator[Problem]:
     nccl, chosen = host.libraries.nccl, host.variable("NCCLSYNC_NCCL_LIBRARY")
-    needed, asked_for = host.choice.backend == "nccl", host.frameworks.build_nccl
+    needed, asked_for = host.uses_gpus, host.frameworks.build_nccl
     unset = "Unset NCCLSYNC_NCCL_LIBRARY"
     if nccl.error:
         if _EXTENSION in nccl.error or not (needed or host.gpu_count or chosen):
@@ -160,7 +160,7 @@ def _cuda(host: Host) -> Iterator[Problem]:
             text += " The same major version: it runs, but not on GPUs newer than the driver."
             yield Problem(code, text, f"{remedy} if anything fails.")
     chosen, error = host.variable("NCCLSYNC_CUDART_LIBRARY"), host.libraries.cuda_runtime.error
-    if error and (chosen or host.choice.backend == "nccl"):
+    if error and (chosen or host.uses_gpus):
         remedy = "Unset NCCLSYNC_CUDART_LIBRARY." if chosen else "pip install nvidia-cuda-runtime-cu12"
         text = f"CUDA's runtime cannot be loaded: {error}"
         yield Problem("cuda-runtime-unusable", text, remedy, host.severity)

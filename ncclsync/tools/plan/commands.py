@@ -9,7 +9,7 @@ from typing import Any
 
 from ncclsync.program.links import CLUSTERS, cluster_of
 from ncclsync.tools.arguments import add_options, at_least, file, link, listed, number, option
-from ncclsync.tools.bench.results import show, significant, write_json
+from ncclsync.tools.bench.results import check_json, show, significant, write_json
 from ncclsync.tools.bench.turns import Spread, progress
 from ncclsync.tools.factories import UsageError, add_model_arguments, load, model_and_data
 from ncclsync.tools.plan.results import Found, cluster_text, result_of
@@ -56,6 +56,7 @@ def add_plan(commands: Any) -> None:
 
 
 def _plan(given: argparse.Namespace) -> int:
+    check_json(given.json)
     try:
         cluster = cluster_of(given.link, given.between, given.gpus_per_host)
     except ValueError as error:

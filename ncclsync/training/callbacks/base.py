@@ -1,15 +1,15 @@
 """Watch steps for a callback."""
 
 import abc
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import keras
 
 from ncclsync.ops.spans import Measured
-from ncclsync.training.keras_model import is_plain, maker, step_of
+from ncclsync.training.keras_model import is_plain, maker
 from ncclsync.training.loop import Towers, towers_of
+
+_PLAIN = "_ncclsync_plain"  # an attribute of a model: its own train function, and the one that is there to be watched
 
 
 class StepWatcher(keras.callbacks.Callback, abc.ABC):
@@ -17,12 +17,6 @@ class StepWatcher(keras.callbacks.Callback, abc.ABC):
 
     A single tower, otherwise trained by plain Keras, is trained by a step of towers while it is watched.
     """
-
-    def __init__(self) -> None:
-        """Watch nothing yet."""
-        super().__init__()
-        self._plain: Callable | None = None  # what Keras' own train function was
-        self._of: weakref.ref[keras.Model] | None = None  # the model that had it
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Prepare.
@@ -38,16 +32,17 @@ class StepWatcher(keras.callbacks.Callback, abc.ABC):
         towers.session.require_open()
         if model.run_eagerly:
             raise ValueError(f"Expected a step that is traced for {name}. Received: run_eagerly=True")
-        if self._of is None or self._of() is not model or not is_plain(towers):
-            self._plain = None  # an interrupted fit has left it
-        if is_plain(towers) and step_of(model) is None:  # else another watcher has put it there, and will remove it
-            self._plain, self._of = model.train_function, weakref.ref(model)
+        # Another watcher may have put it there, of this fit or of an interrupted one.
+        if is_plain(towers) and model.train_function is not model.__dict__.get(_PLAIN, ("", ""))[1]:
+            plain = model.train_function
             maker(model, towers, "train")(force=True)
+            model.__dict__[_PLAIN] = plain, model.train_function
 
     def on_train_end(self, logs: Any = None) -> None:
         """Leave the model as it was."""
-        if self._plain is not None:
-            self.model.train_function, self._plain = self._plain, None
+        plain, watched = self.model.__dict__.pop(_PLAIN, (None, ""))
+        if self.model.train_function is watched:
+            self.model.train_function = plain
 
     @property
     def towers(self) -> Towers:

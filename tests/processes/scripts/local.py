@@ -6,8 +6,10 @@ TOWERS and SAMPLES are those of each process, such as 2,1 and 33,7; ALONE are th
 writes OUT/r.npz.
 """
 
+import gc
 import os
 import sys
+import weakref
 
 import keras
 import numpy as np
@@ -74,6 +76,11 @@ found["evaluate"], found["predict"] = np.array(model.evaluate(held, verbose=0)),
 other = data([max(one // 2 - 3 * i * (one != SAMPLES[0]), 1) for i, one in enumerate(SAMPLES)], 8)
 found["evaluate other"] = np.array(model.evaluate(other, verbose=0))
 found["predict other"] = model.predict(other, verbose=0)
+if COUNT > 1:  # what was read is let go
+    held_samples = weakref.ref(other._samples)
+    del other
+    gc.collect()
+    assert held_samples() is None, gc.get_referrers(held_samples())
 found |= {f"weight {i}": value for i, value in enumerate(model.get_weights())}
 assert model.towers.divergence() == 0.0
 if COUNT > 1:

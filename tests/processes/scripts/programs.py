@@ -77,7 +77,7 @@ def model_program(factory, x, **options):
 
 
 def own_loop(towers):
-    """A step that returns rows, a mean, a sum and flags, with a metric, explicit collectives and float64."""
+    """A step that returns rows of several dtypes, a mean and a sum, with a metric, explicit collectives and float64."""
     x = RNG.normal(size=(30, 3))
     weight = tf.Variable(tf.ones([3, 2], tf.float64))
     metric = keras.metrics.Mean()
@@ -93,7 +93,8 @@ def own_loop(towers):
             metric.update_state(loss)
             (most,) = ops.all_reduce([tf.reduce_max(batch)], op="max")
             sent = [ops.broadcast(tf.reduce_sum(batch, 0), root) for root in (0, 3)]  # of either process
-            return predicted, loss, most, predicted > 0.1, *sent
+            others = tf.cast(predicted * 100, tf.int16), tf.complex(predicted, -predicted)  # dtypes that NCCL lacks
+            return predicted, loss, most, predicted > 0.1, *others, *sent
 
         for i, rows in enumerate((10, 7, 1, 12)):
             results = joined.run(step, x[:rows])

@@ -1,6 +1,6 @@
 /* Runs nccl/launcher.c over the stand-in libraries under a sanitizer: an arrival that fails while another thread has
- * the communicator reserved, or ends it; a thread without a context that asks what is pending. As check_cpu.c: silent
- * and 0 if all is well. Arguments: the stand-in libnccl and libcudart. */
+ * the communicator reserved, or ends it; a thread without a context that asks what is pending; one that lets go what an
+ * earlier communicator has left. As check_cpu.c: silent and 0 if all is well. Arguments: the stand-in libnccl and libcudart. */
 #define _POSIX_C_SOURCE 200809L
 
 #include <pthread.h>
@@ -26,12 +26,17 @@ static const char* cuda_path;
 static ncs_launcher* launcher;
 static float numbers[N][COUNT];
 
-static ncs_nccl_comm* open_launcher(void) {
+static ncs_nccl_comm* join(void) {
   const int ranks[N] = {0, 1}, devices[N] = {4, 0};
   const ncs_ranks own = {NULL, N, N, ranks, devices};
   ncs_nccl_comm* comm;
   EXPECT(ncs_nccl_create(nccl, cuda_path, cuda_path, &own, NULL, &comm) == ncclSuccess);
   EXPECT(ncs_nccl_wait(comm, 5.0, NULL) == ncclSuccess);
+  return comm;
+}
+
+static ncs_nccl_comm* open_launcher(void) {
+  ncs_nccl_comm* comm = join();
   EXPECT(!ncs_launcher_open(launcher, comm));
   return comm;
 }
@@ -207,6 +212,27 @@ static void fail_during_a_launch(void) {
   EXPECT(ncs_launcher_wait_for_abort(launcher, 5.0) == ncclSuccess);
 }
 
+static void* release(void* arrival) {
+  ncs_arrival_release(arrival);
+  return NULL;
+}
+
+/* Of a graph that has failed, in its thread, while the next communicator is opened. */
+static void release_during_open(void) {
+  ncs_arrival* arrival;
+  pthread_t thread;
+  ncs_nccl_comm* comm = open_launcher();
+  EXPECT(arrive(0, &arrival) == ncclSuccess);
+  ncs_launcher_close(launcher, ncclInvalidUsage);
+  end(comm);
+  comm = join();
+  EXPECT(pthread_create(&thread, NULL, release, arrival) == 0);
+  EXPECT(!ncs_launcher_open(launcher, comm));
+  pthread_join(thread, NULL);
+  ncs_launcher_close(launcher, ncclInvalidUsage);
+  end(comm);
+}
+
 int main(int argc, char** argv) {
   int version;
   EXPECT(argc == 3);
@@ -215,6 +241,7 @@ int main(int argc, char** argv) {
   EXPECT(ncs_launcher_create(N, 0, &launcher) == ncclSuccess);
   for (int round = 0; round < ROUNDS; ++round) fail_while_reserved(round);
   fail_keeps_buffers();
+  release_during_open();
   for (int round = 0; round < 5; ++round) fail_during_a_launch();
   ask_without_context("working:0", NCS_OWN_WORK, NCS_ABSENT, NCS_LAUNCHED);
   EXPECT(__atomic_load_n(&n_let_go, __ATOMIC_RELAXED) == n_arrived);

@@ -410,7 +410,8 @@ class Kernels:
                 open_axes = set()
                 for axis, (one, other, met) in enumerate(zip(*shapes, strict=True)):
                     expected = None if None in (one, other) else one + (other - one) * step
-                    if met != expected:
+                    # Of nothing TensorFlow cannot tell what -1 stands for in a shape.
+                    if met != expected and not (met is None and step == _LEAST):
                         open_axes.add(axis)
                 for results in found:
                     results[i] = tuple(None if axis in open_axes else n for axis, n in enumerate(results[i]))

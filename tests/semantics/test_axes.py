@@ -66,6 +66,16 @@ def test_lengths_that_have_to_be_equal():
     assert results_of(embedded, tf.TensorSpec([None, None, 3])) == [(Rows(0), 3)]
 
 
+def test_a_shape_of_lengths_that_are_not_known_and_of_one_to_infer():
+    """As group normalisation has it, of images that are made smaller; of nothing it cannot be inferred."""
+
+    def grouped(x):
+        small = tf.nn.max_pool2d(x, 2, 2, "SAME")
+        return tf.reshape(small, [-1, tf.shape(small)[1], tf.shape(small)[2], 2, 2])
+
+    assert results_of(grouped, tf.TensorSpec([None, None, None, 4])) == [(Rows(1), None, None, 2, 2)]
+
+
 def test_a_shape_that_many_ops_compute():
     """It costs no error of Python's that hundreds of integers lead to it."""
 

@@ -1,9 +1,9 @@
 """Find which tensors of a step have the same shape, though their number of rows is not known.
 
 The first dimension of most tensors is the batch's, `None` in the trace; the others are known. Element-wise ops run as
-one only if their tensors have equally many rows. TensorFlow infers the shapes for two cases (`axes.Kernels`): in one
-each open length that no op computes is 1, in the other a prime of its own, and 840 for the rows. Where inference leaves
-a length open, as where operands may be broadcast or not, that is one more open length, so that less is fused.
+one only if their tensors have equally many rows. TensorFlow infers the shapes for `axes.BATCHES`, in which each open
+length that no op computes is one of its own (`axes.Kernels`). Where inference leaves a length open, as where operands
+may be broadcast or not, that is one more open length, so that less is fused.
 """
 
 import collections
@@ -19,15 +19,14 @@ from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.names import OpName, TensorName, op_name, result_name
 from ncclsync.host_passes.arithmetic import COMPUTED
 from ncclsync.program.graph import StepGraph
-from ncclsync.semantics.axes import IMPOSSIBLE, SMALL, primes
+from ncclsync.semantics.axes import BATCHES, IMPOSSIBLE, SMALL
 from ncclsync.semantics.placements import shard
 
 _PASSING = {"Identity", "PreventGradient", "StopGradient"}
 # TensorFlow fuses these with the following op, if no other op takes their result.
 MULTIPLYING = {"BatchMatMulV2", "BiasAdd", "Conv2D", "Conv3D", "DepthwiseConv2dNative", "MatMul"}
 
-_ROWS = 1, 840  # a tower's, in both cases
-_Cases = tuple[Any, ...]  # of a tensor in both cases: its values if it is small, or its shape
+_Cases = tuple[Any, ...]  # of a tensor for each of BATCHES: its values if it is small, or its shape
 
 
 class Shapes:
@@ -41,7 +40,6 @@ class Shapes:
         """Know the step: its segments are to be entered in their order."""
         self._graph = graph
         self._kernels = graph.kernels
-        self._primes = primes(1011, 2)
         self._specs: dict[TensorName, tf.TensorSpec] = {}
         self._shapes: dict[TensorName, _Cases] = {}
         self._values: dict[TensorName, _Cases | None] = {}
@@ -65,8 +63,8 @@ class Shapes:
         shape = self.spec(name).shape
         if shape.rank is None or not shape[1:].is_fully_defined():
             return None
-        few, many = self._cases(name)
-        return few if few == many else (few, many)
+        cases = self._cases(name)
+        return cases if len(set(cases)) > 1 else cases[0]
 
     def source(self, name: TensorName) -> TensorName:
         """Return the tensor that `name` equals by `passed`, or `name`."""
@@ -87,18 +85,20 @@ class Shapes:
         return {int(axis) % rank for axis in value.ravel()}
 
     def _cases(self, name: TensorName) -> _Cases:
-        """Return the shape in both cases; None in place of one whose rank is not known."""
+        """Return the shape in all cases; None in place of one whose rank is not known."""
         if name not in self._shapes:
             shape, has_rows = self.spec(name).shape, self._graph.argument_placements.get(name) == shard()
-            lengths = [
-                (n, n) if n is not None else _ROWS if has_rows and axis == 0 else (1, next(self._primes))
-                for axis, n in enumerate(shape if shape.rank else ())
-            ]
-            self._shapes[name] = (None, None) if shape.rank is None else tuple(zip(*lengths, strict=True)) or ((), ())
+            if shape.rank is None:
+                self._shapes[name] = (None,) * len(BATCHES)
+            else:
+                lengths = shape.as_list()
+                rows = has_rows and lengths[:1] == [None]
+                cases = [(*[batch.rows] * rows, *lengths[rows:]) for batch in BATCHES]
+                self._shapes[name] = self._kernels.with_unknown(cases)
         return self._shapes[name]
 
     def _values_of(self, name: TensorName) -> _Cases | None:
-        """Return the numbers of a small tensor of integers in both cases; None if they are not known."""
+        """Return the numbers of a small tensor of integers in all cases; None if they are not known."""
         if name not in self._values:
             self._values[name] = None
             op, (shape, dtype) = self._graph.producer(name), (self.spec(name).shape, self.spec(name).dtype)
@@ -111,7 +111,7 @@ class Shapes:
     def _compute(self, op: tf.Operation, dtype: Any) -> None:
         inputs = self._graph.inputs[op.name]
         if op.type == "Const":
-            self._values[result_name(op.name)] = (tf.get_static_value(op.outputs[0]),) * 2
+            self._values[result_name(op.name)] = (tf.get_static_value(op.outputs[0]),) * len(BATCHES)
         elif op.type in ("Shape", "ShapeN"):
             for i, cases in enumerate(map(self._cases, inputs)):
                 known = None not in cases
@@ -145,7 +145,7 @@ class Shapes:
         given = [self._values_of(name) or self._cases(name) for name in inputs]
         shape = self.spec(results[0]).shape
         if op.type == "Reshape" and shape.rank and shape[1:].is_fully_defined():
-            given[1] = (np.array([-1, *shape[1:]], op.inputs[1].dtype.as_numpy_dtype),) * 2
+            given[1] = (np.array([-1, *shape[1:]], op.inputs[1].dtype.as_numpy_dtype),) * len(BATCHES)
         found = self._kernels.shapes(op, [*zip(*given, strict=True)])
         for i, name in enumerate(results):
             cases = tuple(each[i] for each in found)
@@ -153,7 +153,7 @@ class Shapes:
                 self._shapes[name] = cases
 
     def _elements(self, name: TensorName) -> list[int] | None:
-        """Return how many elements a tensor has in both cases."""
+        """Return how many elements a tensor has in each case."""
         cases = self._cases(name)
         return None if None in cases else [math.prod(one) for one in cases]
 

@@ -41,8 +41,8 @@ class Batch(NamedTuple):
 
 
 # One row finds out lengths that only large batches have, as that of `x[:64]`; 840 rows can be divided by 2 to 8.
-# Another length for what is open tells what depends on it.
-BATCHES = (Batch(1, 13), Batch(840, 13), Batch(1, 24))
+# Another length for what is open tells what depends on it; the last one has other lengths for what is not known.
+BATCHES = (Batch(1, 13), Batch(840, 13), Batch(1, 24), Batch(1, 13))
 
 Shape = tuple[int, ...]
 Shapes = tuple[Shape, ...]  # one for each of BATCHES
@@ -75,12 +75,13 @@ Length = int | Rows | None
 
 def length_of(lengths: Sequence[int]) -> Length:
     """Return what a length, for each of BATCHES, is: a constant, `Rows`, or None: open."""
-    one, many, opened = map(int, lengths)
-    if one == many == opened:
+    one, many, *opened = map(int, lengths)
+    is_open = any(other != one for other in opened)
+    if one == many and not is_open:
         return one
     if one <= 0 or many != one * BATCHES[1].rows:
         return None
-    return Rows(one if opened == one else 0)
+    return Rows(0 if is_open else one)
 
 
 class Axes:
@@ -209,8 +210,8 @@ class Axes:
         if not op.inputs or tf_compat.calls_functions(op):
             return [_traced(output) for output in op.outputs]
         cases = [list(map(self._known, op.inputs, states, [which] * len(states))) for which in range(len(BATCHES))]
-        # Open lengths may have to be equal here, and then are: they are asked for once more as unknown.
-        for known in (lambda: cases, lambda: _without_open(cases)):
+        # Open lengths may have to be equal here, and then are: they are asked for once more as unknown, shapes first.
+        for known in (lambda: cases, lambda: _without_open(cases, tuple), lambda: _without_open(cases)):
             try:
                 found = self._kernels.shapes(op, known())
             except IMPOSSIBLE:
@@ -363,11 +364,6 @@ class Axes:
 _Given = np.ndarray | np.generic | list[int | None] | Shape | None
 
 
-def primes(first: int, step: int) -> Iterator[int]:
-    """Count up from an odd number by an even step; yield the primes."""
-    return (n for n in itertools.count(first, step) if all(n % d for d in range(3, math.isqrt(n) + 1, 2)))
-
-
 class Kernels:
     """Ask TensorFlow for an op's shapes and small values: once for each type, attributes and inputs.
 
@@ -378,7 +374,7 @@ class Kernels:
         self._scratch = tf.Graph()
         self._found: dict[Any, list[Any]] = {}
         self._ops: dict[tf.Operation, tuple[dict[str, Any], tuple[Any, ...]]] = {}
-        self._primes = primes(1123, 22)  # from each a line leads to 1, and to a length 1/11 longer
+        self._primes = (n for n in itertools.count(1009, 2) if all(n % d for d in range(3, math.isqrt(n) + 1, 2)))
         self._inputs: dict[Any, tf.Tensor] = {}
 
     def shapes(self, op: tf.Operation, cases: Sequence[Sequence[_Given]]) -> list[list[Any]]:
@@ -414,7 +410,8 @@ class Kernels:
                 open_axes = set()
                 for axis, (one, other, met) in enumerate(zip(*shapes, strict=True)):
                     expected = None if None in (one, other) else one + (other - one) * step
-                    if met != expected and (step or one == other):
+                    # Of nothing TensorFlow cannot tell what -1 stands for in a shape.
+                    if met != expected and (step or one == other) and not (met is None and step == _LEAST):
                         open_axes.add(axis)
                 for results in found:
                     results[i] = tuple(None if axis in open_axes else n for axis, n in enumerate(results[i]))
@@ -422,7 +419,8 @@ class Kernels:
 
     def _straight_values(self, op: tf.Operation, cases: Sequence[Sequence[Any]]) -> list[list[Any]]:
         found = self._once(_few_of, op, cases)
-        if op.type in _COMPARING and not _is_decided(cases):
+        undecided = op.type in _COMPARING and not _is_decided(cases)
+        if undecided or (op.type in _SPIKING and len({tuple(map(_hashable, one)) for one in cases}) > 1):
             return [[None] * len(results) for results in found]
         for which, step, there in self._elsewhere(_few_of, op, cases) if op.type not in _ANY_WAY else ():
             for i, (one, other, met) in enumerate(zip(found[0], found[which], there, strict=True)):
@@ -437,15 +435,17 @@ class Kernels:
         return found
 
     def with_unknown(self, shapes: Sequence[Sequence[int | None]]) -> Shapes:
-        """Return shapes, for each of BATCHES, in which a length of which nothing is known is a prime of its own.
+        """Return shapes, for each of BATCHES, in which a length of which nothing is known is its own prime's multiple.
 
-        So it is hardly taken for another length, nor divides one. It is equal on all towers, as what is open is.
+        So it is hardly taken for another length. It is equal on all towers, as what is open is. `_STEPS` lead from it
+        to nothing, as a mask may leave, and to lengths that have no divisor in common but that prime. Of two of them
+        the longer one is the shorter one in the last of BATCHES.
         """
         filled = []
         for lengths in zip(*shapes, strict=True):
             if None in lengths:
                 prime = next(self._primes)
-                lengths = tuple(2 * prime - 1 if which == _OPENED else prime for which in range(len(BATCHES)))
+                lengths = 12 * prime, 12 * prime, 23 * prime, 12 * (50_000 - prime)
             filled.append(lengths)
         return tuple(zip(*filled, strict=True)) if filled else ((),) * len(BATCHES)
 
@@ -463,8 +463,9 @@ class Kernels:
         for which, other in enumerate(others, 1):
             if other == first:
                 continue
-            is_asked = False
-            for step in _STEPS[find is _few_of, which == _OPENED]:
+            steps = _STEPS[find is _few_of][min(which, 3) - 1]
+            is_asked = not steps
+            for step in steps:
                 with contextlib.suppress(*IMPOSSIBLE):
                     inputs = [_on_line(one, other, step) for one, other in zip(cases[0], cases[which], strict=True)]
                     if any(one is _NOWHERE for one in inputs):
@@ -529,16 +530,14 @@ _MOST_AXES = 254
 IMPOSSIBLE = ValueError, OverflowError, tf.errors.OpError
 # The number of the case in which what is open is longer.
 _OPENED = 2
-# How far along the line from the first case to another one an op is asked again, by whether it is asked for values, and
-# by whether the other case is that one. Of BATCHES: for 99,842 rows, and lengths of 2 and 275,013; values also for 2
-# and 2,518 rows, and a length of 14.
-_STEPS = {
-    (False, False): (119,),
-    (False, True): (-1, 25_000),
-    (True, False): (Fraction(1, 839), 3, 119),
-    (True, True): (-1, Fraction(1, 11), 25_000),
-}
+# How far along the line from the first case to another one an op is asked again, for shapes and for values, and by the
+# number of the other case, or for all further ones. Of BATCHES: for 99,842 rows, and lengths of 1 and 275,013, or, of
+# what is not known, 0; values also for 2 and 2,518 rows, and a length of 14.
+_LEAST = Fraction(-12, 11)
+_STEPS = (((119,), (_LEAST, 25_000), ()), ((Fraction(1, 839), 3, 119), (_LEAST, Fraction(1, 11), 25_000), (119,)))
 _COMPARING = frozenset({"Equal", "Greater", "GreaterEqual", "Less", "LessEqual", "NotEqual"})
+# What these give for some numbers says nothing of those in between.
+_SPIKING = frozenset({"BitwiseAnd", "BitwiseOr", "BitwiseXor", "ListDiff", "OneHot", "Unique"})
 _NOWHERE = object()
 
 
@@ -575,7 +574,7 @@ def _is_decided(cases: Sequence[Sequence[np.ndarray]]) -> bool:
 
     What is compared grows in a straight line with the rows, and so does the difference.
     """
-    if any(not np.array_equal(*both) for both in zip(cases[0], cases[min(_OPENED, len(cases) - 1)], strict=True)):
+    if any(not np.array_equal(*both) for both in zip(cases[0], cases[_OPENED], strict=True)):
         return False
     few, *more = (np.subtract(*case, dtype=np.float64) for case in cases)
     return all(np.all((few * many >= 0) & (abs(many) >= abs(few))) for many in more)
@@ -599,12 +598,12 @@ def _apart(few: Sequence[Any], opened: Sequence[Any]) -> Iterator[list[Any]]:
             yield [*few[:i], alone, *few[i + 1 :]]
 
 
-def _without_open(cases: Sequence[Sequence[_Given]]) -> list[list[_Given]]:
-    """Return the inputs for all cases with None for each open length, in shapes and in vectors of numbers."""
+def _without_open(cases: Sequence[Sequence[_Given]], kinds: Any = (tuple, list)) -> list[list[_Given]]:
+    """Return the inputs for all cases with None for each open length, in shapes and, as lists, in vectors."""
     columns = []
     for each in zip(*cases, strict=True):
         lengths: Any = [one.tolist() if isinstance(one, np.ndarray) and one.ndim == 1 else one for one in each]
-        if all(isinstance(one, tuple | list) and len(one) == len(lengths[0]) for one in lengths):
+        if all(isinstance(one, kinds) and len(one) == len(lengths[0]) for one in lengths):
             known = [None not in n and length_of(n) not in (None, Rows(0)) for n in zip(*lengths, strict=True)]
             kind = type(each[0]) if isinstance(each[0], tuple) else list
             lengths = [kind(n if k else None for n, k in zip(one, known, strict=True)) for one in lengths]

@@ -56,6 +56,26 @@ def test_lengths_that_only_large_batches_have_are_open():
     assert found == [(None, 3), (None, 3), (None, 3), (Rows(2), 3)]
 
 
+def test_lengths_that_have_to_be_equal():
+    """Of a table there are as many rows as there are steps, if it has so many; the shape that is asked for is known."""
+
+    def embedded(x):
+        length = tf.shape(x)[1]
+        return tf.reshape(x + tf.ones([512, 3])[:length], [tf.shape(x)[0] * length, 3])
+
+    assert results_of(embedded, tf.TensorSpec([None, None, 3])) == [(Rows(0), 3)]
+
+
+def test_a_shape_of_lengths_that_are_not_known_and_of_one_to_infer():
+    """As group normalisation has it, of images that are made smaller; of nothing it cannot be inferred."""
+
+    def grouped(x):
+        small = tf.nn.max_pool2d(x, 2, 2, "SAME")
+        return tf.reshape(small, [-1, tf.shape(small)[1], tf.shape(small)[2], 2, 2])
+
+    assert results_of(grouped, tf.TensorSpec([None, None, None, 4])) == [(Rows(1), None, None, 2, 2)]
+
+
 def test_a_shape_that_many_ops_compute():
     """It costs no error of Python's that hundreds of integers lead to it."""
 
@@ -305,8 +325,21 @@ def _masked(x):
     )
 
 
+def _left(x):
+    """What the rows decide that a mask leaves, perhaps none, or two slices; and single numbers of rows."""
+    rows, kept, none = tf.shape(x)[0], tf.boolean_mask(x, x[:, 0] > 0), tf.boolean_mask(x, x[:, 0] > 9)
+    left, most, few = tf.shape(kept)[0], tf.shape(x[:64])[0], tf.shape(x[:10])[0]
+    zeros = [left % 2, left % 3, left % 1009, left - 2 * (left // 2), tf.minimum(tf.shape(none)[0], 1)]
+    zeros += [tf.sign(tf.size(none)), tf.shape(none[:1])[0]]
+    asked = [tf.equal(one, 0) for one in zeros] + [tf.maximum(most - few, 0) > 0, tf.minimum(most, few) < most]
+    asked += [tf.equal(tf.bitwise.bitwise_and(rows, 32), 32), tf.equal(tf.bitwise.bitwise_and(few, 8), 8)]
+    asked += [tf.reduce_sum(tf.one_hot(rows - 20, 64)) > 0]
+    made = [tf.cond(one, lambda: x - tf.reduce_mean(x, 0), lambda: 2 * x) for one in asked]
+    return tf.reduce_sum(tf.stack(made) ** 2, [1, 2])
+
+
 @pytest.mark.parametrize("rows", [7, 30, 32, 900, 2048])
-@pytest.mark.parametrize("step", [_hardest, _capped, _decided, _counted, _divided, _as_long, _masked])
+@pytest.mark.parametrize("step", [_hardest, _capped, _decided, _counted, _divided, _as_long, _masked, _left])
 def test_a_longer_batch_than_was_asked_about(step, rows):
     """A length that counts rows up to some number of them does not count rows; nor does a count that is no length."""
     batch = tf.constant(np.random.default_rng(0).normal(size=(rows, 4)).astype("float32"))
@@ -327,11 +360,19 @@ class _Asking(keras.layers.Layer):
         made = [tf.cond(one, lambda: x - tf.reduce_mean(x, 0), lambda: 2 * x) for one in asked]
         frames = tf.reshape(tf.nn.max_pool1d(x, 20, 20, "SAME"), [-1, 4])
         rest = [x[:, length // 2 * 2 :], x[:, length // 4 * 4 :], pooled[:, length:], x[:, :30]]
+        asked = tf.equal(tf.shape(x[:, :2])[1], 1)
+        rest += [tf.cond(asked, lambda: x - tf.reduce_mean(x, 0), lambda: 3 * x)]
         sums = tf.add_n([tf.reduce_sum(one**2, [1, 2]) for one in (tf.add_n(made), *rest)])
-        return sums[:, None] + tf.reduce_mean(tf.math.top_k(frames[:, 0], 9)[0])
+        # Of the batch's means: as many steps as there are if their number is odd, or if they are few.
+        means, first = tf.cumsum(tf.reduce_mean(x, 0)), tf.cumsum(tf.reduce_mean(x[:, :30], 0))
+        steps = tf.shape(means)[0]
+        parts = means[1:], means[: steps // 2 * 2], means[: tf.minimum(steps, tf.shape(first)[0])], means
+        parts = [tf.tanh(one * (2 + i)) for i, one in enumerate(parts)]
+        ends = tf.add_n([tf.reduce_sum(tf.fill(tf.shape(one), 2.0) * one) for one in parts])
+        return sums[:, None] + ends + tf.reduce_mean(tf.math.top_k(frames[:, 0], 9)[0])
 
 
-@pytest.mark.parametrize("length", [6, 9, 40, 600])
+@pytest.mark.parametrize("length", [1, 6, 9, 40, 600])
 def test_lengths_over_time_that_a_condition_asks_for(length):
     """What an open length decides is not known before a batch comes."""
     x, y = np.random.default_rng(0).normal(size=(10, length, 4)).astype("float32"), np.ones((10, 1), "float32")

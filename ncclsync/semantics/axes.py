@@ -429,7 +429,8 @@ class Kernels:
                 with contextlib.suppress(OverflowError):
                     line = _on_line(one, other, step)
                     is_off = line is _NOWHERE or met is None or line.shape != met.shape
-                    if is_off or np.any(~np.isclose(line, met) & (bool(step) | (one == other))):
+                    is_same = np.isclose if op.outputs[i].dtype.is_floating else np.equal
+                    if is_off or np.any(~is_same(line, met) & (bool(step) | (one == other))):
                         for results in found:
                             results[i] = None
         return found
@@ -445,7 +446,7 @@ class Kernels:
         for lengths in zip(*shapes, strict=True):
             if None in lengths:
                 prime = next(self._primes)
-                lengths = 12 * prime, 12 * prime, 23 * prime, 12 * (50_000 - prime)
+                lengths = 12 * prime, 12 * prime, 23 * prime, 12 * abs(50_000 - prime)
             filled.append(lengths)
         return tuple(zip(*filled, strict=True)) if filled else ((),) * len(BATCHES)
 

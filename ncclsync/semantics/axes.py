@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -410,8 +410,9 @@ class Kernels:
                 open_axes = set()
                 for axis, (one, other, met) in enumerate(zip(*shapes, strict=True)):
                     expected = None if None in (one, other) else one + (other - one) * step
-                    # Of nothing TensorFlow cannot tell what -1 stands for in a shape.
-                    if met != expected and (step or one == other) and not (met is None and step == _LEAST):
+                    if step == _LEAST and met is None:
+                        continue  # of nothing TensorFlow cannot tell what -1 stands for in a shape
+                    if met != expected if step or one == other else met is None:
                         open_axes.add(axis)
                 for results in found:
                     results[i] = tuple(None if axis in open_axes else n for axis, n in enumerate(results[i]))
@@ -457,8 +458,8 @@ class Kernels:
 
         Its inputs there lie on the straight line from those of the first case to those of another. Yields the other
         case's number, how many steps along the line, and [outputs] what the op gives; None where it cannot be asked.
-        No steps: one of several open numbers alone is the other case's. What both cases have in common has to stay. A
-        reshape needs all of them.
+        No steps: one of several open numbers alone is the other case's, or each length of which nothing is known is 1.
+        What both cases have in common has to stay, and the rest has to be known. A reshape needs all of the numbers.
         """
         first, *others = ([_hashable(one) for one in given] for given in cases)
         for which, other in enumerate(others, 1):
@@ -476,7 +477,12 @@ class Kernels:
                     yield which, step, there
             if not is_asked:
                 yield which, 1, [None] * len(op.outputs)
-            for inputs in _apart(cases[0], cases[which]) if which == _OPENED and op.type != "Reshape" else ():
+            further: Iterable[list[Any]] = ()
+            if which == _OPENED and op.type != "Reshape":
+                further = _apart(cases[0], cases[which])
+            elif which > _OPENED and find is _shape_of:
+                further = [_of_one(cases[0], cases[which])]
+            for inputs in further:
                 with contextlib.suppress(*IMPOSSIBLE):
                     yield which, 0, self._once(find, op, [inputs])[0]
 
@@ -597,6 +603,17 @@ def _apart(few: Sequence[Any], opened: Sequence[Any]) -> Iterator[list[Any]]:
     if len(moved) > 1 and not all(isinstance(alone, tuple) for _, alone in moved):
         for i, alone in moved:
             yield [*few[:i], alone, *few[i + 1 :]]
+
+
+def _of_one(few: Sequence[Any], other: Sequence[Any]) -> list[Any]:
+    """Return inputs in whose shapes each length that is another one in another case is 1, which may be broadcast."""
+
+    def shape_of(one: Any, there: Any) -> Any:
+        if not isinstance(one, tuple) or not isinstance(there, tuple) or len(one) != len(there):
+            return one
+        return tuple(a if a == b else 1 for a, b in zip(one, there, strict=True))
+
+    return list(map(shape_of, few, other))
 
 
 def _without_open(cases: Sequence[Sequence[_Given]], kinds: Any = (tuple, list)) -> list[list[_Given]]:

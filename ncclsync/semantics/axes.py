@@ -374,7 +374,8 @@ class Kernels:
         self._scratch = tf.Graph()
         self._found: dict[Any, list[Any]] = {}
         self._ops: dict[tf.Operation, tuple[dict[str, Any], tuple[Any, ...]]] = {}
-        self._primes = (n for n in itertools.count(1009, 2) if all(n % d for d in range(3, math.isqrt(n) + 1, 2)))
+        # Small ones: 12 times one, by 840 rows and by many features, is to be an int32.
+        self._primes = (n for n in itertools.count(101, 2) if all(n % d for d in range(3, math.isqrt(n) + 1, 2)))
         self._inputs: dict[Any, tf.Tensor] = {}
 
     def shapes(self, op: tf.Operation, cases: Sequence[Sequence[_Given]]) -> list[list[Any]]:

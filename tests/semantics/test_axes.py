@@ -76,6 +76,16 @@ def test_a_shape_of_lengths_that_are_not_known_and_of_one_to_infer():
     assert results_of(grouped, tf.TensorSpec([None, None, None, 4])) == [(Rows(1), None, None, 2, 2)]
 
 
+def test_many_numbers_of_a_length_that_is_not_known():
+    """How many there are of 840 rows is an int32."""
+
+    def flat(x):
+        strided = tf.nn.max_pool1d(x, 3, 2, "VALID")
+        return tf.reshape(strided, [tf.size(strided)])
+
+    assert results_of(flat, tf.TensorSpec([None, None, 512])) == [(Rows(0),)]
+
+
 def test_a_shape_that_many_ops_compute():
     """It costs no error of Python's that hundreds of integers lead to it."""
 

@@ -374,7 +374,8 @@ class Kernels:
         self._scratch = tf.Graph()
         self._found: dict[Any, list[Any]] = {}
         self._ops: dict[tf.Operation, tuple[dict[str, Any], tuple[Any, ...]]] = {}
-        self._primes = (n for n in itertools.count(1009, 2) if all(n % d for d in range(3, math.isqrt(n) + 1, 2)))
+        # Small ones: 12 times one, by 840 rows and by many features, is to be an int32.
+        self._primes = (n for n in itertools.count(101, 2) if all(n % d for d in range(3, math.isqrt(n) + 1, 2)))
         self._inputs: dict[Any, tf.Tensor] = {}
 
     def shapes(self, op: tf.Operation, cases: Sequence[Sequence[_Given]]) -> list[list[Any]]:
@@ -507,9 +508,9 @@ class Kernels:
         return self._ops[op]
 
     def _made(self, op: tf.Operation, given: Sequence[_Given], attributes: Any) -> Sequence[tf.Tensor]:
-        shape = given[_SHAPED[op.type]] if op.type in _SHAPED else None
-        if isinstance(shape, tuple) and shape and (shape[0] or 0) > _MOST_AXES:
-            raise ValueError(f"{op.type} of a shape with {shape[0]} axes")
+        for argument, one in zip(op.op_def.input_arg, given, strict=False):  # an argument may be a list of inputs
+            if argument.name in _EACH_AXIS and isinstance(one, tuple) and one and (one[0] or 0) > _MOST_AXES:
+                raise ValueError(f"{op.type} of {one[0]} axes")
         inputs = [self._input(tensor.dtype, one) for tensor, one in zip(op.inputs, given, strict=True)]
         dtypes = [output.dtype for output in op.outputs]
         return tf_compat.new_op(op.type, inputs, dtypes, attributes, self._scratch).outputs
@@ -529,9 +530,9 @@ class Kernels:
         return self._inputs[key]
 
 
-# By type of op, the input that is the result's shape; TensorFlow's inference takes memory for any number of axes, of
-# which its tensors have at most so many. A length of which nothing is known is a large prime.
-_SHAPED = {"BroadcastTo": 1, "Fill": 0, "Reshape": 1}
+# TensorFlow's names for inputs with a number for each axis of a result. Its inference takes memory for any number of
+# axes, of which its tensors have at most so many. A length of which nothing is known is a large prime's multiple.
+_EACH_AXIS = frozenset({"begin", "dims", "multiples", "output_shape", "paddings", "perm", "shape", "size"})
 _MOST_AXES = 254
 # There is no op of such inputs, or its numbers exceed their dtype.
 IMPOSSIBLE = ValueError, OverflowError, tf.errors.OpError

@@ -89,9 +89,10 @@ class Health:
             compare what these send to be added up, bit for bit: so a GPU that computes wrong numbers is found, which
             `check_every` cannot see, since all weights are equal after the sum. An `AuditError` names the variables,
             the step and, of three towers or more, the culprit; of two the pair. Such a step takes up to three times as
-            long (twice, on two towers) and memory for what it computes again, and brings that to the host. No
-            `Throughput` or `Timeline` times it. It needs `tf.config.experimental.enable_op_determinism()`, and two
-            towers on devices of one model in each process. None: never.
+            long (twice, on two towers) and memory for what it computes again, and brings that to the host.
+            `Throughput` and `Timeline` count it as any step. It needs
+            `tf.config.experimental.enable_op_determinism()`, and two towers on devices of one model in each process.
+            None: never.
         on_nonfinite: what happens if a tower's own gradient, as a tape gives it and before it is reduced,
             holds a NaN or an infinity. "raise": a `NonFiniteError` names the tower, the variables and the
             rows of the batch that it had, and a file with these rows. "skip": a warning with the same

@@ -410,9 +410,8 @@ CASES = {
     "in_float64": regression(lambda: [metrics.MeanSquaredError(dtype="float64"), "mae"]),
     "on_batches": Case(lambda: mlp(weighted_metrics=["accuracy"]), accumulating),
     # A user's own.
-    "own_with_an_int": regression(lambda: [MeanMagnitude(), Nested()]),
+    "own_of_other_dtypes": regression(lambda: [MeanMagnitude(), Nested(), EveryDtype()]),
     "own_with_a_dictionary": sparse(lambda: [Histogram()]),
-    "own_of_every_dtype": regression(lambda: [EveryDtype()]),
     "own_running_maximum": regression(lambda: [LargestError()]),
     "own_trackers": Case(tracking, measure(X, Y)),
     "own_compute_metrics": Case(own_compute_metrics, measure(X, Y, sample_weight=ROW_WEIGHTS)),

@@ -607,7 +607,7 @@ def _apart(few: Sequence[Any], opened: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 def _of_one(few: Sequence[Any], other: Sequence[Any]) -> list[Any]:
-    """Return inputs in whose shapes each length that is another one in another case is 1, which may be broadcast."""
+    """Return inputs in whose shapes a length of which nothing is known, which the other case tells, is 1."""
 
     def shape_of(one: Any, there: Any) -> Any:
         if not isinstance(one, tuple) or not isinstance(there, tuple) or len(one) != len(there):

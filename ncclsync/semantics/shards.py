@@ -118,13 +118,15 @@ def shard_batch(
         sizes = sizes_in_graph(rows, towers, weights)
     unstacked, shares = divide_rows(rows, sizes)
     each, rest = divmod(next(iter(static), 0), towers)
-    begins: Any = tf.stack([share.begin for share in shares])
-    if held is not None:  # the batch begins with the rows of the first of `made`
-        begins = tf.maximum(begins - tf.reduce_sum(held[: made[0]]), 0)
-    ends = begins + tf.stack([share.rows for share in shares])
+    begins: Any
     if each and not rest and weights is None and held is None:  # then the shards' shapes are known
         begins = np.arange(towers, dtype=np.int32) * each
         ends = begins + each
+    else:
+        begins = tf.stack([share.begin for share in shares])
+        if held is not None:  # the batch begins with the rows of the first of `made`
+            begins = tf.maximum(begins - tf.reduce_sum(held[: made[0]]), 0)
+        ends = begins + tf.stack([share.rows for share in shares])
     parts = list(zip(tf.split(begins, towers), tf.split(ends, towers), strict=True))
 
     def part(leaf: Any, tower: int) -> Any:

@@ -1,6 +1,7 @@
-"""Join the tensors of all towers in one graph, by a communicator.
+"""Join the tensors of all towers in one graph.
 
-GPUs are joined by the ops of `device_ops`, CPU towers by a py op.
+GPUs are joined by the ops of `device_ops`, CPU towers by the op of `host_ops`. Only the CPU towers of several processes
+are joined by a py op, which runs their communicator.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from ncclsync.communicator import (
     native,
 )
 from ncclsync.errors import NcclSyncError
-from ncclsync.ops import device_ops
+from ncclsync.ops import device_ops, host_ops
 from ncclsync.ops.carriers import carried, delivered
 from ncclsync.ops.device_ops import shape_received
 
@@ -67,10 +68,20 @@ def group_exchange(
     if isinstance(communicator, NcclCommunicator):
         return _enqueued(columns, communicator, collectives, turns)
     if communicator.world_size > communicator.size:
-        return _join_on_host(columns, communicator, collectives, turns)
-    if isinstance(collectives[0], Broadcast):
-        return [[columns[0][collectives[0].root]] * len(columns[0])]
-    return _join_on_host(columns, communicator, collectives, None)
+        return _join_processes(columns, communicator, collectives, turns)
+    return [_join_in_memory(*pair) for pair in zip(columns, collectives, strict=True)]
+
+
+def _join_in_memory(column: Sequence[tf.Tensor], collective: AnyCollective) -> list[tf.Tensor]:
+    """Join one tensor of each tower of a process, [N] in, [N] out."""
+    ranks = len(column)
+    if isinstance(collective, Broadcast):
+        return [column[collective.root]] * ranks
+    if isinstance(collective, AllGather):
+        return [tf.concat(column, 0)] * ranks
+    weights = [tf.ones([], tf.float64)] * ranks
+    (reduced,) = host_ops.all_reduce([[tensor] for tensor in column], weights, collective.op)
+    return tf.split(reduced, ranks) if isinstance(collective, ReduceScatter) else [reduced] * ranks
 
 
 def _enqueued(
@@ -152,13 +163,13 @@ def agree(communicator: Communicator, text: str, turns: Turns, numbers: Sequence
     return met
 
 
-def _join_on_host(
+def _join_processes(
     columns: Sequence[Sequence[tf.Tensor]],
     communicator: Communicator,
     collectives: Sequence[AnyCollective],
     turns: Turns | None,
 ) -> list[list[tf.Tensor]]:
-    """Join tensors in the host's memory by one py op; see `group_exchange`."""
+    """Join tensors of the CPU towers of several processes by one py op; see `group_exchange`."""
     borrowed, ranks, world_size = weakref.ref(communicator), len(columns[0]), communicator.world_size
     # The number of different tensors that this process' towers receive of each column.
     counts = [ranks if isinstance(collective, ReduceScatter) else 1 for collective in collectives]
@@ -185,14 +196,12 @@ def _join_on_host(
             joined.run_group(group)
         return results
 
-    # Stateless, so that automatic control dependencies do not chain it with unrelated ops; TensorFlow does not merge
-    # two py ops, since each has its own token. With other processes it is stateful, so that it runs even if this
-    # process does not need the result.
+    # Stateful, so that it runs even if this process does not need the result.
     dtypes = [column[0].dtype for column, count in zip(columns, counts, strict=True) for _ in range(count)]
     inputs = [*tf.nest.flatten(columns), *([] if turns is None else turns.last or turns.batch)]
     with tf.device("/CPU:0"):
         # Outside a graph a single result is returned without a list.
-        flat = tf.nest.flatten(tf.numpy_function(join, inputs, dtypes, stateful=turns is not None))
+        flat = tf.nest.flatten(tf.numpy_function(join, inputs, dtypes))
     received, joined = iter(flat), []
     for column, collective, count in zip(columns, collectives, counts, strict=True):
         results = [next(received) for _ in range(count)]

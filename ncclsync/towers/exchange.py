@@ -377,7 +377,4 @@ def _join_shard_tensors(bucket: Bucket, values: Sequence[tf.Tensor], layout: Lay
                     received[device] = tf.concat(values, 0)
                 else:
                     received[device] = reduce_tree(_COMBINE[wire.op], leaves, nodes)
-    results = [received[device] for device in layout.shard_devices]
-    if wire.kind != CollectiveKind.REDUCE_SCATTER:
-        return results
-    return [tf.split(result, shards)[shard] for shard, result in enumerate(results)]
+    return [received[device] for device in layout.shard_devices]

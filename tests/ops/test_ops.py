@@ -1,13 +1,12 @@
 """The collectives: outside a step, inside one on unequal shards, their gradients, and how many there are."""
 
 import collections
-import contextlib
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from parity import assert_close, assert_towers_agree, data, mlp, on_towers
+from parity import assert_close, assert_towers_agree, data, mlp, on_towers, watch_exchanges
 
 import ncclsync
 from ncclsync import ops
@@ -58,7 +57,7 @@ def test_indexed_slices_become_dense():
 
 
 @pytest.mark.parametrize("slices, dense", [(1, False), (24, False), (25, True), (90, True)])
-def test_rule_for_sparse_gradients(slices, dense, as_on_gpus):
+def test_rule_for_sparse_gradients(slices, dense, as_on_gpus, monkeypatch):
     """Gathered or added up, whichever moves fewer bytes: 5 * `slices` of 12 + 4, or 2 * 80 rows of 12."""
     indices = np.random.default_rng(slices).integers(0, 80, (5 * slices, 1)).astype("int32")
 
@@ -76,14 +75,10 @@ def test_rule_for_sparse_gradients(slices, dense, as_on_gpus):
         step(indices) if towers is None else towers.run(step, indices)
         return table.embeddings.numpy()
 
+    joined = joined_by(monkeypatch)
     with ncclsync.Towers(5) as towers:
-        run_group, sizes = towers.communicator.run_group, []
-        towers.communicator.run_group = lambda group: (
-            sizes.extend(one.sends[0].size for one in group if isinstance(one, AllReduce)),
-            run_group(group),
-        )
         found = run(towers)
-        towers.communicator.run_group = run_group
+    sizes = [array.size for kind, array in joined if kind is AllReduce]
     assert (80 * 3 in sizes) == dense, sizes
     np.testing.assert_allclose(found, run(None), rtol=1e-5, atol=1e-6)
 
@@ -320,46 +315,42 @@ def test_group_collectives_outside_a_graph(towers):
 # How many
 
 
-@contextlib.contextmanager
-def counted(communicator):
-    calls = []
-    real = communicator.run_group
-    communicator.run_group = lambda group: (calls.extend(one.sends[0].dtype.name for one in group), real(group))
-    try:
-        yield calls
-    finally:
-        communicator.run_group = real
+def joined_by(patch):
+    """A list that gets the kind and tower 0's tensor of each collective of steps, while they run."""
+    joined = []
+    watch_exchanges(patch, lambda collectives, arrays: joined.extend(zip(map(type, collectives), arrays, strict=True)))
+    return joined
 
 
 @pytest.mark.parametrize("metrics", [None, ["accuracy"]])
-def test_one_collective_per_step(metrics, as_on_gpus):
+def test_one_collective_per_step(metrics, as_on_gpus, monkeypatch):
     """A step of a model with four variables makes one all-reduce: gradients and metrics in one bucket."""
+    joined = joined_by(monkeypatch)
     model = on_towers(lambda: mlp(metrics=metrics), 4)
     model.train_on_batch(X, Y)
-    with counted(model.towers.communicator) as calls:
-        model.train_on_batch(X, Y)
-    assert calls == ["float32"]
+    joined.clear()
+    model.train_on_batch(X, Y)
+    assert [(kind, array.dtype.name) for kind, array in joined] == [(AllReduce, "float32")]
 
 
-def test_small_buckets_make_more_collectives(as_on_gpus):
+def test_small_buckets_make_more_collectives(as_on_gpus, monkeypatch):
     """`bucket_bytes` bounds what travels at once: four gradients and four scalars of metrics, each alone."""
+    joined = joined_by(monkeypatch)
     model = on_towers(mlp, 4, bucket_bytes=1)
     model.train_on_batch(X, Y)
-    with counted(model.towers.communicator) as calls:
-        model.train_on_batch(X, Y)
-    assert len(calls) == 4 + 4
+    joined.clear()
+    model.train_on_batch(X, Y)
+    assert len(joined) == 4 + 4
 
 
 @pytest.mark.slow
-def test_divided_optimizer_by_collectives(as_on_gpus):
+def test_divided_optimizer_by_collectives(as_on_gpus, monkeypatch):
     """Each tower is given its part of each gradient, and the parts of the weights: as on one device."""
+    joined = joined_by(monkeypatch)
     model, alone = on_towers(lambda: mlp(metrics=None), 3, shard_optimizer=True), mlp(metrics=None)
-    kinds = collections.Counter()
-    real = model.towers.communicator.run_group
-    model.towers.communicator.run_group = lambda group: (kinds.update(map(type, group)), real(group))
     for one in (model, alone):
         one.fit(X, Y, batch_size=20, epochs=2, verbose=0, shuffle=False)
-    steps = 2 * -(-len(X) // 20)
+    steps, kinds = 2 * -(-len(X) // 20), collections.Counter(kind for kind, _ in joined)
     assert (kinds[ReduceScatter], kinds[AllGather]) == (4 * steps, 4 * steps)
     assert_close(model.get_weights(), alone.get_weights())
     assert_towers_agree(model)
@@ -371,14 +362,7 @@ def test_accumulating_optimizer_all_reduces_once_per_update(monkeypatch, as_on_g
     """Eight batches, four to an update: the gradients travel twice, not eight times; and tower 0's
     accumulators read as one device's in between.
     """
-    run, large = CpuCommunicator.run_group, []
-
-    def counting(self, group):
-        reduces = [one for one in group if isinstance(one, AllReduce)]
-        large.extend(size for one in reduces if (size := np.size(one.sends[0])) >= 12 * 16)
-        return run(self, group)
-
-    monkeypatch.setattr(CpuCommunicator, "run_group", counting)
+    joined = joined_by(monkeypatch)
 
     def factory():
         return mlp(keras.optimizers.SGD(0.1, gradient_accumulation_steps=steps))
@@ -386,7 +370,7 @@ def test_accumulating_optimizer_all_reduces_once_per_update(monkeypatch, as_on_g
     model, alone = on_towers(factory, TOWERS), factory()
     for one in (model, alone):
         one.fit(X[:48], Y[:48], batch_size=6, verbose=0, shuffle=False)
-    assert len(large) == expected
+    assert len([array for kind, array in joined if kind is AllReduce and array.size >= 12 * 16]) == expected
     for one in (model, alone):
         one.train_on_batch(X[48:], Y[48:])
     assert_close([v.numpy() for v in model.optimizer.variables], [v.numpy() for v in alone.optimizer.variables])

@@ -16,6 +16,7 @@ import tensorflow as tf
 from keras.src.trainers import trainer
 
 from ncclsync import nccl_parallel
+from ncclsync.towers import exchange
 
 TOWERS = (1, 2, 3, 4, 8)
 
@@ -175,3 +176,22 @@ def assert_towers_agree(model):
     for tower in range(len(model.towers)):
         for one, other in zip(model.towers.get_weights(tower), model.get_weights(), strict=True):
             np.testing.assert_array_equal(one, other)
+
+
+def watch_exchanges(patch, called):
+    """Call `called(collectives, arrays)` each time that a group of CPU towers is joined as on GPUs.
+
+    `arrays` are what tower 0 sends.
+    """
+    real = exchange.group_exchange
+
+    def watched(columns, communicator, collectives, turns=None):
+        def call(*arrays):
+            called(collectives, arrays)
+            return arrays[0]
+
+        (first, *others), *further = columns
+        first = tf.ensure_shape(tf.numpy_function(call, [column[0] for column in columns], first.dtype), first.shape)
+        return real([[first, *others], *further], communicator, collectives, turns)
+
+    patch.setattr(exchange, "group_exchange", watched)

@@ -7,10 +7,9 @@ import types
 import keras
 import pytest
 import tensorflow as tf
-from parity import data, mlp, on_towers
+from parity import data, mlp, on_towers, watch_exchanges
 
 from ncclsync import Throughput
-from ncclsync.communicator import CpuCommunicator
 
 X, Y = data()  # 61 rows: batches of 20, 20, 20 and 1
 SHARES = ("computing", "communicating", "waiting_for_data")
@@ -41,15 +40,11 @@ def test_slow_data_and_slow_exchanges(monkeypatch, as_on_gpus):
 
     rows = tf.data.Dataset.from_tensor_slices((X, Y)).batch(20)
     slow_rows = rows.map(lambda x, y: (tf.ensure_shape(tf.numpy_function(late, [x], tf.float32), [None, 12]), y))
-    run = CpuCommunicator.run_group
-
-    def slowly(*arguments, **options):
-        time.sleep(0.1)
-        return run(*arguments, **options)
-
-    model, shares = on_towers(mlp, 2), []
-    for data_set, function in ((rows, run), (slow_rows, run), (rows, slowly)):
-        monkeypatch.setattr(CpuCommunicator, "run_group", function)
+    pause_s, shares = 0.0, []
+    watch_exchanges(monkeypatch, lambda *_: time.sleep(pause_s))
+    model = on_towers(mlp, 2)
+    for data_set, late_s in ((rows, 0.0), (slow_rows, 0.0), (rows, 0.1)):
+        pause_s = late_s
         shares.append(model.fit(data_set, epochs=3, verbose=0, callbacks=[Throughput()]).history)
     fast, slow_data, slow_exchange = shares
     # Of several epochs the one that other load has disturbed least; the first one of all is traced.

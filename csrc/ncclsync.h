@@ -59,7 +59,7 @@ typedef struct {
 
 /* ---- Host memory (cpu/) ---- */
 
-/* Vector instructions of the kernels. All give equal bits but for a NaN's payload; tests use others than the best. */
+/* Vector instructions of the kernels. All give equal bits except a NaN's payload; tests use others than the best. */
 typedef enum {
   NCS_INSTRUCTION_SET_BEST = -1,
   NCS_INSTRUCTION_SET_BASELINE = 0,

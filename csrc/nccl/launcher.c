@@ -20,7 +20,7 @@ struct ncs_launcher {
   ncs_nccl_comm* comm;    /* NULL: closed, or failed */
   ncs_nccl_comm* doomed;  /* the polling thread aborts it once it is not reserved */
   ncs_cuda cuda;          /* as the contexts, of the first communicator; the same for each */
-  int is_reserved, is_polled;  /* is_reserved: somebody uses the communicator, such as a launch */
+  int is_reserved, is_polled;  /* is_reserved: a launch, say, uses the communicator */
   ncs_launched *first, **last; /* groups that are not known to have ended, in their order */
   ncs_launched* launching;     /* the one among them whose launch has not ended */
   int64_t n_launched, n_ended; /* written atomically: they are read without the lock */
@@ -53,7 +53,7 @@ struct ncs_launched {
   ncs_arrival* arrivals[];   /* [n]; NULL where it is delivered */
 };
 
-/* Whether the driver lets nobody capture a context's work. */
+/* Whether the driver lets no caller capture a context's work. */
 static int blocks(const ncs_launcher* launcher) {
   return launcher->cuda.cuCtxRecordEvent == NULL || launcher->cuda.cuCtxWaitEvent == NULL;
 }
@@ -183,7 +183,7 @@ static ncclResult_t look(ncs_launcher* launcher, ncs_launched** ended) {
   return status;
 }
 
-/* Looks once; takes and gives back the lock. Where CUDA lets nobody look, the groups fail: their end is not seen. */
+/* Looks once; takes and gives back the lock. Where CUDA refuses the look, the groups fail: their end is not seen. */
 static ncclResult_t look_once(void* launcher_, ncs_failure* unused) {
   ncs_launcher* launcher = launcher_;
   ncs_launched* ended = NULL;
@@ -638,8 +638,8 @@ ncs_launch_failure ncs_launcher_get_pending(ncs_launcher* launcher) {
 }
 
 void ncs_launcher_interrupt(ncs_launcher* launcher) {
-  int64_t nobody = 0;
-  __atomic_compare_exchange_n(&launcher->interrupted_ns, &nobody, (int64_t)(1e9 * ncs_now_s()), 0, __ATOMIC_RELAXED,
+  int64_t never = 0;
+  __atomic_compare_exchange_n(&launcher->interrupted_ns, &never, (int64_t)(1e9 * ncs_now_s()), 0, __ATOMIC_RELAXED,
                               __ATOMIC_RELAXED);
 }
 

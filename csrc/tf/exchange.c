@@ -72,7 +72,7 @@ typedef struct {
   int64_t rank;     /* among those here */
   int64_t ranks;    /* of an arrival those of all processes, of a launch those here */
   int64_t number;   /* of the rank, among those of all processes */
-  int64_t in_place; /* broadcasts and all-reduces write into what the ranks give, memory that nobody else has */
+  int64_t in_place; /* broadcasts and all-reduces write into what the ranks give, memory that no other op has */
   int n;            /* tensors */
   int64_t* what;    /* [n][4]: kind, operation, root and NCCL's dtype of each */
 } exchange_kernel;

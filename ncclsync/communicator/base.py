@@ -101,7 +101,7 @@ class Communicator(contextlib.AbstractContextManager):
     peers: Peers | None = None  # the other processes, if there are any
     compares_batches = False  # whether the processes compare the batches that `Peers.on_batch` names
     reads_same_rows = True  # whether all processes read the same batches; False where each reads its own rows alone
-    enqueues: bool = False  # whether ops launch collectives on it and nobody waits for their ends
+    enqueues: bool = False  # whether ops launch collectives on it and the host does not wait for their ends
     failed_group: int = 0  # the first launched group that the last failure has ended, from 1
     was_delivered: bool = False  # whether an op may have computed with the failed groups' results
     agreed: float = math.inf  # the last group that all processes are known to have launched
@@ -268,7 +268,7 @@ class Communicator(contextlib.AbstractContextManager):
         return
 
     def interrupt(self) -> None:
-        """Let a collective that waits end soon; somebody has pressed Ctrl-C. Nothing to do where none waits."""
+        """Let a collective that waits end soon, after Ctrl-C. Nothing to do where none waits."""
         return
 
     def wait(self) -> None:

@@ -125,7 +125,7 @@ class Buffers:
                 )
 
     def check_apart(self, other: Buffers, first: int, may_be_same: bool = True) -> None:
-        """Raise ValueError if one of these overlaps one of the other's, but for what `may_be_same` allows.
+        """Raise ValueError if one of these overlaps one of the other's, except as `may_be_same` allows.
 
         Then two may be the same; or, where the one is several blocks, the other the one's block of its rank. `first` is
         the first buffer's rank.

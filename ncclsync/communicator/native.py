@@ -144,7 +144,7 @@ _TIMESTAMP = struct.Struct("=qqii")  # an ncs_timestamp, whose fields leave no g
 
 @ffi.def_extern()
 def ncs_hear_span(context: Any, span: int, ends: int, value: int) -> None:
-    """Pass a timestamp on to whoever listens; C calls it on the thread that records."""
+    """Pass a timestamp on to the listener; C calls it on the thread that records."""
     ffi.from_handle(context)(span, bool(ends), value)
 
 
@@ -169,7 +169,7 @@ class Timestamps:
         check(lib.ncs_meter_record(self.handle, span, ends, value), "ncs_meter_record")
 
     def listen(self, hear: Any) -> None:
-        """Let ``hear(span, ends, value)`` be called at each timestamp, on its thread; None: nobody."""
+        """Let ``hear(span, ends, value)`` be called at each timestamp, on its thread; None: no function."""
         self._heard_before = self._heard  # which a thread that records may still be calling
         self._heard = ffi.NULL if hear is None else ffi.new_handle(hear)
         listener = ffi.NULL if hear is None else lib.ncs_hear_span

@@ -184,7 +184,7 @@ class NcclCommunicator(Communicator):
         self._is_launched = self._on_host = False  # whether ops launch groups; on buffers in host memory
         self._ending = threading.Event()
         self._labels: list[tuple[tuple[type, str], ...]] = [()]  # of groups that ops launch
-        self._aborting: timeouts.Aside | None = None  # an abort that nobody waits for
+        self._aborting: timeouts.Aside | None = None  # an abort that runs on by itself
         self._lock = threading.Lock()  # NCCL: never two threads at once on one communicator
         self._user: int | None = None  # the thread that has the lock, in a call
         self._library = native.NcclLibrary()
@@ -212,7 +212,7 @@ class NcclCommunicator(Communicator):
 
     @property
     def enqueues(self) -> bool:  # type: ignore[override]
-        """Return whether groups are launched without anybody waiting for their ends."""
+        """Return whether groups are launched without a wait for their ends."""
         return self._is_launched and not self._on_host and not self._launcher.blocks
 
     def groups(self) -> tuple[int, int]:
@@ -242,7 +242,7 @@ class NcclCommunicator(Communicator):
         return len(self._labels) - 1
 
     def interrupt(self) -> None:
-        """Give up launched groups unless one ends within a second: somebody pressed Ctrl-C."""
+        """Give up launched groups unless one ends within a second, after Ctrl-C."""
         self._launcher.interrupt()
 
     def wait(self) -> None:
@@ -599,7 +599,7 @@ def _warn_of_pending(find: weakref.ref[NcclCommunicator], ending: threading.Even
         if communicator is None:
             return
         warned = communicator.look_after_pending(warned)
-        del communicator  # nobody else may have it while this sleeps
+        del communicator  # no reference may keep it alive while this sleeps
 
 
 def _name(kind: type, number: int, label: str, count: int, dtype: int) -> str:
@@ -626,5 +626,5 @@ def _let_end(held: weakref.ref[NcclCommunicator]) -> None:
     if communicator is not None and not communicator.closed:
         try:
             communicator.wait()
-        except NcclSyncError:  # nobody is left to raise it to
+        except NcclSyncError:  # no caller is left to raise it to
             logger.exception("What this process had launched has not ended well, and it ends now")

@@ -32,7 +32,7 @@ _SAME_CALLS = (
 SAME_MODEL = "Let all build the same model, with the same options"
 SAME_ROWS = (
     "Seed what shuffles or draws, by keras.utils.set_random_seed and tf.data's shuffle(seed=...); and divide no "
-    "dataset by process, as by shard(), but for an ncclsync.Local"
+    "dataset by process, as by shard(), except an ncclsync.Local"
 )
 
 
@@ -411,7 +411,7 @@ def shortened(words: str) -> str:
     return words if len(data) <= MOST_TEXT else data[: MOST_TEXT - 3].decode(errors="ignore") + "..."
 
 
-_ended_by = ""  # an exception that nobody has caught
+_ended_by = ""  # an exception that was not caught
 
 
 def end_with_process(end: Callable[[str], None]) -> None:

@@ -2,7 +2,7 @@
 
 Open MPI's mpirun, Slurm's srun, torchrun and what sets the same variables, and TF_CONFIG give each process its number
 and how many there are. The first of them that names several processes, in this order, counts. Others must agree with
-it, but for launchers that have started each other.
+it, except for launchers that have started each other.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Process:
 
     @property
     def if_left_over(self) -> str:
-        """Return what to do where nobody has started the other processes, for messages."""
+        """Return what to do if the other processes were not started, for messages."""
         names = ", ".join(_VARIABLES.get(self.launcher, ("TF_CONFIG",))[:2])
         return f"Where {self.launcher} has not started this process, unset {names}, or write processes=False"
 

@@ -160,7 +160,7 @@ class TcpCommunicator(CpuCommunicator):
         except BaseException as error:
             if peers.failure is None:
                 peers.failure = ProcessError(f"{type(error).__name__}: {error}")
-            for connection in self._data.values():  # nobody is to wait for this process
+            for connection in self._data.values():  # no other process is to wait for this one
                 connection.close()
             raise
 

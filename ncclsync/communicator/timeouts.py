@@ -168,7 +168,7 @@ def interruptible(on_interrupt: Callable[[], None] | None = None) -> Iterator[No
     Args:
         on_interrupt: is called at a Ctrl-C, in a thread of its own, for native code that waits without `wait`.
 
-    In any other thread, and where somebody else than Python itself handles Ctrl-C, this does nothing.
+    In any other thread, and where Python itself does not handle Ctrl-C, this does nothing.
 
     Raises:
         KeyboardInterrupt: somebody has pressed Ctrl-C, and what runs within has lost Python's KeyboardInterrupt or has

@@ -91,7 +91,7 @@ def replace_methods(model: keras.Model, methods: Mapping[str, Callable[..., Any]
 
 
 def restore_methods(model: keras.Model) -> None:
-    """Give a model back its own methods, but for those that the user has replaced meanwhile."""
+    """Give a model back its own methods, except those that the user has replaced meanwhile."""
     members = vars(model)
     for name, (own, method) in members.pop(_REPLACED, {}).items():
         if members.get(name) is method:

@@ -63,7 +63,7 @@ class Launched:
 
 
 def default_device() -> str:
-    """Return the device on which TensorFlow runs what nobody places."""
+    """Return the device on which TensorFlow runs an op without a device."""
     return "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
 
 

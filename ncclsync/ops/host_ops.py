@@ -69,7 +69,7 @@ def create(
 ) -> tf.Operation:
     """Add an op of ncclsync's, with outputs of these dtypes, to the graph that is being built. Raises as `register`.
 
-    A stateful one waits for its inputs alone, and runs though nobody needs its results, in a `tf.function` too.
+    A stateful op waits for its inputs alone, and runs even if its results are not used, in a `tf.function` too.
     """
     register()
     node = tf.compat.v1.NodeDef()

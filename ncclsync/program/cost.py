@@ -59,7 +59,7 @@ class StepWork:
     Attributes:
         own: [ops, COUNTS, POWERS] of what a tower does for its rows alone, or on whatever has no rows.
         alike: what every tower does for all rows.
-        wholes: rows that all towers receive, but for the slices of sparse gradients.
+        wholes: rows that all towers receive, except the slices of sparse gradients.
     """
 
     own: np.ndarray
@@ -72,7 +72,7 @@ class Costs:
 
     Attributes:
         roofline: of the step's graph.
-        wholes: rows that all towers receive, but for the slices of sparse gradients.
+        wholes: rows that all towers receive, except the slices of sparse gradients.
         alike, by_rows: ops that every tower does for all rows, and for its own.
     """
 

@@ -21,7 +21,7 @@ _COPIED = {
 
 
 def own_memory(definition: tf.compat.v1.GraphDef) -> list[Any]:
-    """Copy, in place, each value right before it is assigned, in functions too, but for XLA's; return new functions."""
+    """Copy, in place, each value right before it is assigned, in functions too, except XLA's; return new functions."""
     _copy_before_writes(definition.node, output="")
     return change_functions(
         definition,

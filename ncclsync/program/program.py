@@ -196,9 +196,9 @@ class Program:
             the batch) of what is restored if a step fails on the way: what is written before the last segment, or
             all, if that one may fail or the step may be undone.
         finite: name of a bool tensor [towers with samples, gradients], equal on all towers: which
-            gradients are finite; None if nobody asks. If one is not, the step is to be undone.
+            gradients are finite; None if `on_nonfinite` is not set. If one is not, the step is to be undone.
         gradients: names of the variables of these gradients.
-        noise: name of the result of `gradient_moments`, equal on all towers; None if nobody asks.
+        noise: name of the result of `gradient_moments`, equal on all towers; None if `NoiseScale` does not ask.
         updates: (name of a variable's handle, the exchange's result that its new value rests on).
         jit_compile: whether XLA compiles the segments.
     """

@@ -16,7 +16,7 @@ from ncclsync.program.graph import StepGraph
 
 
 def read_rows_only(definition: tf.compat.v1.GraphDef, graph: StepGraph, needed: Collection[OpName]) -> None:
-    """Replace, in a segment's nodes, reads of variables that only rows are taken of, but for the `needed` nodes."""
+    """Replace, in a segment's nodes, reads of variables that only rows are taken of, except by the `needed` nodes."""
     sparse = {handle for op in graph.ops if op.type.startswith("ResourceScatter") for handle in graph.writes[op.name]}
     reads = [node for node in definition.node if node.op == "ReadVariableOp" and node.input[0] in sparse]
     nodes = {node.name: node for node in definition.node}

@@ -671,7 +671,7 @@ def passed_on(tensor: tf.Tensor, *also: str) -> tf.Tensor:
 def given_by(ways: Sequence[tuple[tf.Tensor, Any]]) -> Sequence[tuple[tf.Tensor, Any]]:
     """Return the branches that give a result, of (the result, what is known of it) of each.
 
-    Where XLA compiles, other branches have an op in its place that gives nothing anybody uses.
+    Where XLA compiles, other branches have an op in its place whose results are not used.
     """
     return [way for way in ways if passed_on(way[0]).op.type != "FakeParam"] or ways
 

@@ -17,7 +17,7 @@ class Role(enum.Enum):
 
     SAME = "same"  # equal on all towers between steps: weights, optimizer slots, moving statistics
     SUM = "sum"  # tower 0 holds the sum, the others zero: metric state
-    PARTIAL = "partial"  # each tower holds a part, and tower 0 the sum when somebody looks: accumulated gradients
+    PARTIAL = "partial"  # each tower holds a part, and tower 0 the sum when it is read: accumulated gradients
     PARTITION = "partition"  # each tower holds other elements: a sharded optimizer's state
     SEED = "seed"  # different by design, unless all towers are to draw from the same: random state
 

@@ -331,5 +331,5 @@ def _take_rows(leaf: Any, begin: tf.Tensor, end: tf.Tensor) -> Any:
         return tf.strided_slice(leaf, begin, end, [1])  # made in a quarter of the time of leaf[begin:end]
     rest = leaf.dense_shape[1:]
     start = tf.concat([tf.cast(begin, tf.int64), tf.zeros_like(rest)], 0)
-    # Its dense shape is that of the slice, but for a last one that would reach beyond the end.
+    # Its dense shape is that of the slice, except for a last slice that would reach beyond the end.
     return tf.sparse.slice(leaf, start, tf.concat([tf.cast(end - begin, tf.int64), rest], 0))

@@ -175,7 +175,7 @@ def _shape_of_numbers(call: Call) -> Sequence[Placement] | None:
 
 @_numbered("Sub")
 def _less_numbers(call: Call) -> Sequence[Placement] | None:
-    """Place the lengths of a ragged tensor's rows; or how many rows there are: as many as splits, but for one."""
+    """Place the lengths of a ragged tensor's rows; or how many rows there are: one less than splits."""
     one, other = call.inputs
     if (one.op, other.op) == ("ends", "begins"):
         same = call.op.inputs[0].op.inputs[0] is call.op.inputs[1].op.inputs[0]

@@ -2,7 +2,7 @@
 
 A wrong number that a tower computes enters the sum of gradients, and all towers then hold the same wrong weights: who
 compares weights sees nothing. Here towers compute, besides their own shards, those of their neighbours, up to the last
-exchange of the step. On their way they read and write copies of their own, but for weights that nobody writes before.
+exchange of the step. On their way they read and write copies of their own, except weights that are not written before.
 So the step's results are unchanged.
 """
 

@@ -170,7 +170,7 @@ class Exchanges:
             collectives = [AllGather((), (), label) for label in call.labels]
         span = self._begin(call)
         launched = self._launch(columns, collectives, call.done, in_place=self._layout.adds_up)
-        if span.ops:  # only then is anybody waited for
+        if span.ops:  # only then is there anything to wait for
             with tf.control_dependencies(span.ops):
                 self.recorded += span.end([launched.ended()])
         for tower, received in zip(self._layout.tower_places, self._received, strict=True):

@@ -113,7 +113,7 @@ class Staging:
                 parts += [shards.shares[shard].fraction, *components_of(batch)]
             return parts
 
-        # tf.function would return copies, by ops that nobody places: all of them on one GPU.
+        # tf.function would return copies, by ops without a device: all of them on one GPU.
         self.fetch = tf.compat.v1.wrap_function(next_batch, [tf.TensorSpec([], tf.resource)])
         leaves = [tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in self.fetch.structured_outputs]
         made = tf.compat.v1.wrap_function(bring, leaves)

@@ -205,7 +205,7 @@ def _is_error(record: logging.LogRecord) -> bool:
 
 
 def _why_no_gpu() -> str:
-    """Return why TensorFlow sees none of the host's GPUs; "" where there are none, or somebody hides them for good."""
+    """Return why TensorFlow sees none of the host's GPUs; "" where there are none, or they are hidden."""
     count, value = host_gpus.count_gpus(), os.environ.get(host_gpus.VISIBLE)
     if not count or value in ("", "-1") or tf.config.list_physical_devices("GPU"):
         return ""

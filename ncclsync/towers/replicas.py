@@ -290,7 +290,7 @@ class Replicas:
         self._pending.difference_update(sent)
 
     def _values(self, variable: tf.Variable, role: Role) -> Iterator[tuple[int, tf.Tensor]]:
-        """Yield (place, value) for this process' towers, by their place among them, but for tower 0, from its value.
+        """Yield (place, value) for this process' towers, by their place among them, except tower 0, from its value.
 
         Identical values are broadcast into fresh tensors, which the copies then own: no staging buffer.
         """

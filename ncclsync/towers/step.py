@@ -317,7 +317,7 @@ class TowerStep(TracedStep):
                 "does, and take the first one's in the step"
             )
         elif losses.share > MOST_LOST:
-            # Once for all sizes of batches, and for whoever calls the step.
+            # Once for all sizes of batches, and for all callers of the step.
             self.towers.session.warn_once(str(losses), about=str(sorted(one.place for one in losses.places)))
 
     def last(self) -> tuple[Program, Any] | None:

@@ -84,7 +84,7 @@ def maker(model: keras.Model, towers: Towers, kind: str) -> Callable[..., Any]:
         return getattr(model, attribute)
 
     if name not in vars(model) and getattr(type(model), name) is getattr(keras.Model, name):
-        return make  # nobody overrides it
+        return make  # no class overrides it
     known: Any = None  # the last function that the override made
 
     @functools.wraps(own)

@@ -143,7 +143,7 @@ def _arrange(callbacks: list[Any], name: str, model: keras.Model, towers: Towers
 
 
 def _compare_classes(callbacks: Sequence[Any], name: str, model: keras.Model, towers: Towers) -> None:
-    """See that all processes have callbacks of the same classes, but for those that only write."""
+    """See that all processes have callbacks of the same classes, except those that only write."""
     # A save of state that towers hold parts of needs all processes.
     optimizers = [one for one in vars(model).values() if isinstance(one, keras.optimizers.Optimizer)]
     accumulates = any(getattr(one, "gradient_accumulation_steps", None) for one in optimizers)

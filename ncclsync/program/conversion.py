@@ -24,7 +24,7 @@ from ncclsync.program.roofline import Size, product
 from ncclsync.semantics import rules, uneven
 from ncclsync.semantics.axes import BATCHES, Axes, Items, given_rows
 from ncclsync.semantics.functions import Functions
-from ncclsync.semantics.placements import LOCAL, MEAN, PIECE, REPLICATE, SUM, Kind, Placement
+from ncclsync.semantics.placements import LOCAL, MEAN, PIECE, REPLICATE, SUM, Detail, Kind, Placement
 from ncclsync.semantics.placing import REPEATABLE, Placer, Refused, is_zero, serves
 
 GATHER, FOLLOW = Collective(CollectiveKind.ALL_GATHER), Collective(CollectiveKind.BROADCAST)
@@ -206,11 +206,11 @@ class Conversions(Placer):
         if before.kind is Kind.COUNTS:
             return self._total_counts(tensor, before, op)
         if before.kind is Kind.LOCAL:
-            if tensor.dtype.is_floating and before.op == "mean":
+            if tensor.dtype.is_floating and before.detail is None:
                 return self.exchange(tensor, Collective(CollectiveKind.ALL_REDUCE, "mean"), op)
             return self.followed(tensor, op)
         numbers = uneven.numbered(before)
-        if numbers is not None and before.op in ("own", "every") and before.counts[0] > 0:
+        if numbers is not None and before.detail in (Detail.OWN, Detail.EVERY) and before.counts[0] > 0:
             return self.convert(self.convert(tensor, before, numbers, op), numbers, REPLICATE, op)
         if before == PIECE and tensor.name in self.traced.argument_placements:  # the row splits of all rows
             lengths = self.exchange(tensor[1:] - tensor[:-1], GATHER, op)

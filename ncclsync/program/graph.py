@@ -17,7 +17,7 @@ from ncclsync.program.program import Exchange
 from ncclsync.program.trace import Trace
 from ncclsync.semantics.axes import Axes
 from ncclsync.semantics.functions import Functions, in_order
-from ncclsync.semantics.placements import LOCAL, PIECE, REPLICATE, Kind, Placement, rows, shard
+from ncclsync.semantics.placements import LOCAL, PIECE, REPLICATE, Detail, Kind, Placement, rows, shard
 from ncclsync.semantics.roles import Role, role_of
 
 
@@ -29,9 +29,7 @@ class _Frozen:
     def freeze(self) -> None:
         """Let nothing change it from now on."""
         views: dict[type, Any] = {dict: types.MappingProxyType, list: tuple, set: frozenset}
-        for name, value in vars(self).items():
-            if type(value) in views:
-                vars(self)[name] = views[type(value)](value)
+        vars(self).update({n: views[type(v)](v) for n, v in vars(self).items() if type(v) in views})
         self._frozen = True
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -56,12 +54,11 @@ class TracedGraph(_Frozen):
         count = len(given) - len(function.captured_inputs)
         self.arguments = tuple(given[:count])
         self.row_splits: set[TensorName] = set()  # of ragged leaves whose values lie in rows, not in rows of rows
-        self.argument_placements = self._place_arguments()
+        self.argument_placements = self._place_arguments(trace)
         by_handle = {id(variable.handle): variable for variable in function.variables}
         pairs = list(zip(given[count:], function.captured_inputs, strict=True))
         self.captures = tuple((name, tensor) for name, tensor in pairs if id(tensor) not in by_handle)
-        variables = {name: by_handle[id(tensor)] for name, tensor in pairs if id(tensor) in by_handle}
-        self.variable_of: dict[TensorName, tf.Variable] = variables
+        variables = self.variable_of = {name: by_handle[id(one)] for name, one in pairs if id(one) in by_handle}
         each = {id(variable): rows for variable, rows in trace.opened}
         self.opened = tuple((name, v, each[id(v)]) for name, v in variables.items() if id(v) in each)
         self.role = {n: Role.SAME if id(v) in shared else role_of(v, same_seeds) for n, v in variables.items()}
@@ -85,9 +82,8 @@ class TracedGraph(_Frozen):
         self.passing = {op.name for op in self.ops if op.name in trace.marks or op.type == "IdentityN"}
         self.freeze()
 
-    def _place_arguments(self) -> dict[TensorName, Placement]:
+    def _place_arguments(self, trace: Trace) -> dict[TensorName, Placement]:
         """Place what a tower is given: its rows of the batch, and what it knows of them."""
-        trace = self.trace
         placed: dict[TensorName, Placement] = {tensor.name: LOCAL for tensor in (*trace.share, *trace.site)}
         placed[trace.share.total.name] = REPLICATE
         for leaf in tf.nest.flatten(trace.batch):
@@ -97,7 +93,7 @@ class TracedGraph(_Frozen):
                 first, *others = tf.nest.flatten(leaf, expand_composites=True)
                 if isinstance(leaf, tf.SparseTensor):
                     values, shape = others
-                    placed[first.name] = Placement(Kind.INDICES, op="own", counts=(1, 1), unit=values.name)
+                    placed[first.name] = Placement(Kind.INDICES, detail=Detail.OWN, counts=(1, 1), unit=values.name)
                     placed[values.name] = shard(unit=values.name)
                     placed[shape.name] = rows((1, *[0] * (leaf.shape.rank - 1)))
                 else:  # values, and the splits of their rows, from the outermost
@@ -138,9 +134,8 @@ class TracedGraph(_Frozen):
 class StepGraph(_Frozen):
     """Describe a step with what its partition puts in, which alone adds to it, and then freezes it.
 
-    All passes after that read one description, which none changes. A tensor has the name that TensorFlow gave it, as
-    all layers' dictionaries have it for a key: a `TensorName`, which a type checker takes neither for an `OpName` nor
-    for another string.
+    A tensor has the name that TensorFlow gave it, as all layers' dictionaries have it for a key: a `TensorName`, which
+    a type checker takes neither for an `OpName` nor for another string.
     """
 
     def __init__(self, traced: TracedGraph, functions: Functions, axes: Axes) -> None:
@@ -157,7 +152,7 @@ class StepGraph(_Frozen):
         self.differing: set[TensorName] = set()  # tensors that may differ
         self.exchanges: dict[TensorName, Exchange] = {}  # by name of the result
         self.folds: set[OpName] = set()  # ops that write the sums of all towers' metric state, at the end of the step
-        self.outputs: list[tuple[TensorName, str]] = []
+        self.outputs: list[tuple[TensorName, bool]] = []  # see `Program`
 
     def tensor(self, name: TensorName) -> tf.Tensor:
         """Return a tensor of the trace, or one that was put in."""

@@ -57,8 +57,7 @@ class Partition(Conversions):
         """Take a step; `exact`: whether what a choice makes local is to be the batch's; see `Target.many_shards`."""
         super().__init__(traced)
         self._results, self._exact = results, exact
-        given = traced.argument_placements.items() if many_shards else ()
-        self.graph.differing.update(name for name, placed in given if not placed.whole)
+        self.graph.differing.update(n for n, one in traced.argument_placements.items() if many_shards and not one.whole)
         self._on_gpus = "GPU" in traced.home_device and not tf_compat.is_op_determinism_enabled()
         self.warned: list[str] = []
         self.normalized: list[str] = []
@@ -232,10 +231,9 @@ class Partition(Conversions):
     def variables_of_rows(self) -> tuple[tuple[tf.Variable, int], ...]:
         """Return variables whose number of rows the trace has taken for the batch's; and how many for each sample."""
         return tuple(
-            (variable, self.fixed[variable.shape[0]])
-            for variable in self.traced.variable_of.values()
-            if variable.shape.rank and variable.shape[0] in self.fixed
-            if not (variable.trainable or self.traced.opened)
+            (one, self.fixed[one.shape[0]])
+            for one in self.traced.variable_of.values()
+            if one.shape.rank and one.shape[0] in self.fixed and not (one.trainable or self.traced.opened)
         )
 
     # Ops that are made whole.
@@ -513,7 +511,7 @@ class Partition(Conversions):
             elif placed != rules.shard():
                 tensor = self.convert(tensor, placed, REPLICATE, result.op)
             joins = self._results is Results.COMBINED and placed == rules.shard()
-            graph.outputs.append((tensor.name, "concat" if joins else "first"))
+            graph.outputs.append((tensor.name, joins))
 
     def _fold_metrics(self) -> None:
         """Add up metric state at the end of a step: the first tower of a process keeps the sum, the others zero."""

@@ -69,8 +69,9 @@ def first_difference(trace: Trace, home_device: str, batch: Any, towers: int) ->
     roots = [exchange.collective.root for exchange in graph.exchanges.values()]
     count = towers if any(root >= _TOWERS for root in roots) else min(towers, _TOWERS)
     few, most = 2 * count + 1, rows_of(batch) or 0
-    variables = traced.variable_of.items()
-    state = {name: tf.raw_ops.ReadVariableOp(resource=one.handle, dtype=one.dtype) for name, one in variables}
+    state = {
+        name: tf.raw_ops.ReadVariableOp(resource=v.handle, dtype=v.dtype) for name, v in traced.variable_of.items()
+    }
     with _precise(), tf.device(f"/{home_device}"):
         for rows in [few, most] if most >= count else [few]:
             with tf.device("/CPU:0"):
@@ -103,7 +104,7 @@ class _Check:
 
     def __init__(self, placing: Partition, whole: Shards, parts: Shards, state: Mapping[TensorName, Any]) -> None:
         """Begin with what the variables hold, by the names of their handles."""
-        graph, traced = self._graph, _ = placing.graph, placing.traced
+        self._graph, traced = placing.graph, placing.traced
         self._start = state
         self._shares = [*whole.shares, *parts.shares]
         sites = map(_site, [0, *range(len(parts.shares))])
@@ -123,14 +124,14 @@ class _Check:
         self._writers: dict[TensorName, tf.Operation] = {}  # the last one of each variable
         # By an op's name and its inputs' ids: these, which so live on, and the results.
         self._made: dict[tuple[Any, ...], tuple[list[Any], list[Any]]] = {}
-        floats = [t.dtype for op in graph.ops for t in op.outputs if t.dtype in _TOLERANCES]
+        floats = [t.dtype for op in self._graph.ops for t in op.outputs if t.dtype in _TOLERANCES]
         self._dtype = min(floats or [tf.float32], key=[*_TOLERANCES].index)
         self._scales: dict[TensorName, float] = {}  # of parts: the largest magnitude of their addends
         self._counts_towers: set[TensorName] = set()  # tensors with a row for each tower, and numbers of such rows
         # By the names of the towers' tensors: how they are placed, what makes them in the trace, and of which tensors.
         self._traced: dict[TensorName, tuple[Placement, tf.Operation, list[TensorName]]] = {}
         for name, (tensor, placed) in placing.placed.items():
-            op, mark = graph.tensor(name).op, placing.marks.get(op_name(name))
+            op, mark = self._graph.tensor(name).op, placing.marks.get(op_name(name))
             # A sparse gradient's slices may come in another order: what they write is compared. Bits are not rounded.
             is_sparse = mark is not None and mark.purpose in (Purpose.SLICES, Purpose.SLICES_PART)
             if not is_sparse and op.type != "Bitcast" and tensor.dtype not in (tf.variant, tf.resource):

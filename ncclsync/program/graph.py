@@ -146,7 +146,7 @@ class StepGraph(_Frozen):
         self.controls: dict[OpName, Sequence[OpName]] = dict(traced.controls)
         self.writes, self.must_run = dict(traced.writes), set(traced.must_run)
         self.ops: list[tf.Operation] = []  # that are computed, inputs before consumers
-        self.by_name: dict[OpName, tf.Operation] = {}  # and of those that are run within others
+        self.by_name: dict[OpName, tf.Operation] = {}  # of these, and of those that tower 0 alone runs
         self.open_axes: dict[TensorName, int] = {}  # of tensors that have a tower's rows, where the trace has a length
         self.local: set[OpName] = set()  # ops that compute on what differs between towers
         self.differing: set[TensorName] = set()  # tensors that may differ

@@ -87,7 +87,7 @@ def find_chains(graph: StepGraph, shapes: Shapes, ops: Sequence[OpName], needed:
     return chains
 
 
-def _operands(graph: StepGraph, name: OpName) -> list[TensorName]:
+def _operands(graph: StepGraph, name: OpName) -> Sequence[TensorName]:
     """Return the operands that a member computes with."""
     of_one = graph.by_name[name].type in {"BroadcastTo", *_SUMMING}
     return graph.inputs[name][: 1 if of_one else None]

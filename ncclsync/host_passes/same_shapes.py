@@ -39,7 +39,7 @@ class Shapes:
     def __init__(self, graph: StepGraph):
         """Know the step: its segments are to be entered in their order."""
         self._graph = graph
-        self._kernels = graph.kernels
+        self._kernels = graph.axes.kernels
         self._specs: dict[TensorName, tf.TensorSpec] = {}
         self._shapes: dict[TensorName, _Cases] = {}
         self._values: dict[TensorName, _Cases | None] = {}
@@ -87,7 +87,7 @@ class Shapes:
     def _cases(self, name: TensorName) -> _Cases:
         """Return the shape in all cases; None in place of one whose rank is not known."""
         if name not in self._shapes:
-            shape, has_rows = self.spec(name).shape, self._graph.argument_placements.get(name) == shard()
+            shape, has_rows = self.spec(name).shape, self._graph.traced.argument_placements.get(name) == shard()
             if shape.rank is None:
                 self._shapes[name] = (None,) * len(BATCHES)
             else:

@@ -9,7 +9,7 @@ import dataclasses
 import enum
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import tensorflow as tf
 
@@ -18,7 +18,8 @@ from ncclsync.compat.names import OpName
 from ncclsync.compat.source_lines import user_line
 from ncclsync.errors import NcclSyncError
 
-REDUCE_OPS = ("mean", "sum", "prod", "max", "min")
+ReduceOp = Literal["mean", "sum", "prod", "max", "min"]  # "mean" weighs each tower by its samples
+REDUCE_OPS: tuple[ReduceOp, ...] = get_args(ReduceOp)
 _NO_MARK = OpName("")
 
 
@@ -51,7 +52,7 @@ class Collective:
     """Describe how a tensor is joined with the other towers' tensors."""
 
     kind: CollectiveKind
-    op: str = "sum"  # an element of `REDUCE_OPS`; "mean" weighs each tower by its samples
+    op: ReduceOp = "sum"
     root: int = 0  # the tower that a broadcast starts from
     empty_too: bool = False  # whether towers without samples take part, with values kept from earlier batches
 

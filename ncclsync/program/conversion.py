@@ -18,12 +18,13 @@ from ncclsync.errors import NcclSyncError
 from ncclsync.ops import Collective, CollectiveKind, Purpose
 from ncclsync.ops.carriers import carried, delivered
 from ncclsync.program.cost import Costs
-from ncclsync.program.graph import StepGraph
+from ncclsync.program.graph import StepGraph, TracedGraph, opened
 from ncclsync.program.program import Exchange
 from ncclsync.program.roofline import Size, product
 from ncclsync.semantics import rules, uneven
 from ncclsync.semantics.axes import BATCHES, Axes, Items, given_rows
-from ncclsync.semantics.placements import LOCAL, MEAN, PIECE, REPLICATE, SUM, Kind, Placement
+from ncclsync.semantics.functions import Functions
+from ncclsync.semantics.placements import LOCAL, MEAN, PIECE, REPLICATE, SUM, Detail, Kind, Placement
 from ncclsync.semantics.placing import REPEATABLE, Placer, Refused, is_zero, serves
 
 GATHER, FOLLOW = Collective(CollectiveKind.ALL_GATHER), Collective(CollectiveKind.BROADCAST)
@@ -37,75 +38,73 @@ class Conversions(Placer):
     """Hold where a step's tensors are, and convert them.
 
     Attributes:
-        graph: the step; is changed.
+        traced, graph: the step; what is made of it.
         placed: by the traced tensor's name: what stands for it on a tower, and how that is placed.
         declared: lengths that are fixed, of so many rows for each sample.
         costs: of the step.
         converted: tensors that stand for others, by what they stand for and both placements.
         rows_of: PARTIAL tensors that have as many rows as the batch, once whole, with the placement of these.
-        differing: names of tensors that may differ between towers.
         reduced_reads: names of reads of metric state that were reduced.
-        order, appended: the ops that are computed, in their order; their names.
         joins_slices: ops that put the slices of a weight that is used several times one after the other.
     """
 
-    def __init__(self, graph: StepGraph) -> None:
+    def __init__(self, traced: TracedGraph) -> None:
         """Take a step of which nothing is placed."""
-        rowed = [name for name, placed in graph.argument_placements.items() if placed == rules.shard()]
-        known = {name: given_rows(graph.tf_graph.get_tensor_by_name(name)) for name in rowed}
+        rowed = [name for name, placed in traced.argument_placements.items() if placed == rules.shard()]
+        known = {name: given_rows(traced.tf_graph.get_tensor_by_name(name)) for name in rowed}
         known |= {
             handle: Items(tuple((each * batch.rows, *variable.shape[1:]) for batch in BATCHES))
-            for handle, variable, each in graph.opened
+            for handle, variable, each in traced.opened
         }
-        known |= {name: tuple((batch.rows + 1,) for batch in BATCHES) for name in graph.row_splits}
-        super().__init__(graph.calls, Axes(graph.calls, known, kernels=graph.kernels))
-        graph.constant, graph.lengths = self.axes.constant, self.axes.lengths
-        self.row_splits = graph.row_splits
-        self.graph, self.share = graph, graph.share
+        known |= {name: tuple((batch.rows + 1,) for batch in BATCHES) for name in traced.row_splits}
+        functions = Functions(traced.definition.library.function, traced.tf_graph)
+        super().__init__(functions, Axes(functions, known))
+        self.traced, self.graph = traced, StepGraph(traced, functions, self.axes)
+        self.row_splits, self.share, self.marks = traced.row_splits, traced.trace.share, traced.trace.marks
         self.placed: dict[TensorName, tuple[tf.Tensor, Placement]] = {}
-        self.declared = {(int(variable.shape[0]), each) for _, variable, each in graph.opened}
+        self.declared = {(int(variable.shape[0]), each) for _, variable, each in traced.opened}
         self.costs = Costs(self.functions, self.axes)
         self.converted: dict[tuple[TensorName, Placement, Placement], tf.Tensor] = {}
         self._exchanged: dict[tuple[TensorName, Collective, TensorName | None], tf.Tensor] = {}
         self._extents: dict[TensorName, tuple[tf.Tensor, tf.Tensor, tf.Tensor]] = {}
         self.rows_of: dict[TensorName, Placement] = {}
-        self.differing = graph.differing
         self.reduced_reads: set[OpName] = set()
-        self.order: list[tf.Operation] = []
-        self.appended: set[OpName] = set()
-        self._seen = len(graph.tf_graph.get_operations())
+        self._seen = len(traced.tf_graph.get_operations())
         self._line_of: dict[OpName, str] = {}
-        marked = [name for name, mark in graph.marks.items() if mark.purpose == Purpose.SLICES and name in graph.inputs]
-        self.joins_slices = {op_name(tensor) for name in marked for tensor in graph.inputs[name]} & {
-            op.name for op in graph.ops if op.type == "ConcatV2"
+        marked = [name for name, mark in self.marks.items() if mark.purpose == Purpose.SLICES and name in traced.inputs]
+        self.joins_slices = {op_name(tensor) for name in marked for tensor in traced.inputs[name]} & {
+            op.name for op in traced.ops if op.type == "ConcatV2"
         }
 
     def append(self, op: tf.Operation) -> None:
         """Compute an op next, unless it was computed before."""
-        if op.name in self.appended:
+        graph = self.graph
+        if op.name in graph.by_name:
             return
-        self.appended.add(op.name)
-        self.order.append(op)
-        if any(name in self.differing for name in self.graph.inputs[op.name]):
-            self.graph.local.add(op.name)
+        graph.ops.append(op)
+        graph.by_name[op.name] = op
+        if not graph.differing.isdisjoint(graph.inputs[op.name]):
+            graph.local.add(op.name)
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
         """Take over the ops that are made meanwhile, to be computed before the op that is being placed."""
         graph = self.graph
-        with graph.tf_graph.as_default(), tf.name_scope("ncclsync_partition/"), tf.device(None):
+        with self.traced.tf_graph.as_default(), tf.name_scope("ncclsync_partition/"), tf.device(None):
             yield
-        made = graph.tf_graph.get_operations()[self._seen :]
+        made = self.traced.tf_graph.get_operations()[self._seen :]
         self._seen += len(made)
         made = [op for op in made if not op.outputs or op.outputs[0].name not in graph.exchanges]
         if any(map(tf_compat.calls_functions, made)):
-            definitions = graph.tf_graph.as_graph_def().library.function
-            graph.functions.update((definition.signature.name, definition) for definition in definitions)
+            definitions = self.traced.tf_graph.as_graph_def().library.function
+            self.functions.definitions.update((definition.signature.name, definition) for definition in definitions)
         for op in made:
-            graph.take_in(op)
+            graph.nodes[op.name], graph.writes[op.name] = op.node_def, set()
+            graph.inputs[op.name] = [tensor.name for tensor in op.inputs]
+            graph.controls[op.name] = [control.name for control in op.control_inputs]
             self.append(op)
             if op.name in graph.local:
-                self.differing.update(output.name for output in op.outputs)
+                graph.differing.update(output.name for output in op.outputs)
 
     def exchange(
         self, tensor: tf.Tensor, collective: Collective, op: tf.Operation, when: TensorName | None = None
@@ -115,7 +114,7 @@ class Conversions(Placer):
         if key in self._exchanged:
             return self._exchanged[key]
         if op.name not in self._line_of:
-            mark = graph.marks.get(op.name)
+            mark = self.marks.get(op.name)
             self._line_of[op.name] = user_line(op.traceback) if mark is None else mark.line
         sent, wire = tensor, collective
         if tensor.dtype.name not in native.DTYPES and not collective.concatenates:  # rows are, as they are
@@ -124,12 +123,12 @@ class Conversions(Placer):
             with self.building():
                 sent = carried(tensor)
         shape = collective.shape(graph.spec(sent.name).shape)
-        with graph.tf_graph.as_default(), tf.name_scope(""):
+        with self.traced.tf_graph.as_default(), tf.name_scope(""):
             result = tf.compat.v1.placeholder(sent.dtype, shape, name=f".exchange_{len(graph.exchanges)}")
         line = self._line_of[op.name]
         graph.exchanges[result.name] = Exchange(sent.name, result.name, wire, shape, sent.dtype, when, line)
         if collective.differs:
-            self.differing.add(result.name)
+            graph.differing.add(result.name)
         if sent is not tensor:
             with self.building():
                 result = delivered(result, tensor.dtype)
@@ -153,7 +152,7 @@ class Conversions(Placer):
         """Return whether every tower can compute all of a tensor by so many element-wise ops of what it has whole."""
         if placed.whole or (placed.kind is not Kind.LOCAL and (tensor.name, placed, REPLICATE) in self.converted):
             return True
-        op, given = tensor.op, self.graph.traced_inputs.get(tensor.op.name)
+        op, given = tensor.op, self.traced.inputs.get(tensor.op.name)
         if not depth or given is None or op.type not in rules.ELEMENTWISE | rules.MOVING:
             return placed.kind is Kind.COUNTS and not placed.unit
         return all(self.spares(*self.placed[name], depth - 1) for name in given)
@@ -201,19 +200,19 @@ class Conversions(Placer):
             if tensor.op.type == "ReadVariableOp":
                 self.reduced_reads.add(tensor.op.name)
             reduced = self.exchange(tensor, Collective(CollectiveKind.ALL_REDUCE, before.op), op)
-            if (size := self.costs.roofline.size_bytes(tensor)).power and op.name not in self.graph.marks:
+            if (size := self.costs.roofline.size_bytes(tensor)).power and op.name not in self.marks:
                 self.costs.receive(op, size, CollectiveKind.ALL_REDUCE)
             return reduced
         if before.kind is Kind.COUNTS:
             return self._total_counts(tensor, before, op)
         if before.kind is Kind.LOCAL:
-            if tensor.dtype.is_floating and before.op == "mean":
+            if tensor.dtype.is_floating and before.detail is None:
                 return self.exchange(tensor, Collective(CollectiveKind.ALL_REDUCE, "mean"), op)
             return self.followed(tensor, op)
         numbers = uneven.numbered(before)
-        if numbers is not None and before.op in ("own", "every") and before.counts[0] > 0:
+        if numbers is not None and before.detail in (Detail.OWN, Detail.EVERY) and before.counts[0] > 0:
             return self.convert(self.convert(tensor, before, numbers, op), numbers, REPLICATE, op)
-        if before == PIECE and tensor.name in self.graph.argument_placements:  # the row splits of all rows
+        if before == PIECE and tensor.name in self.traced.argument_placements:  # the row splits of all rows
             lengths = self.exchange(tensor[1:] - tensor[:-1], GATHER, op)
             return tf.concat([tf.zeros([1], lengths.dtype), tf.cumsum(lengths)], 0)
         if before.kind in RECOMPUTED:  # such as a cast of the rows' places
@@ -256,7 +255,7 @@ class Conversions(Placer):
                 "Expected a loop that can be run again for the whole batch. Received: "
                 f"{op.type}, which writes a variable, at {user_line(op.traceback)}. Write it outside the loop"
             )
-        given = [self.placed[name] for name in self.graph.traced_inputs[op.name]]
+        given = [self.placed[name] for name in self.traced.inputs[op.name]]
         inputs = [self.convert(one, placed, REPLICATE, op) for one, placed in given]
         return tf_compat.copied_op(op, inputs).outputs[tensor.value_index]
 
@@ -273,7 +272,7 @@ class Conversions(Placer):
                 moved = tf.reshape(moved, tf.concat([[before.blocks, -1], rest], 0))
                 moved = _swapped(moved, rank)  # [rows, blocks, ...]
         whole = self.exchange(moved, GATHER, op)
-        if op.name not in self.graph.marks and op.name not in self.joins_slices:
+        if op.name not in self.marks and op.name not in self.joins_slices:
             lengths = self.costs.roofline.lengths(tensor)
             others = lengths[: before.axis] + lengths[before.axis + 1 :]
             rows = Size(max(before.each, 1) * max(before.blocks, 1) * max(tensor.dtype.size, 1), 1)
@@ -290,8 +289,8 @@ class Conversions(Placer):
         if not unit:
             return self.share.begin, self.share.rows, self.share.total
         if unit not in self._extents:
-            named = self.graph.tf_graph.get_tensor_by_name(unit)
-            ends = self.graph.argument_placements.get(unit) == PIECE
+            named = self.graph.tensor(unit)
+            ends = self.traced.argument_placements.get(unit) == PIECE
             count = tf.cast(named[-1], tf.int32) if ends else tf.shape(named)[0]
             every = self.exchange(tf.stack([self.share.begin, count])[None], GATHER, op)
             before = tf.where(every[:, 0] < self.share.begin, every[:, 1], 0)
@@ -312,7 +311,7 @@ class Conversions(Placer):
             begin, size = tf.where(broadcast, 0, begin), tf.where(broadcast, 1, size)
         else:
             self.declared.add((known, after.blocks * max(after.each, 1)))
-        if after.blocks > 1 or self.graph.jit_compile:  # a slice XLA compiles anew for each first row
+        if after.blocks > 1 or self.traced.trace.jit_compile:  # a slice XLA compiles anew for each first row
             blocks = after.blocks if broadcast is None else tf.where(broadcast, 1, after.blocks)
             starts = tf.range(blocks) * (length // after.blocks) + begin
             places = tf.reshape(starts[:, None] + tf.range(size)[None], [-1])
@@ -320,13 +319,6 @@ class Conversions(Placer):
         at = tf.one_hot(after.axis, tensor.shape.rank, dtype=tf.int32)
         rows = tf.slice(tensor, at * begin, at * (size + 1) - 1)
         return tf.ensure_shape(rows, opened(tensor.shape, after.axis))
-
-
-def opened(shape: tf.TensorShape, axis: int) -> list[int | None]:
-    """Return the lengths of a shape, one of them left open."""
-    lengths = shape.as_list()
-    lengths[axis] = None
-    return lengths
 
 
 def _swapped(tensor: tf.Tensor, rank: int | tf.Tensor) -> tf.Tensor:

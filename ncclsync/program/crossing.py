@@ -54,14 +54,14 @@ class Forms:
         # Tensors of such lengths, and integers that may be computed of these.
         self._of_numbers: set[TensorName] = set()
         for op in graph.ops if jit_compile else ():
-            types = graph.calls.op_types(op)
+            types = graph.functions.op_types(op)
             if not (self._of_numbers.isdisjoint(graph.inputs[op.name]) and _OF_NUMBERS.isdisjoint(types)):
                 self._of_numbers.update(t.name for t in op.outputs if t.dtype.is_integer or self._open_axes(t.name))
 
     def of(self, name: TensorName) -> Form:
         """Return the form in which a tensor crosses."""
         graph, spec = self._graph, self._graph.spec(name)
-        if not self.jit_compile or name in graph.exchanges or name in graph.variable_of:
+        if not self.jit_compile or name in graph.exchanges or name in graph.traced.variable_of:
             return Form((name,), (spec,))
         if (element := list_element(graph, name)) is not None:
             stacked = tf.TensorSpec(tf.TensorShape([None]).concatenate(element.shape), element.dtype)
@@ -84,7 +84,7 @@ class Forms:
 
     def _open_axes(self, name: TensorName) -> list[int]:
         """Return the axes of a tensor whose lengths do not follow from the batch's rows."""
-        lengths = self._graph.lengths(self._graph.tf_graph.get_tensor_by_name(name)) or ()
+        lengths = self._graph.axes.lengths(self._graph.tensor(name)) or ()
         return [axis for axis, length in enumerate(lengths) if length is None]
 
     def made_where_used(self, ops: Sequence[OpName]) -> list[OpName]:
@@ -109,18 +109,18 @@ class Forms:
     def _is_shape(self, name: TensorName) -> bool:
         if name not in self._of_numbers:
             return False
-        tensor = self._graph.tf_graph.get_tensor_by_name(name)
+        tensor = self._graph.tensor(name)
         small = tensor.shape.is_fully_defined() and tensor.shape.num_elements() <= SMALL
         return small and tensor.dtype.is_integer and not tf_compat.is_stateful(tensor.op)
 
 
 def _may_be_left_out(graph: StepGraph, name: TensorName) -> bool:
     """Return whether a tensor has no value if its branch is not taken."""
-    tensor = graph.tf_graph.get_tensor_by_name(name)
+    tensor = graph.tensor(name)
     if tensor.op.type not in BRANCHES:
         return False
-    for called in graph.calls.called_by(tensor.op):
-        function = graph.functions[called]
+    for called in graph.functions.called_by(tensor.op):
+        function = graph.functions.definitions[called]
         made = op_name(function.ret[function.signature.output_arg[tensor.value_index].name])
         if any(node.name == made and node.op == "FakeParam" for node in function.node_def):
             return True
@@ -144,9 +144,9 @@ def close_branches(definition: tf.compat.v1.GraphDef) -> list[Any]:
 
 def list_element(graph: StepGraph, name: TensorName) -> tf.TensorSpec | None:
     """Return what the elements of a list are, of variants where it holds lists; None if `name` is no list."""
-    if name in graph.exchanges or name in graph.variable_of:
+    if name in graph.exchanges or name in graph.traced.variable_of:
         return None
-    tensor = graph.tf_graph.get_tensor_by_name(name)
+    tensor = graph.tensor(name)
     return tf_compat.spec_behind(tensor) if tensor.dtype == tf.variant else None
 
 
@@ -181,7 +181,7 @@ def _unstack(tensor: tf.Tensor, element: tf.TensorSpec) -> tf.Tensor:
 def _maker(graph: StepGraph, name: TensorName, *, passed: Collection[str] = _PASSING_LISTS) -> str | None:
     """Return the type of the op that has made a list, behind ops of the types `passed`; None: it is not known."""
     while (op := graph.producer(name)) is not None and op.type in passed:
-        name = graph.inputs[op.name][graph.tf_graph.get_tensor_by_name(name).value_index if op.type in LOOPS else 0]
+        name = graph.inputs[op.name][graph.tensor(name).value_index if op.type in LOOPS else 0]
     return None if op is None else op.type
 
 
@@ -210,7 +210,7 @@ def find_uncrossable(graph: StepGraph, plans: Sequence[Any]) -> Iterator[str]:
     for plan in plans:
         for name in plan.sources:
             element = list_element(graph, name)
-            if op_name(name) in graph.placeholders or graph.spec(name).dtype != tf.variant:
+            if op_name(name) in graph.traced.placeholders or graph.spec(name).dtype != tf.variant:
                 continue
             op = graph.by_name[op_name(name)]
             if element is None or element.dtype == tf.variant:  # of such lists a graph may know nothing
@@ -224,10 +224,10 @@ def _pushes(graph: StepGraph, user: OpName, name: TensorName) -> bool:
     op, places = graph.by_name[user], [i for i, one in enumerate(graph.inputs[user]) if one == name]
     if op.type.startswith("TensorListPush"):
         return bool(places)
-    for called in graph.calls.called_by(op):
-        arguments = graph.functions[called].signature.input_arg
+    for called in graph.functions.called_by(op):
+        arguments = graph.functions.definitions[called].signature.input_arg
         given = {arguments[i].name for i in places if i < len(arguments)}
-        pushes = (one for one in graph.functions[called].node_def if one.op.startswith("TensorListPush"))
+        pushes = (one for one in graph.functions.definitions[called].node_def if one.op.startswith("TensorListPush"))
         if any(given.intersection(one.input) for one in pushes):
             return True
     return False

@@ -16,7 +16,7 @@ from ncclsync.ops.buckets import fill_buckets
 from ncclsync.ops.spans import Meter
 from ncclsync.program.conversion import ADD_UP
 from ncclsync.program.crossing import Forms, find_uncrossable
-from ncclsync.program.graph import StepGraph
+from ncclsync.program.graph import StepGraph, TracedGraph
 from ncclsync.program.partition import Partition, Unshared
 from ncclsync.program.phases import divide
 from ncclsync.program.program import Bucket, Exchange, Program, Results, Target
@@ -25,7 +25,7 @@ from ncclsync.program.segment import SegmentPlan, compile_segment
 from ncclsync.program.trace import Trace
 from ncclsync.program.updates import find_updates
 from ncclsync.semantics.placing import is_unrepeatable
-from ncclsync.semantics.roles import Role, declare_role
+from ncclsync.semantics.roles import declare_role, role_of
 
 
 def cut(
@@ -43,7 +43,11 @@ def cut(
             included.
         meter: see `compile_segment`.
     """
-    graph, placed = place(trace, target.home_device, results, target.same_seeds, many_shards=target.many_shards)
+    placed = place(trace, target.home_device, results, target.same_seeds, many_shards=target.many_shards)
+    graph, traced = placed.graph, placed.traced
+    for handle, variable in traced.variable_of.items():
+        if traced.role[handle] is not role_of(variable, target.same_seeds):
+            declare_role(variable, traced.role[handle])
     # Gradients that travelled while others are computed would keep all shards' activations.
     scheduled = schedule(graph, None if target.many_shards else target.bucket_bytes)
     if target.many_shards:
@@ -63,11 +67,11 @@ def cut(
     crossing = {name: forms.of(name) for plan in plans for name in plan.sources}
     return Program(
         segments=tuple(compile_segment(plan, crossing, _asked_outside(graph), meter) for plan in plans),
-        arguments=graph.arguments,
-        captures=graph.captures,
-        variables=tuple(graph.variables),
+        arguments=traced.arguments,
+        captures=traced.captures,
+        variables=tuple(traced.variable_of.items()),
         outputs=tuple(graph.outputs),
-        structure=graph.structure,
+        structure=trace.function.structured_outputs,
         results=results,
         warnings=tuple(warnings),
         draws=tuple(dict.fromkeys(placed.draws)),
@@ -89,17 +93,15 @@ def place(
     *,
     many_shards: bool = False,
     exact: bool = False,
-) -> tuple[StepGraph, Partition]:
+) -> Partition:
     """Partition a trace; see `cut` and `Partition`."""
+    shared: set[int] = set()
     while True:
-        graph = StepGraph(trace, home_device, same_seeds)
-        if many_shards:  # what the partition computes of them alone is a shard's, too
-            graph.differing.update(name for name, placed in graph.argument_placements.items() if not placed.whole)
+        traced = TracedGraph(trace, home_device, same_seeds, shared)
         try:
-            return graph, Partition(graph, results, exact).run()
+            return Partition(traced, results, exact, many_shards).run()
         except Unshared as found:
-            for handle in found.handles:
-                declare_role(graph.variable_of[handle], Role.SAME)
+            shared |= {id(traced.variable_of[handle]) for handle in found.handles}
 
 
 def _rollback(
@@ -107,7 +109,7 @@ def _rollback(
 ) -> tuple[tuple[TensorName, bool], ...]:
     """Return `Program.rollback`; see `cut`."""
     last, segments = scheduled.count - 1, scheduled.segments
-    written = {(handle, n) for name, n in segments.items() for handle in graph.writes[name] & graph.kept}
+    written = {(handle, n) for name, n in segments.items() for handle in graph.writes[name] & graph.traced.kept}
     # Ops that compute on one tower's data, beside the writes, may fail there after some of these are done.
     types = {name: graph.by_name[name].type for name, number in segments.items() if number == last}
     raising = ("Assert", "CheckNumerics", "CheckNumericsV2")
@@ -142,14 +144,14 @@ def _plan_segments(graph: StepGraph, scheduled: Schedule, target: Target, forms:
         used = {*(name for op in names for name in graph.inputs[op]), *(exchange.source for exchange in exchanges)}
         own = set(names)
         uses.append({name for name in used if op_name(name) not in own and not graph.is_constant(name)})
-    outputs, plans = _asked_outside(graph), []
+    outputs, site, plans = _asked_outside(graph), graph.traced.trace.site, []
     for number, names in enumerate(ops):
         later, own = {*outputs, *itertools.chain(*uses[number + 1 :])}, set(names)
         received = {exchange.result for bucket in incoming[number] for exchange in bucket.exchanges}
         made = received | {name for name in later if op_name(name) in own}
         constants = {n for n in outputs if graph.is_constant(n)} if number == 0 else set()
-        packing = [] if forms.jit_compile else [graph.site.rank]
-        packing += [graph.site.has_samples, graph.share.fraction] if outgoing[number] else []
+        packing = [] if forms.jit_compile else [site.rank]
+        packing += [site.has_samples, graph.traced.trace.share.fraction] if outgoing[number] else []
         plans.append(
             SegmentPlan(
                 graph,
@@ -176,7 +178,7 @@ def _asked_outside(graph: StepGraph) -> list[TensorName]:
 def _unrepeatable(graph: StepGraph, names: list[OpName]) -> str:
     """Return `Segment.unrepeatable`."""
     ops = (graph.by_name[name] for name in names)
-    return next((f"{op.type}, at {user_line(op.traceback)}" for op in ops if is_unrepeatable(op, graph.calls)), "")
+    return next((f"{op.type}, at {user_line(op.traceback)}" for op in ops if is_unrepeatable(op, graph.functions)), "")
 
 
 def _fill_buckets(exchanges: list[Exchange], bucket_bytes: int, scheduled: Schedule) -> tuple[Bucket, ...]:

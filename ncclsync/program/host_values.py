@@ -83,7 +83,7 @@ class HostValues:
             and not tf_compat.is_stateful(op)
             and not tf_compat.calls_functions(op)
             and tf_compat.runs_on_cpu(op)
-            and all(self._graph.constant(op.inputs[i]) is not None for i in _CHECKED.get(op.type, ()))
+            and all(self._graph.axes.constant(op.inputs[i]) is not None for i in _CHECKED.get(op.type, ()))
         )
 
     def _move(self, node: Any, sources: list[TensorName]) -> None:
@@ -94,7 +94,7 @@ class HostValues:
             if source not in self._on_host:
                 constant = self._definition.node.add()
                 constant.CopyFrom(self._nodes[op_name(source)])
-                constant.name, constant.device = f"{self._graph.free_prefix}/on_host_{len(self._on_host)}", _CPU
+                constant.name, constant.device = f"{self._graph.traced.free_prefix}/on_host_{len(self._on_host)}", _CPU
                 self._on_host[source] = result_name(constant.name)
             node.input[i] = self._on_host[source]
 
@@ -102,7 +102,7 @@ class HostValues:
         """Turn a node into the GPU's copy of its result, and add one that computes the result on the host."""
         twin = self._definition.node.add()
         twin.CopyFrom(node)
-        twin.name = f"{self._graph.free_prefix}/on_host_{len(self._on_host)}"
+        twin.name = f"{self._graph.traced.free_prefix}/on_host_{len(self._on_host)}"
         self._on_host[output.name] = result_name(twin.name)
         node.Clear()
         node.name, node.op = op_name(output.name), "Identity"
@@ -112,7 +112,7 @@ class HostValues:
     def _enter(self, source: TensorName, spec: Any) -> TensorName:
         """Return what the segment calls a number of the host's, on the GPU."""
         if source not in self._entered:
-            prefix = f"{self._graph.free_prefix}/entered_{len(self._entered)}"
+            prefix = f"{self._graph.traced.free_prefix}/entered_{len(self._entered)}"
             self._entered[source] = enter(self._definition, prefix, source, spec.dtype, spec.shape)
         return self._entered[source]
 

@@ -16,8 +16,8 @@ from ncclsync.compat.names import TensorName
 from ncclsync.compat.source_lines import user_line
 from ncclsync.errors import NcclSyncError
 from ncclsync.ops import Collective, CollectiveKind, Mark, Purpose
-from ncclsync.program.conversion import ADD_UP, GATHER, RECOMPUTED, Conversions, opened
-from ncclsync.program.graph import StepGraph
+from ncclsync.program.conversion import ADD_UP, GATHER, RECOMPUTED, Conversions
+from ncclsync.program.graph import TracedGraph, opened
 from ncclsync.program.program import Results
 from ncclsync.semantics import rules
 from ncclsync.semantics.axes import Rows
@@ -46,18 +46,19 @@ class Unshared(Exception):
 
 
 class Partition(Conversions):
-    """Walk over one traced step; afterwards the graph holds its exchanges, and its ops in their order.
+    """Walk over one traced step; afterwards `graph` holds its exchanges, and its ops in their order.
 
     Attributes:
         warned: what a user should know of the step on towers, in words.
         normalized: lines that normalise by a tower's rows alone.
     """
 
-    def __init__(self, graph: StepGraph, results: Results, exact: bool = False) -> None:
-        """Prepare to change the graph; `exact`: whether what a choice makes local is to be the batch's."""
-        super().__init__(graph)
+    def __init__(self, traced: TracedGraph, results: Results, exact: bool = False, many_shards: bool = False) -> None:
+        """Take a step; `exact`: whether what a choice makes local is to be the batch's; see `Target.many_shards`."""
+        super().__init__(traced)
         self._results, self._exact = results, exact
-        self._on_gpus = "GPU" in graph.home_device and not tf_compat.is_op_determinism_enabled()
+        self.graph.differing.update(n for n, one in traced.argument_placements.items() if many_shards and not one.whole)
+        self._on_gpus = "GPU" in traced.home_device and not tf_compat.is_op_determinism_enabled()
         self.warned: list[str] = []
         self.normalized: list[str] = []
         self._local: dict[TensorName, tf.Tensor] = {}
@@ -69,13 +70,11 @@ class Partition(Conversions):
         Raises:
             Unshared: variables are to be the same on all towers; begin anew with them so.
         """
-        for op in list(self.graph.ops):
+        for op in self.traced.ops:
             self._step(op)
         with self.building():
             self._settle_results()
         self._fold_metrics()
-        self.graph.ops = self.order
-        self.graph.by_name = {op.name: op for op in self.order}
         self.graph.freeze()
         return self
 
@@ -84,17 +83,17 @@ class Partition(Conversions):
     def _step(self, op: tf.Operation) -> None:
         graph = self.graph
         names = graph.inputs[op.name]
-        if op.name in graph.placeholders:
+        if op.name in self.traced.placeholders:
             self._argument(op)
             self.append(op)
             return
         given = [self.placed[name] for name in names]
         call = Call(op, [tensor for tensor, _ in given], [placed for _, placed in given], self)
-        if op.name in graph.marks:
+        if op.name in self.marks:
             with self.building():
-                self._mark(op, graph.marks[op.name], call)
+                self._mark(op, self.marks[op.name], call)
             return
-        if op.name in graph.passing:
+        if op.name in self.traced.passing:
             for output, tensor, placed, name in zip(op.outputs, call.tensors, call.inputs, names, strict=True):
                 self._put(output, tensor, placed)
                 if name in self._altered:
@@ -187,7 +186,7 @@ class Partition(Conversions):
             return []
         # TensorFlow does not tell of a generator's variable that such a draw alone takes: there is one for all towers.
         inputs = zip(graph.inputs[op.name], op.inputs, strict=True)
-        unheld = {name for name, tensor in inputs if tensor.dtype == tf.resource} - graph.role.keys()
+        unheld = {name for name, tensor in inputs if tensor.dtype == tf.resource} - self.traced.role.keys()
         draws_alike = op.type in rules.DRAWS and unheld
         if draws_alike or op.type in PRINTS or self.functions.hides_state(op, REPEATABLE | rules.DRAWS):
             return self._hidden(call)
@@ -210,10 +209,10 @@ class Partition(Conversions):
         return self._on_gpus and floats and all(placed.whole for placed in call.inputs)
 
     def _argument(self, op: tf.Operation) -> None:
-        graph, output = self.graph, op.outputs[0]
-        placed = graph.argument_placements.get(output.name)
+        traced, output = self.traced, op.outputs[0]
+        placed = traced.argument_placements.get(output.name)
         if placed is None:
-            role = graph.role.get(output.name, Role.SAME)
+            role = traced.role.get(output.name, Role.SAME)
             placed = {Role.SAME: REPLICATE, Role.SUM: SUM, Role.SEED: SEEDED}.get(role, LOCAL)
         self._put(output, output, placed)
         known = placed.kind is Kind.SHARD and output.shape[0] is not None and not placed.unit
@@ -227,14 +226,14 @@ class Partition(Conversions):
         if placed.kind is Kind.SHARD and tensor.shape.rank and tensor.shape[placed.axis] is not None:
             self.graph.open_axes[tensor.name] = placed.axis  # the traced length is the batch's
         if not placed.whole:
-            self.differing.add(tensor.name)
+            self.graph.differing.add(tensor.name)
 
     def variables_of_rows(self) -> tuple[tuple[tf.Variable, int], ...]:
         """Return variables whose number of rows the trace has taken for the batch's; and how many for each sample."""
         return tuple(
-            (variable, self.fixed[variable.shape[0]])
-            for _, variable in self.graph.variables
-            if variable.shape.rank and variable.shape[0] in self.fixed and not (variable.trainable or self.graph.opened)
+            (one, self.fixed[one.shape[0]])
+            for one in self.traced.variable_of.values()
+            if one.shape.rank and one.shape[0] in self.fixed and not (one.trainable or self.traced.opened)
         )
 
     # Ops that are made whole.
@@ -267,7 +266,7 @@ class Partition(Conversions):
         op = call.op
         self.graph.inputs[op.name] = [tensor.name for tensor in call.tensors]
         self.append(op)
-        self.differing.update(output.name for output in op.outputs)
+        self.graph.differing.update(output.name for output in op.outputs)
         with self.building():
             for output in op.outputs:
                 sent = output.dtype not in (tf.resource, tf.variant)
@@ -287,7 +286,7 @@ class Partition(Conversions):
             return
         with self.building():
             reads = [self._read(handle) for handle in handles]
-            self.differing.update(read.name for read in reads)
+            graph.differing.update(read.name for read in reads)
             writes = [self._assigned(one, self.followed(read, op)) for one, read in zip(handles, reads, strict=True)]
             done = tf.group(*writes)
         for write, handle in zip(writes, handles, strict=True):
@@ -300,25 +299,25 @@ class Partition(Conversions):
             graph.controls[read.op.name] = [op.name]
 
     def _read(self, handle: TensorName) -> tf.Tensor:
-        resource = self.graph.tf_graph.get_tensor_by_name(handle)
-        return tf.raw_ops.ReadVariableOp(resource=resource, dtype=self.graph.variable_of[handle].dtype)
+        dtype = self.traced.variable_of[handle].dtype
+        return tf.raw_ops.ReadVariableOp(resource=self.graph.tensor(handle), dtype=dtype)
 
     def _assigned(self, handle: TensorName, value: tf.Tensor) -> tf.Operation:
-        return tf.raw_ops.AssignVariableOp(resource=self.graph.tf_graph.get_tensor_by_name(handle), value=value)
+        return tf.raw_ops.AssignVariableOp(resource=self.graph.tensor(handle), value=value)
 
     def _hidden(self, call: Call) -> list[Placement]:
         """Run what changes something outside the step on tower 0 alone: Python, an iterator, a summary, a printed line.
 
         The other towers receive its results, of any shape. So it is with a loop or a branch that writes no variable.
         """
-        op, graph = call.op, self.graph
+        op, graph, traced = call.op, self.graph, self.traced
         for i, name in enumerate(graph.inputs[op.name]):
             try:
                 call.require(i, REPLICATE)
             except Refused:
                 raise Unshared({name}) from None
-        unheld = {tensor.name for tensor in call.tensors if tensor.dtype == tf.resource} - graph.variable_of.keys()
-        if graph.jit_compile and unheld:  # of such, within a branch, XLA would not say which op it does not compile
+        unheld = {tensor.name for tensor in call.tensors if tensor.dtype == tf.resource} - traced.variable_of.keys()
+        if unheld and traced.trace.jit_compile:  # in a branch, XLA would not say which of such ops it does not compile
             return self._follow(call)
         outputs = [output for output in op.outputs if output.dtype not in (tf.resource, tf.variant)]
         others = [output for output in op.outputs if output.dtype in (tf.resource, tf.variant)]
@@ -345,17 +344,17 @@ class Partition(Conversions):
             nothing = (part for one in outputs for part in (tf.zeros([0], one.dtype), tf.zeros([0], tf.int32)))
             return [tf.constant(0), *nothing]
 
-        before = len(self.order)
+        before = len(graph.ops)
         with self.building():
             done, *sent = tf.cond(tf.equal(self.share.tower, 0), run, receive)
             # By a result, since TensorFlow prunes what a branch does and none needs.
             done = tf.identity(done)
-        for made in self.order[before:]:
+        for made in graph.ops[before:]:
             if made.type in BRANCHES:
-                graph.controls[made.name] += graph.controls[op.name]
+                graph.controls[made.name] = [*graph.controls[made.name], *graph.controls[op.name]]
         graph.must_run.add(done.op.name)
         graph.stands_for(op.name, done.op.name)
-        self.appended.add(op.name)  # it is run there
+        graph.by_name[op.name] = op  # it is run there
         for output in others:
             self._put(output, call.tensors[output.value_index], REPLICATE)
         with self.building():
@@ -374,7 +373,7 @@ class Partition(Conversions):
 
     def _write(self, call: Call) -> list[Placement]:
         graph, op = self.graph, call.op
-        handles = {handle: graph.role[handle] for handle in graph.writes[op.name]}
+        handles = {handle: self.traced.role[handle] for handle in graph.writes[op.name]}
         roles = set(handles.values())
         plain = op.type.startswith("Assign")
         if roles <= {Role.PARTIAL, Role.PARTITION, Role.SEED}:
@@ -441,7 +440,7 @@ class Partition(Conversions):
             tensor = self.convert(tensor, placed, MEAN if placed.kind is Kind.PARTIAL else REPLICATE, op)
             return tensor * tf.cast(self.share.fraction, tensor.dtype), LOCAL
         if mark.purpose == Purpose.ROWS:
-            _, taken = self.placed[self.graph.traced_inputs[mark.of][0]]
+            _, taken = self.placed[self.traced.inputs[mark.of][0]]
             return tensor, taken if taken.kind is Kind.SHARD else SUM
         if mark.purpose == Purpose.OWN_ROW:
             whole = self.convert(tensor, placed, REPLICATE, op)
@@ -467,13 +466,13 @@ class Partition(Conversions):
             return tensor
         if name in self._local:
             return self._local[name]
-        op = self.graph.tf_graph.get_tensor_by_name(name).op
-        if not op.inputs or op.name in self.graph.passing or tf_compat.is_stateful(op):
+        op = self.graph.tensor(name).op
+        if not op.inputs or op.name in self.traced.passing or tf_compat.is_stateful(op):
             return tensor
-        made = tf_compat.copied_op(op, [self._local_value(one) for one in self.graph.traced_inputs[op.name]])
+        made = tf_compat.copied_op(op, [self._local_value(one) for one in self.traced.inputs[op.name]])
         for output, one in zip(op.outputs, made.outputs, strict=True):
             self._local[output.name] = one
-            self.differing.add(one.name)
+            self.graph.differing.add(one.name)
         return self._local[name]
 
     def _slices_part(self, op: tf.Operation, call: Call) -> list[tf.Tensor]:
@@ -505,20 +504,20 @@ class Partition(Conversions):
 
     def _settle_results(self) -> None:
         graph = self.graph
-        for result in graph.results:
+        for result in self.traced.results:
             tensor, placed = self.placed[result.name]
             if self._results is Results.EACH:
                 tensor = self._local_value(result.name)
             elif placed != rules.shard():
                 tensor = self.convert(tensor, placed, REPLICATE, result.op)
             joins = self._results is Results.COMBINED and placed == rules.shard()
-            graph.outputs.append((tensor.name, "concat" if joins else "first"))
+            graph.outputs.append((tensor.name, joins))
 
     def _fold_metrics(self) -> None:
         """Add up metric state at the end of a step: the first tower of a process keeps the sum, the others zero."""
         graph = self.graph
-        users: dict[TensorName, list[tf.Operation]] = {n: [] for n, _ in graph.variables if graph.role[n] is Role.SUM}
-        for op in self.order:
+        users: dict[TensorName, list[tf.Operation]] = {n: [] for n, r in self.traced.role.items() if r is Role.SUM}
+        for op in graph.ops:
             for name in users.keys() & set(graph.inputs[op.name]):
                 users[name].append(op)
         for name, ops in users.items():
@@ -534,11 +533,11 @@ class Partition(Conversions):
                     read = self._read(name).op
                 graph.controls[read.name] = [op.name for op in writers]
             total = self.exchange(read.outputs[0], ADD_UP, last)
-            before = len(self.order)
+            before = len(graph.ops)
             with self.building():
-                kept = tf.where(graph.site.is_first, total, tf.zeros_like(total))
+                kept = tf.where(self.traced.trace.site.is_first, total, tf.zeros_like(total))
                 write = self._assigned(name, kept)
-            graph.folds.update(op.name for op in self.order[before:])
+            graph.folds.update(op.name for op in graph.ops[before:])
             graph.writes[write.name] = {name}
             graph.controls[write.name] = [op.name for op in (*ops, read)]
             graph.must_run.add(write.name)

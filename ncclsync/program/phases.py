@@ -50,9 +50,9 @@ class _Kinds:
         own = {result for result, exchange in graph.exchanges.items() if exchange.when or exchange.collective.differs}
         self.own = frozenset(own)
         for op in graph.ops:
-            if op.name in graph.placeholders:
+            if op.name in graph.traced.placeholders:
                 continue
-            roles = {graph.role[handle] for handle in graph.writes[op.name]}
+            roles = {graph.traced.role[handle] for handle in graph.writes[op.name]}
             inputs = graph.inputs[op.name]
             if Role.SAME in roles:
                 if len(roles) > 1:
@@ -68,7 +68,7 @@ class _Kinds:
             if rests_on_own or not graph.differing.isdisjoint(results.union(inputs)):
                 self.shards.add(op.name)
                 own.update(results if rests_on_own else ())
-            elif graph.calls.hides_state(op, REPEATABLE):
+            elif graph.functions.hides_state(op, REPEATABLE):
                 self.once.add(op.name)
 
 

@@ -182,8 +182,8 @@ class Program:
             `ops.Share` of it, and of its `trace.Site`.
         captures: (name, tensor) of what the step closes over, other than variables.
         variables: (name of the handle, variable of tower 0).
-        outputs: names of the flattened results, and what stands for all towers': the "first", since they are
-            equal (perhaps by an exchange), or the "concat" of their rows.
+        outputs: names of the flattened results, and whether the towers' rows make one device's result; else each
+            tower has it, perhaps by an exchange.
         structure: the results' structure, with None in place of tensors that are None.
         results: how the towers' results are combined.
         warnings: what a user should know of the step on towers, in words.
@@ -207,7 +207,7 @@ class Program:
     arguments: tuple[TensorName, ...]
     captures: tuple[tuple[TensorName, tf.Tensor], ...]
     variables: tuple[tuple[TensorName, tf.Variable], ...]
-    outputs: tuple[tuple[TensorName, str], ...]
+    outputs: tuple[tuple[TensorName, bool], ...]
     structure: Any
     results: Results
     warnings: tuple[str, ...]

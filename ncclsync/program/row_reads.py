@@ -27,7 +27,7 @@ def read_rows_only(definition: tf.compat.v1.GraphDef, graph: StepGraph, needed: 
     for read in reads:
         takers = [node for node in consumers[read.name] if _takes_rows(node, read.name, nodes)]
         others = [node for node in consumers[read.name] if node not in takers]
-        shape = graph.variable_of[read.input[0]].shape
+        shape = graph.traced.variable_of[read.input[0]].shape
         stays = read.name in needed or any(node.op != "Shape" for node in others)
         if not takers or stays or not shape.is_fully_defined():
             continue

@@ -134,7 +134,7 @@ def _assign_levels(graph: StepGraph) -> dict[OpName, int]:
     floors: dict[OpName, int] = collections.defaultdict(int)
     levels = _earliest(graph, floors)
     last = max([*levels.values(), *(_available(graph, levels, result) for result in graph.exchanges), 0])
-    late = [name for name in levels if graph.writes[name] & graph.kept]
+    late = [name for name in levels if graph.writes[name] & graph.traced.kept]
     if late:
         last = max(last, 1)
     late += graph.folds & levels.keys()
@@ -142,7 +142,7 @@ def _assign_levels(graph: StepGraph) -> dict[OpName, int]:
     # A variable is read where its value is used: held meanwhile, the value would have to be copied before the
     # variable can be written in place.
     reads = [name for name in levels if graph.by_name[name].type == "ReadVariableOp"]
-    late += [name for name in reads if graph.role[graph.inputs[name][0]] is Role.SAME]
+    late += [name for name in reads if graph.traced.role[graph.inputs[name][0]] is Role.SAME]
     for name in late:
         floors[name] = latest[name]
     return _earliest(graph, floors)
@@ -152,7 +152,7 @@ def _earliest(graph: StepGraph, floors: dict[OpName, int]) -> dict[OpName, int]:
     levels: dict[OpName, int] = {}
     for op in graph.ops:
         name = op.name
-        if name in graph.placeholders or name in graph.passing or graph.is_constant(result_name(name)):
+        if name in graph.traced.placeholders or name in graph.traced.passing or graph.is_constant(result_name(name)):
             continue
         level = floors[name]
         for parent, hops in dependencies(graph, name):
@@ -183,10 +183,10 @@ def dependencies(graph: StepGraph, name: OpName) -> Iterable[tuple[OpName, int]]
     for tensor in graph.inputs[name]:
         yield graph.origin(tensor)
     for control in graph.controls[name]:
-        if control in graph.passing:
+        if control in graph.traced.passing:
             for tensor in graph.inputs[control]:
                 origin, hops = graph.origin(tensor)
-                yield origin, hops + (control in graph.marks)
+                yield origin, hops + (control in graph.traced.trace.marks)
         else:
             yield control, 0
 

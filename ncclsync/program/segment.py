@@ -84,7 +84,7 @@ def compile_segment(
         taken: the names of the tensors that others than segments take.
         meter: records when packing and unpacking begin and end; not where XLA compiles.
     """
-    graph = plan.graph
+    graph, traced, trace = plan.graph, plan.graph.traced, plan.graph.traced.trace
     if plan.jit_compile:
         meter = None
     definition, outside, added = _graph_def(plan)
@@ -97,7 +97,7 @@ def compile_segment(
     crossing = {name: forms[name] for name in plan.fetches if name in forms}
     fetches = {*plan.fetches}.intersection(taken).union(*(form.names for form in crossing.values()))
     written = sorted({handle for op in plan.ops for handle in graph.writes[op]})
-    held = [graph.variable_of[name] for name in written] if plan.jit_compile else []
+    held = [traced.variable_of[name] for name in written] if plan.jit_compile else []
     signature = [
         [forms[name].specs for name in plan.sources],
         [bucket.specs for bucket in plan.incoming],
@@ -109,9 +109,9 @@ def compile_segment(
         values: dict[TensorName, Any] = {
             name: forms[name].take(*each) for name, each in zip(plan.sources, sources, strict=True)
         }
-        for name in graph.variable_of.keys() & values:  # else what is read from it has no shape, which some ops ask for
-            tf_compat.describe_handle(values[name], graph.variable_of[name])
-        rank = values.get(graph.site.rank.name)
+        for name in traced.variable_of.keys() & values:  # else what is read has no shape, which some ops ask for
+            tf_compat.describe_handle(values[name], traced.variable_of[name])
+        rank = values.get(trace.site.rank.name)
         values.update(unpack_all(plan.incoming, received, meter, rank))
         wanted = sorted(plan.needed - values.keys())
         effects = sorted({node.name for node in definition.node} & graph.must_run)
@@ -122,7 +122,7 @@ def compile_segment(
             name="segment",
         )
         values.update(zip(wanted, imported, strict=False))
-        fraction, has_samples = (values.get(one.name) for one in (graph.share.fraction, graph.site.has_samples))
+        fraction, has_samples = (values.get(one.name) for one in (trace.share.fraction, trace.site.has_samples))
         selects = plan.jit_compile or not plan.shares_memory
         sent, packed = pack_all(plan.outgoing, values, fraction, has_samples, selects, meter, rank)
         with tf.control_dependencies([*imported[len(wanted) :], *packed]):
@@ -168,30 +168,30 @@ def holding(dtypes: Sequence[tf.DType]) -> Any:
 
 def _graph_def(plan: SegmentPlan) -> tuple[tf.compat.v1.GraphDef, set[TensorName], list[Any]]:
     """Return the plan's ops; the names of the tensors from outside that they take; and new functions."""
-    graph, inside = plan.graph, set(plan.ops)
+    graph, traced, inside = plan.graph, plan.graph.traced, set(plan.ops)
     replaced = {member for rewrite in plan.rewrites for member in rewrite.members}
     left = [name for name in plan.ops if name not in replaced]
     used = {name for op in left for name in graph.inputs[op]}
     used |= {name for rewrite in plan.rewrites for name in rewrite.inputs}
     constants = sorted({op_name(name) for name in {*used, *plan.needed} if graph.is_constant(name)})
-    definition = tf.compat.v1.GraphDef(versions=graph.versions)
+    definition = tf.compat.v1.GraphDef(versions=traced.definition.versions)
     for name in [*constants, *left]:
         node = definition.node.add()
         node.CopyFrom(graph.nodes[name])
         # Tower 0's placement means nothing on another tower; the caller's device decides.
-        if same_device(node.device, graph.home_device):
+        if same_device(node.device, traced.home_device):
             node.device = ""
         node.attr.pop("_class", None)
         del node.input[:]
         node.input.extend([*graph.inputs[name], *(f"^{one}" for one in graph.controls[name] if one in inside)])
-    called = graph.calls.reached(definition.node)
-    definition.library.function.extend(graph.functions[name] for name in called)
-    definition.library.gradient.extend(one for one in graph.gradients if one.function_name in called)
+    called = graph.functions.reached(definition.node)
+    definition.library.function.extend(graph.functions.definitions[name] for name in called)
+    definition.library.gradient.extend(one for one in traced.definition.library.gradient if one.function_name in called)
     added = close_branches(definition)
     if plan.shares_memory and not plan.jit_compile:
         added += own_memory(definition)
     for i, rewrite in enumerate(plan.rewrites):
-        definition.node.extend(rewrite.nodes(OpName(f"{graph.free_prefix}/rewritten_{i}")))
+        definition.node.extend(rewrite.nodes(OpName(f"{traced.free_prefix}/rewritten_{i}")))
     inside.update(constants)
     return definition, {name for name in used if op_name(name) not in inside}, added
 

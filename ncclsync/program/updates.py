@@ -20,8 +20,8 @@ def find_updates(graph: StepGraph) -> dict[TensorName, TensorName]:
     # Weights first, as a gradient is theirs.
     found: dict[TensorName, TensorName] = {}
     taken: set[TensorName] = set()
-    for handle, variable in sorted(graph.variables, key=lambda pair: not pair[1].trainable):
-        if graph.role[handle] in (Role.SAME, Role.SUM, Role.PARTIAL):
+    for handle, variable in sorted(graph.traced.variable_of.items(), key=lambda pair: not pair[1].trainable):
+        if graph.traced.role[handle] in (Role.SAME, Role.SUM, Role.PARTIAL):
             for result in _nearest(graph, writers[handle]):
                 exchange = graph.exchanges[result]
                 fits = exchange.shape.is_compatible_with(variable.shape) or exchange.collective.divides

@@ -19,9 +19,9 @@ _RUNNING = CALLS | LOOPS | BRANCHES
 class Functions:
     """Hold the functions of one traced step, by name, as graphs."""
 
-    def __init__(self, definitions: dict[str, Any], outer: Any) -> None:
-        """Know the FunctionDefs, by name, and the graph that calls them."""
-        self._definitions = definitions
+    def __init__(self, definitions: Iterable[Any], outer: Any) -> None:
+        """Know the FunctionDefs, and the graph that calls them."""
+        self.definitions: dict[str, Any] = {one.signature.name: one for one in definitions}
         self._outer = outer
         self._graphs: dict[tuple[str, tuple[str, ...]], Any] = {}
 
@@ -30,12 +30,12 @@ class Functions:
         shapes = tuple(str(tensor.shape) for tensor in inputs)
         if (name, shapes) not in self._graphs:
             known = [None if tensor.dtype in (tf.resource, tf.variant) else tensor.shape for tensor in inputs]
-            self._graphs[name, shapes] = tf_compat.function_as_graph(self._definitions[name], known, self._outer)
+            self._graphs[name, shapes] = tf_compat.function_as_graph(self.definitions[name], known, self._outer)
         return self._graphs[name, shapes]
 
     def called_by(self, op: tf.Operation) -> list[str]:
         """Return the names of the functions that a loop, a branch or a call runs."""
-        if op.type in self._definitions:
+        if op.type in self.definitions:
             return [op.type]
         attributes = [value for _, value in sorted(op.node_def.attr.items())]
         return [f.name for value in attributes for f in (value.func, *value.list.func) if f.name]
@@ -51,7 +51,7 @@ class Functions:
 
     def runs(self, op: tf.Operation) -> bool:
         """Return whether an op is a loop, a branch or a call."""
-        return op.type in _RUNNING or op.type in self._definitions
+        return op.type in _RUNNING or op.type in self.definitions
 
     def hides_state(self, op: tf.Operation, repeatable: frozenset[str]) -> bool:
         """Return whether an op, or what it calls, draws from a state in no variable, or runs Python."""
@@ -63,8 +63,8 @@ class Functions:
         Left out are GPUs' recurrent networks that drop nothing: TensorFlow declares them stateful for their dropout.
         """
         nodes = [op.node_def]
-        for node in itertools.chain(nodes, *(self._definitions[name].node_def for name in self.reached(nodes))):
-            if node.op not in self._definitions and not drops_nothing(node):
+        for node in itertools.chain(nodes, *(self.definitions[name].node_def for name in self.reached(nodes))):
+            if node.op not in self.definitions and not drops_nothing(node):
                 yield node.op
 
     def reached(self, nodes: Iterable[Any]) -> list[str]:
@@ -75,9 +75,9 @@ class Functions:
             node = queue.pop()
             called = (f.name for value in node.attr.values() for f in (value.func, *value.list.func))
             for name in (node.op, *called):
-                if name in self._definitions and name not in found:
+                if name in self.definitions and name not in found:
                     found[name] = None
-                    queue.extend(self._definitions[name].node_def)
+                    queue.extend(self.definitions[name].node_def)
         return list(found)
 
 

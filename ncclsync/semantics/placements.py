@@ -8,8 +8,23 @@ import dataclasses
 import enum
 
 from ncclsync.compat.names import TensorName
+from ncclsync.ops.collectives import ReduceOp
 
 SAMPLES = TensorName("")  # a unit of rows that no tensor names
+
+
+class Detail(enum.Enum):
+    """Say more of a placement of some kinds."""
+
+    TOWER_0 = "tower 0"  # LOCAL: by agreement what tower 0 has stands for the batch's value
+    ROW = "row"  # LOCAL, in a loop over a tower's rows, as of `tf.map_fn`: what one row has; see ITEMS and PLACES
+    COUNTER = "counter"  # LOCAL, in such a loop: which row it is
+    ENDS = "ends"  # PIECE: where each row ends
+    BEGINS = "begins"  # PIECE: where each row begins
+    LENGTH = "length"  # PIECE: how many splits there are
+    OWN = "own"  # PLACES: each numbers any of the rows · w elements that the tower has
+    EVERY = "every"  # PLACES: so, and all of these occur, in ascending order
+    MAP = "map"  # PLACES: where each value of a sparse tensor goes when empty rows are filled
 
 
 class Kind(enum.Enum):
@@ -38,33 +53,27 @@ class Placement:
             SHARD: it has the tower's rows of `axis`. That axis consists of `blocks` blocks, one after the
                 other, each with as many rows for every sample. If all rows are alike, `blocks` is 0: their order
                 does not matter. Rows of another `unit` than samples lie in the order of these units.
-            PARTIAL: the batch's value is the towers' values reduced by `op`: "sum", "max", "min", "prod", or
-                "mean", which weighs each tower by its samples.
+            PARTIAL: the batch's value is the towers' values reduced by `op`; "mean" weighs each by its samples.
             COUNTS: integers, a scalar or a vector, that count rows: the batch's are the sums of the towers'.
                 `counts` has an entry per element: how many for each sample, -1 where that is not known, and
                 0 for an element that counts no rows and is the same on all towers.
-            LOCAL: each tower's own; the batch has no such value. By agreement its mean by samples stands for
-                it, or, of random state, what tower 0 has: `op` is "mean" or "tower 0". In a loop over a tower's
-                rows, as of `tf.map_fn`, it is what one row has ("row"), or which row that is ("counter").
+            LOCAL: each tower's own; the batch has no such value. By agreement its mean by samples stands for it.
             AXES: the axes over which a gradient is summed since an operand was broadcast; `of` is the
                 operand, and `axis` that of the gradient's rows.
             PENDING: rows in a shape that the next reshape gives; then it is placed as `of`. None: what a kernel keeps
                 for its gradient, in an order of its own.
             ITEMS: a list of tensors that are placed as `of`; None: it is empty still, and takes tensors of
-                the shape `counts`, in which -1 is any length. If `op` is "row", a loop over a tower's rows has
-                put one in for each.
-            PIECE: row splits of a ragged tensor that holds the tower's rows. `op` is "ends" or "begins" where they are
-                those of each row, and "length" for how many splits there are.
-            PLACES: integers that number what the tower has: 0, w, 2 w, … for its rows along `axis`; if `op` is "row",
-                plus a number below w. `counts` is (rows for each sample, w). If `op` is "own", each numbers any of the
-                rows · w elements that the tower has, and if "every", all of them occur, in ascending order.
+                the shape `counts`, in which -1 is any length. Of ROW, a loop has put in one for each of a tower's rows.
+            PIECE: row splits of a ragged tensor that holds the tower's rows.
+            PLACES: integers that number what the tower has: 0, w, 2 w, … for its rows along `axis`; of ROW, plus a
+                number below w. `counts` is (rows for each sample, w).
             INDICES: a matrix of integers, a sparse tensor's indices, whose first column is placed as PLACES.
         axis, blocks: see SHARD; `axis` also AXES and PLACES.
         unit: what there are so many rows for each of: `SAMPLES`; else the rows of the tensor of that name, or the
             values between these row splits. How many of these a tower has depends on its data.
         each: of a SHARD, how many rows for each sample a block has, as far as it is known; 0: not known. It is no part
             of the placement: tensors that TensorFlow takes together have as many.
-        op: see PARTIAL and LOCAL.
+        op, detail: see PARTIAL; what else there is to say.
         counts: see COUNTS, ITEMS and PLACES.
         of: see AXES, PENDING and ITEMS.
     """
@@ -73,7 +82,8 @@ class Placement:
     axis: int = 0
     blocks: int = 1
     each: int = dataclasses.field(default=1, compare=False)
-    op: str = "sum"
+    op: ReduceOp = "sum"
+    detail: Detail | None = None
     counts: tuple[int, ...] = ()
     of: "Placement | None" = None
     unit: TensorName = SAMPLES
@@ -101,10 +111,10 @@ class Placement:
 
 
 REPLICATE = Placement(Kind.REPLICATE)
-LOCAL = Placement(Kind.LOCAL, op="mean")
-SEEDED = Placement(Kind.LOCAL, op="tower 0")
-EACH = Placement(Kind.LOCAL, op="row")
-COUNTER = Placement(Kind.LOCAL, op="counter")
+LOCAL = Placement(Kind.LOCAL)
+SEEDED = Placement(Kind.LOCAL, detail=Detail.TOWER_0)
+EACH = Placement(Kind.LOCAL, detail=Detail.ROW)
+COUNTER = Placement(Kind.LOCAL, detail=Detail.COUNTER)
 SUM = Placement(Kind.PARTIAL, op="sum")
 MEAN = Placement(Kind.PARTIAL, op="mean")
 PIECE = Placement(Kind.PIECE)
@@ -115,7 +125,7 @@ def shard(axis: int = 0, blocks: int = 1, each: int = 1, unit: TensorName = SAMP
     return Placement(Kind.SHARD, axis=axis, blocks=blocks, each=each, unit=unit)
 
 
-def partial(op: str) -> Placement:
+def partial(op: ReduceOp) -> Placement:
     """Return the placement of parts that `op` reduces."""
     return Placement(Kind.PARTIAL, op=op)
 

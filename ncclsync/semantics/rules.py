@@ -27,6 +27,7 @@ from ncclsync.semantics.placements import (
     REPLICATE,
     SAMPLES,
     SUM,
+    Detail,
     Kind,
     Placement,
     axes,
@@ -916,15 +917,15 @@ def _tensor_scatter(call: Call) -> Sequence[Placement] | None:
     return _by_letters(call, given, given[:1])
 
 
-SEGMENTS = {"UnsortedSegmentSum": "sum", "UnsortedSegmentMax": "max", "UnsortedSegmentMin": "min"}
-SEGMENTS |= {"UnsortedSegmentProd": "prod"}
+SEGMENTS = {"UnsortedSegmentSum": SUM, "UnsortedSegmentProd": partial("prod")}
+SEGMENTS |= {"UnsortedSegmentMax": partial("max"), "UnsortedSegmentMin": partial("min")}
 
 
 @rule_for(*SEGMENTS, counting=True)
 def _segments(call: Call) -> Sequence[Placement] | None:
     ranks = rank_of(call, 0), rank_of(call, 1)
     letters, further = _AXES[: ranks[1]], _AXES[ranks[1] : ranks[0]]
-    return _by_letters(call, [letters + further, letters, ""], ["-" + further], partial(SEGMENTS[call.op.type]))
+    return _by_letters(call, [letters + further, letters, ""], ["-" + further], SEGMENTS[call.op.type])
 
 
 @rule_for("Bincount", "DenseBincount")
@@ -1024,7 +1025,7 @@ def _list_from(call: Call) -> Sequence[Placement] | None:
 def _list_stack(call: Call) -> Sequence[Placement] | None:
     placed = call.inputs[0]
     of = placed.of or REPLICATE
-    if placed.kind is not Kind.ITEMS or not _shapes_item(call, 1, of) or placed.op == "row":
+    if placed.kind is not Kind.ITEMS or not _shapes_item(call, 1, of) or placed.detail is Detail.ROW:
         return None
     if of.kind is Kind.SHARD:
         return [of.at(of.axis + 1)]
@@ -1077,7 +1078,7 @@ def _list_set(call: Call) -> Sequence[Placement] | None:
     at = 2 if call.op.type == "TensorListSetItem" else 1
     placed, item = call.inputs[0], call.inputs[at]
     if call.placer.row_by_row and at == 1:
-        made = dataclasses.replace(items(item), op="row")
+        made = dataclasses.replace(items(item), detail=Detail.ROW)
         return [made] if placed.of is None or placed == made else None
     if call.placer.row_by_row:
         return [items(EACH)] if placed.of in (None, EACH) and call.inputs[1] == COUNTER else None

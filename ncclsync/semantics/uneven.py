@@ -15,7 +15,7 @@ import tensorflow as tf
 from ncclsync.communicator import native
 from ncclsync.compat.names import TensorName
 from ncclsync.semantics.axes import BATCHES, passed_on
-from ncclsync.semantics.placements import PIECE, REPLICATE, SAMPLES, SUM, Kind, Placement, rows, shard
+from ncclsync.semantics.placements import PIECE, REPLICATE, SAMPLES, SUM, Detail, Kind, Placement, rows, shard
 from ncclsync.semantics.rules import (
     COUNTING,
     ELEMENTWISE,
@@ -55,9 +55,9 @@ def numbered(placed: Placement) -> Placement | None:
     return shard(placed.axis, 1, placed.each, placed.unit) if placed.kind in (Kind.PLACES, Kind.INDICES) else None
 
 
-def _places(like: Placement, by: Placement, op: str = "own", kind: Kind = Kind.PLACES) -> Placement:
+def _places(like: Placement, by: Placement, detail: Detail | None = Detail.OWN, kind: Kind = Kind.PLACES) -> Placement:
     """Return the placement of numbers of the same things as `like`, one for each of the rows that are placed `by`."""
-    return Placement(kind, by.axis, by.blocks, by.each, op, like.counts, unit=by.unit)
+    return dataclasses.replace(by, kind=kind, detail=detail, counts=like.counts)
 
 
 def _numbers_of(placed: Placement) -> int:
@@ -72,7 +72,7 @@ def _moved_numbers(call: Call) -> Sequence[Placement] | None:
     if placed.kind is Kind.PIECE:
         return [placed] if kind in ("Cast", "Identity") else None
     before = numbered(placed)
-    if before is None or call.op.outputs[0].dtype not in (tf.int32, tf.int64) or placed.op == "map":
+    if before is None or call.op.outputs[0].dtype not in (tf.int32, tf.int64) or placed.detail is Detail.MAP:
         return None
     if kind in ("Cast", "Identity"):
         return [placed]
@@ -83,9 +83,9 @@ def _moved_numbers(call: Call) -> Sequence[Placement] | None:
     call.inputs[0], call.unit = placed, SAMPLES
     if made is None or made[0].kind is not Kind.SHARD or made[0].blocks != 1:
         return None
-    of_rows = placed.op in ("sum", "row") and made[0].each == before.each > 0
-    op = placed.op if of_rows or (kind == "Squeeze" and placed.op == "every") else "own"
-    return [_places(placed, made[0].of_unit(before.unit), op)]
+    detail, of_rows = placed.detail, placed.detail in (None, Detail.ROW) and made[0].each == before.each > 0
+    kept = of_rows or (kind == "Squeeze" and detail is Detail.EVERY)
+    return [_places(placed, made[0].of_unit(before.unit), detail if kept else Detail.OWN)]
 
 
 @_numbered("AddV2 Mul SelectV2")
@@ -94,23 +94,23 @@ def _computed_numbers(call: Call) -> Sequence[Placement] | None:
     kind, one, two = call.op.type, call.inputs[0], call.inputs[1]
     if call.op.outputs[0].dtype not in (tf.int32, tf.int64):
         return None
-    numbers = next((one for one in call.inputs if one.kind is Kind.PLACES and one.op in ("sum", "row")), None)
+    numbers = next((one for one in call.inputs if one.kind is Kind.PLACES and one.detail in (None, Detail.ROW)), None)
     if numbers is None:
         return None
     if kind == "SelectV2":  # `range(rows) if rows > 1 else 0`, of `tf.vectorized_map`
         zero = call.constant(2)
         clear = numbers == two and zero is not None and not np.any(zero)
         return [two] if clear and one.whole and _is_of_several(call, numbers.counts[0]) else None
-    if kind == "Mul" and numbers.op == "sum":
+    if kind == "Mul" and numbers.detail is None:
         factor = call.constant(0 if numbers is two else 1)
         count, width = numbers.counts
         fits = factor is not None and np.size(factor) == 1 and int(np.ravel(factor)[0]) > 0
         return [dataclasses.replace(numbers, counts=(count, width * int(np.ravel(factor)[0])))] if fits else None
-    if kind == "AddV2" and numbers.op == "sum" and numbers is two:  # a gather by row goes back so
+    if kind == "AddV2" and numbers.detail is None and numbers is two:  # a gather by row goes back so
         ranks = rank_of(call, 0), rank_of(call, 1)
         aligned = None not in ranks and one.axis - ranks[0] == two.axis - ranks[1]
         if one == shard(one.axis) and one.each == two.counts[0] and aligned and _gathers_by_row(call, two.counts[1]):
-            return [dataclasses.replace(two, axis=one.axis, op="row")]
+            return [dataclasses.replace(two, axis=one.axis, detail=Detail.ROW)]
     return None
 
 
@@ -147,18 +147,18 @@ def _sliced_numbers(call: Call) -> Sequence[Placement] | None:
     if begin is None or end is None or strides is None or np.any(strides != 1):
         return None
     spec = slice_spec(call)
-    if placed.kind is Kind.PIECE and placed.op == "length":
+    if placed.kind is Kind.PIECE and placed.detail is Detail.LENGTH:
         return [placed] if spec == ["one"] or (begin[0] == 0 and spec == ["all"]) else None
     if placed == PIECE and call.op.inputs[0].name in call.placer.row_splits:
         if begin[0] == 1 and call.op.get_attr("end_mask") and spec == ["some"]:
-            return [dataclasses.replace(PIECE, op="ends")]
-        from_first = call.op.get_attr("begin_mask") or begin[0] == 0
-        return [dataclasses.replace(PIECE, op="begins")] if from_first and end[0] == -1 and spec == ["some"] else None
+            return [dataclasses.replace(PIECE, detail=Detail.ENDS)]
+        begins = (call.op.get_attr("begin_mask") or begin[0] == 0) and end[0] == -1 and spec == ["some"]
+        return [dataclasses.replace(PIECE, detail=Detail.BEGINS)] if begins else None
     if placed.kind is not Kind.INDICES or spec is None or len(spec) != 2 or spec[0] != "all":
         return None
     by = shard(0, 1, placed.each, placed.unit)
     if spec[1] == "one" and begin[1] == 0:
-        return [_places(placed, by, placed.op)]
+        return [_places(placed, by, placed.detail)]
     return [by] if spec[1] in ("one", "some") and begin[1] > 0 else None
 
 
@@ -166,7 +166,7 @@ def _sliced_numbers(call: Call) -> Sequence[Placement] | None:
 def _shape_of_numbers(call: Call) -> Sequence[Placement] | None:
     (placed,), rank, whole = call.inputs, rank_of(call, 0), call.op.type == "Shape"
     if placed == PIECE and whole and call.op.inputs[0].name in call.placer.row_splits:
-        return [dataclasses.replace(placed, op="length")]
+        return [dataclasses.replace(placed, detail=Detail.LENGTH)]
     by = numbered(placed)
     if by is None or rank is None or (rank != 1 and not whole):
         return None
@@ -177,17 +177,17 @@ def _shape_of_numbers(call: Call) -> Sequence[Placement] | None:
 def _less_numbers(call: Call) -> Sequence[Placement] | None:
     """Place the lengths of a ragged tensor's rows; or how many rows there are: one less than splits."""
     one, other = call.inputs
-    if (one.op, other.op) == ("ends", "begins"):
+    if (one.detail, other.detail) == (Detail.ENDS, Detail.BEGINS):
         same = call.op.inputs[0].op.inputs[0] is call.op.inputs[1].op.inputs[0]
         return [shard()] if one.kind is other.kind is Kind.PIECE and same else None
-    return [rows((1,))] if one == dataclasses.replace(PIECE, op="length") and call.constant(1) == 1 else None
+    return [rows((1,))] if one == dataclasses.replace(PIECE, detail=Detail.LENGTH) and call.constant(1) == 1 else None
 
 
 @_numbered("ZerosLike GreaterEqual Maximum")
 def _clipped_numbers(call: Call) -> Sequence[Placement] | None:
     """Place what the gradient of a sum over segments asks: none of the tower's numbers is negative."""
     placed, by = call.inputs[0], numbered(call.inputs[0])
-    if by is None or placed.kind is not Kind.PLACES or placed.op not in ("own", "every"):
+    if by is None or placed.kind is not Kind.PLACES or placed.detail not in (Detail.OWN, Detail.EVERY):
         return None
     if call.op.type == "ZerosLike":
         return [by]
@@ -206,8 +206,8 @@ def _packed_numbers(call: Call) -> Sequence[Placement] | None:
     plain = all(one.kind is Kind.SHARD and same_rows(one, by) and not one.axis for one in others)
     if not plain or not others or first.counts[0] < 1 or call.op.get_attr("axis") % 2 != 1:
         return None
-    every = first.op == "every" or (first.op == "sum" and first.counts[1] == 1)
-    return [_places(first, by, "every" if every else "own", Kind.INDICES)]
+    every = first.detail is Detail.EVERY or (first.detail is None and first.counts[1] == 1)
+    return [_places(first, by, Detail.EVERY if every else Detail.OWN, Kind.INDICES)]
 
 
 @_numbered("GatherV2")
@@ -218,13 +218,13 @@ def _gather_numbered(call: Call) -> Sequence[Placement] | None:
     if by is None or axis is None or call.op.get_attr("batch_dims") or by.axis or rank_of(call, 1) != 1:
         return None
     along = of.kind is Kind.SHARD and rank_of(call, 0) is not None and of.axis == int(axis) % rank_of(call, 0)
-    if not along or of.unit or of.blocks > 1 or indices.kind is not Kind.PLACES:
+    if not along or of.unit or of.blocks > 1 or indices.kind is not Kind.PLACES or params.detail is Detail.MAP:
         return None
     known = of.each == _numbers_of(indices) > 0
     if not known and not (by.unit and of.each == 0 and _is_as_long(call)):
         return None
     by = by.at(of.axis)
-    return [by if params.kind is Kind.SHARD else _places(params, by, kind=params.kind)] if params.op != "map" else None
+    return [by if params.kind is Kind.SHARD else _places(params, by, kind=params.kind)]
 
 
 @_numbered("GatherNd")
@@ -241,7 +241,7 @@ def _where(call: Call) -> Sequence[Placement] | None:
     if placed.kind is not Kind.SHARD or placed.axis or placed.blocks != 1 or rank is None or call.placer.within:
         return None
     unit = _splits_of(call.op.outputs[0], call.placer.row_splits) or call.op.outputs[0].name
-    return [Placement(Kind.INDICES, op="own", counts=(placed.each, 1), unit=unit)]
+    return [Placement(Kind.INDICES, detail=Detail.OWN, counts=(placed.each, 1), unit=unit)]
 
 
 _OF_PLACES = ("Squeeze", "Where", "Reshape")  # between a sequence mask and the places of what is true in it
@@ -293,10 +293,10 @@ def _segments_numbered(call: Call) -> Sequence[Placement] | None:
     gathered, unsorted = call.op.type in _GATHERED_SEGMENTS, call.op.type in SEGMENTS
     data, ids = call.inputs[gathered : gathered + 2]  # or, of a whole table, which rows of it
     by, count = numbered(ids), _numbers_of(ids) if ids.kind is Kind.PLACES else 0
-    if by is None or by.axis or not count or ids.op == "map":
+    if by is None or by.axis or not count or ids.detail is Detail.MAP:
         return None
     plain = data.kind is Kind.SHARD and same_rows(data, by) and not data.axis and (not gathered or call.inputs[0].whole)
-    ends = call.inputs[2] == rows((count,)) if unsorted else ids.op == "every"
+    ends = call.inputs[2] == rows((count,)) if unsorted else ids.detail is Detail.EVERY
     return [shard(0, 1, count)] if plain and ends else None
 
 
@@ -304,7 +304,7 @@ def _sparse_rows(call: Call, indices: int, values: int, shape: int) -> Placement
     """Return how the rows are placed of a sparse tensor that an op takes by these inputs; None: not by samples."""
     placed = call.inputs[indices]
     count = _numbers_of(placed) if placed.kind is Kind.INDICES else 0
-    fits = count and call.inputs[values] == shard(0, 1, 1, placed.unit) and placed.op in ("own", "every")
+    fits = count and call.inputs[values] == shard(0, 1, 1, placed.unit) and placed.detail in (Detail.OWN, Detail.EVERY)
     of = call.inputs[shape]
     return shard(0, 1, count) if fits and only_one(of) == 0 and of == rows((count, *of.counts[1:])) else None
 
@@ -341,10 +341,10 @@ def _sparse_fill(call: Call) -> Sequence[Placement] | None:
         return None
     filled = shard(unit=call.op.outputs[1].name)
     return [
-        _places(indices, filled, "every", Kind.INDICES),
+        _places(indices, filled, Detail.EVERY, Kind.INDICES),
         filled,
         placed,
-        Placement(Kind.PLACES, op="map", counts=(0, 0), unit=indices.unit),
+        Placement(Kind.PLACES, detail=Detail.MAP, counts=(0, 0), unit=indices.unit),
     ]
 
 
@@ -352,7 +352,7 @@ def _sparse_fill(call: Call) -> Sequence[Placement] | None:
 def _sparse_fill_back(call: Call) -> Sequence[Placement] | None:
     moved, gradient = call.inputs
     filled = shard(unit=call.op.inputs[0].op.outputs[1].name)
-    return [shard(unit=moved.unit), SUM] if moved.op == "map" and gradient == filled else None
+    return [shard(unit=moved.unit), SUM] if moved.detail is Detail.MAP and gradient == filled else None
 
 
 @_numbered("RaggedTensorToTensor")
@@ -373,6 +373,5 @@ def _sparse_cross(call: Call) -> Sequence[Placement] | None:
         return None
     each = call.inputs[0].each
     made = shard(0, 1, each * math.prod(one[1] for one in widths))
-    return (
-        [Placement(Kind.INDICES, op="every", counts=(each, 1), each=made.each), made, rows((each, 0))] if each else None
-    )
+    indices = Placement(Kind.INDICES, detail=Detail.EVERY, counts=(each, 1), each=made.each)
+    return [indices, made, rows((each, 0))] if each else None

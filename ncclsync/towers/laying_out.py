@@ -185,23 +185,23 @@ class _Run:
                 combined.append(None)
                 continue
             columns = [[tf.identity(tower[name]) for tower in self.values] for name, _ in parts]
-            hows = [how for _, how in parts]
+            joins = [by_rows for _, by_rows in parts]
             made = [tf.nest.pack_sequence_as(leaf, one, expand_composites=True) for one in zip(*columns, strict=True)]
             each.append(made)
             if isinstance(leaf, tf.IndexedSlices):  # values and places, each as it is placed
-                both = [self._joined(column, how) for column, how in zip(columns, hows, strict=True)]
+                both = [self._joined(*one) for one in zip(columns, joins, strict=True)]
                 combined.append(tf.nest.pack_sequence_as(leaf, both, expand_composites=True))
             else:
-                combined.append(self._joined(made, hows[0]))
+                combined.append(self._joined(made, joins[0]))
         if program.results is Results.EACH:
             shards = range(len(self.values))
             return [tf.nest.pack_sequence_as(program.structure, [one[i] for one in each]) for i in shards]
         return tf.nest.pack_sequence_as(program.structure, combined)
 
-    def _joined(self, pieces: Sequence[Any], how: str) -> Any:
+    def _joined(self, pieces: Sequence[Any], by_rows: bool) -> Any:
         """Return one device's result, of [s] those of the shards of this process' towers."""
         layout = self._towers.layout
-        if how != "concat" or layout.shards == 1:
+        if not by_rows or layout.shards == 1:
             return pieces[0]
         sizes = [self._shards.sizes[shard] for shard in layout.own_shards]
         if len(pieces) == layout.shards:

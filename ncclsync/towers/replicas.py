@@ -42,7 +42,7 @@ class Copies(Holder):
         super().__init__(variable, forget)
         self._session = session
         self._key = id(variable)
-        self.role = role  # how the copies relate
+        self.role = role  # how the copies relate now; `role_of`: how the next step needs them
         self.copies = copies  # [N - 1] those of the other towers
         self._pending = pending  # the variable's id is added when the copies are stale
         self._shared = shared  # the variable's id is added when other towers hold copies of it too

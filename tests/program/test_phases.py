@@ -21,7 +21,7 @@ def weight():
 
 def phases(step):
     """Return, of each segment of a step on several shards, whether it runs once, and the types of its ops."""
-    graph, _ = place(trace(step, ROWS), "/CPU:0", Results.COMBINED, False, many_shards=True)
+    graph = place(trace(step, ROWS), "/CPU:0", Results.COMBINED, False, many_shards=True).graph
     divided = divide(graph, schedule(graph, None))
     found = [(once, set()) for once in divided.once]
     assert len(found) == divided.count

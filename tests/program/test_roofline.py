@@ -24,8 +24,7 @@ from ncclsync.semantics.functions import Functions
 def works(function, shape):
     """{op type: its work}, of a function of a batch's rows."""
     graph = tf.function(function, autograph=False).get_concrete_function(tf.TensorSpec(shape)).graph
-    library = graph.as_graph_def().library.function
-    functions = Functions({one.signature.name: one for one in library}, graph)
+    functions = Functions(graph.as_graph_def().library.function, graph)
     given = graph.inputs[0]
     roofline = Roofline(functions, Axes(functions, {given.name: given_rows(given)}))
     return {op.type: roofline.work(op) for op in graph.get_operations()}

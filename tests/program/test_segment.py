@@ -6,18 +6,19 @@ import tensorflow as tf
 
 from ncclsync import ops
 from ncclsync.program.crossing import Form
-from ncclsync.program.cut import place
-from ncclsync.program.program import Bucket, Results
+from ncclsync.program.cut import cut, place
+from ncclsync.program.program import Bucket, Results, Target
 from ncclsync.program.schedule import schedule
 from ncclsync.program.segment import Rewrite, SegmentPlan, compile_segment, same_device
 from ncclsync.program.trace import Site, trace
+from ncclsync.semantics.roles import Role, role_of
 
 ROWS = tf.TensorSpec([None, 3], tf.float32)
 X = np.arange(6, dtype="float32").reshape(2, 3)
 
 
 def placed(step):
-    return place(trace(step, ROWS), "/CPU:0", Results.COMBINED, False)[0]
+    return place(trace(step, ROWS), "/CPU:0", Results.COMBINED, False).graph
 
 
 def planned(graph, number, fetches=(), rewrites=()):
@@ -32,7 +33,7 @@ def planned(graph, number, fetches=(), rewrites=()):
     made = {output.name for op in names for output in graph.by_name[op].outputs}
     given = {exchange.result for exchange in received}
     sources = sorted(name for name in outside - made - given if not graph.is_constant(name))
-    packing = [tensor.name for tensor in (graph.share.fraction, graph.site.has_samples)]
+    packing = [tensor.name for tensor in (graph.traced.trace.share.fraction, graph.traced.trace.site.has_samples)]
     incoming, outgoing = ((Bucket(each[0].collective, each, packed=True),) if each else () for each in (received, sent))
     return SegmentPlan(
         graph, names, (*sources, *packing), incoming, tuple(fetches), outgoing, shares_memory=True, rewrites=rewrites
@@ -60,10 +61,15 @@ def graph(weight):
 
 def values(graph, variable, fraction=1.0, is_first=True):
     """What a tower gives: its rows, its own copy of the only variable, its share, and where it is."""
-    share = graph.share._replace(fraction=tf.constant(fraction, tf.float64))
+    share = graph.traced.trace.share._replace(fraction=tf.constant(fraction, tf.float64))
     site = Site(tf.constant(int(fraction > 0)), tf.constant(is_first), tf.constant(0))
     given = [tf.constant(X), *share, *site]
-    return {**dict(zip(graph.arguments, given, strict=True)), graph.variables[0][0]: variable.handle}
+    return {**dict(zip(graph.traced.arguments, given, strict=True)), handle_in(graph): variable.handle}
+
+
+def handle_in(graph):
+    (name,) = graph.traced.variable_of
+    return name
 
 
 def test_a_segment_sends_what_its_tower_computes(graph, weight):
@@ -84,7 +90,7 @@ def test_a_segment_sends_what_its_tower_computes(graph, weight):
 def test_a_segment_writes_what_it_is_given(graph, weight):
     """With what was received, into the copy whose handle its tower gives: not into the one of the trace."""
     made = compiled(planned(graph, 1))
-    assert made.written == (graph.variables[0][0],)
+    assert made.written == (handle_in(graph),)
     copy = tf.Variable(weight * 2)
     outcome = made.run(values(graph, copy), [[tf.constant([10.0])]])
     assert outcome.token.shape == [] and outcome.sent == []
@@ -153,14 +159,27 @@ def test_metric_state_is_sent_and_then_kept_by_the_first():
         np.testing.assert_array_equal(count, expected)
 
 
+def test_who_places_a_step_declares_no_role():
+    """What it needs alike on all towers is so in its graph; who runs it declares that for all other steps."""
+    state = tf.Variable([0.0, 0.0], aggregation=tf.VariableAggregation.SUM)
+
+    def step(x):
+        state.scatter_update(tf.IndexedSlices(tf.reduce_sum(x)[None], [0]))
+
+    assert [*placed(step).traced.role.values()] == [Role.SAME] and role_of(state) is Role.SUM
+    cut(trace(step, ROWS), Target("/CPU:0", 1), Results.COMBINED, undone=False, traceless=False, meter=None)
+    assert role_of(state) is Role.SAME
+
+
 def test_a_placed_step_does_not_change(graph):
     """Passes read one description; one that is to have other inputs is another, which leaves this as it was."""
     name = graph.ops[-1].name
-    with pytest.raises(AttributeError, match="cannot assign to 'ops'"):
-        graph.ops = ()
-    with pytest.raises(TypeError):
-        graph.inputs[name] = []
-    for collection in ("ops", "exchanges", "differing"):
-        assert not hasattr(getattr(graph, collection), "update") and not hasattr(getattr(graph, collection), "append")
+    for frozen in (graph, graph.traced):
+        with pytest.raises(AttributeError, match="cannot assign to 'ops'"):
+            frozen.ops = ()
+        with pytest.raises(TypeError):
+            frozen.inputs[name] = []
+    for collection in (graph.ops, graph.exchanges, graph.differing, graph.traced.ops, graph.traced.role):
+        assert not hasattr(collection, "update") and not hasattr(collection, "append")
     other = graph.rewired({name: ["x:0"]}, {})
     assert other.inputs[name] == ["x:0"] and graph.inputs[name] != ["x:0"] and other.ops is graph.ops

@@ -17,7 +17,7 @@ X = np.random.default_rng(0).normal(size=(ROWS, 4, 3))
 def axes_of(function, *specs):
     """Return the axes of a function's graph, whose arguments with an open first axis have rows, and the graph."""
     graph = tf.function(function, input_signature=specs, autograph=False).get_concrete_function().graph
-    functions = Functions({f.signature.name: f for f in graph.as_graph_def().library.function}, graph)
+    functions = Functions(graph.as_graph_def().library.function, graph)
     return Axes(functions, {t.name: given_rows(t) for t in graph.inputs if t.shape.rank}), graph
 
 

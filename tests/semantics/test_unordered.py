@@ -52,7 +52,7 @@ def looped(x):
 
 
 def ops_of(step, device):
-    graph, _ = place(trace(step, ROWS), device, Results.COMBINED, False)
+    graph = place(trace(step, ROWS), device, Results.COMBINED, False).graph
     sent = [one.source for one in graph.exchanges.values() if one.collective.kind is CollectiveKind.BROADCAST]
     return graph, sent
 

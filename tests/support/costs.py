@@ -162,15 +162,17 @@ def _debugged() -> Iterator[list[str]]:
 
 
 def _place(trace: Any, target: Any, results: Any, **_: Any) -> Any:
-    graph, placed = place(trace, target.home_device, results, target.same_seeds, many_shards=target.many_shards)
-    costs = placed.costs
+    placed = place(trace, target.home_device, results, target.same_seeds, many_shards=target.many_shards)
+    graph, costs = placed.graph, placed.costs
     # Multiplications, and numbers of four bytes that are moved; of one row, beside what is done for one row.
     counts = costs.works([*costs.alike, *costs.by_rows]).sum(axis=2) @ (1, 1 / 4, 0)
     shares = counts[: len(costs.alike)] / (counts.sum() or 1.0)
     pairs = sorted(zip(costs.alike, shares.tolist(), strict=True), key=lambda one: -one[1])
     alike = tuple((op.type, op.name, share) for op, share in pairs)
     weights = sum(
-        int(np.prod(v.shape)) * v.dtype.size for _, v in graph.variables if v.trainable and v.shape.is_fully_defined()
+        int(np.prod(v.shape)) * v.dtype.size
+        for v in graph.traced.variable_of.values()
+        if v.trainable and v.shape.is_fully_defined()
     )
     gathered = tuple((one.op, one.place, int(one.size.at(ROWS))) for one in costs.wholes if one.kind == "all_gather")
     lost = losses_of(costs.step_work(), weights, ROWS, TOWERS)

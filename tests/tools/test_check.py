@@ -162,9 +162,9 @@ def share_with(**changes):
     def sabotage(patch):
         begin = Partition.__init__
 
-        def wrong(self, graph, *arguments, **options):
-            graph.share = graph.share._replace(**{name: change(graph.share) for name, change in changes.items()})
-            begin(self, graph, *arguments, **options)
+        def wrong(self, *arguments, **options):
+            begin(self, *arguments, **options)
+            self.share = self.share._replace(**{name: change(self.share) for name, change in changes.items()})
 
         patch.setattr(Partition, "__init__", wrong)
 

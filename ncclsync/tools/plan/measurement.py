@@ -152,8 +152,7 @@ def work_before(outputs: Sequence[Any], graph: tf.Graph) -> tuple[list[float], f
         outputs: tensors of the graph, in the order of their use.
         graph: with static shapes; an unknown dimension counts as 1.
     """
-    library = graph.as_graph_def().library
-    functions = Functions({one.signature.name: one for one in library.function}, graph)
+    functions = Functions(graph.as_graph_def().library.function, graph)
     roofline = Roofline(functions, Axes(functions, {}))
     work = {}
     for op in graph.get_operations():

@@ -27,7 +27,7 @@ from ncclsync.program.program import Results
 from ncclsync.program.trace import Site, Trace
 from ncclsync.semantics.placements import Kind, Placement
 from ncclsync.semantics.placing import PRINTS, is_unrepeatable
-from ncclsync.semantics.roles import DECLARED, Role
+from ncclsync.semantics.roles import Role
 from ncclsync.semantics.rules import names
 from ncclsync.semantics.shards import Shards, components_of, rows_of, shard_batch
 from ncclsync.tools.verify.batches import rows_at
@@ -60,21 +60,18 @@ def first_difference(trace: Trace, home_device: str, batch: Any, towers: int) ->
     Raises:
         Unchecked: the step has an op that must not run twice, or cannot be run op by op.
     """
-    variables = trace.function.variables
-    roles = [getattr(variable, DECLARED, None) for variable in variables]
-    try:
-        # As towers do where nothing else was chosen for speed.
-        graph, placing = place(trace, home_device, Results.COMBINED, same_seeds=True, exact=True)
-    finally:
-        for variable, role in zip(variables, roles, strict=True):
-            setattr(variable, DECLARED, role)
-    for op in map(graph.tf_graph.get_operation_by_name, graph.traced_inputs):
-        if op.name not in graph.placeholders and op.type not in PRINTS and is_unrepeatable(op, graph.calls):
+    # As towers do where nothing else was chosen for speed.
+    placing = place(trace, home_device, Results.COMBINED, same_seeds=True, exact=True)
+    graph, traced = placing.graph, placing.traced
+    for op in traced.ops:
+        if op.name not in traced.placeholders and op.type not in PRINTS and is_unrepeatable(op, graph.functions):
             raise Unchecked(f"{op.type}, at {user_line(op.traceback)}, must not run twice")
     roots = [exchange.collective.root for exchange in graph.exchanges.values()]
     count = towers if any(root >= _TOWERS for root in roots) else min(towers, _TOWERS)
     few, most = 2 * count + 1, rows_of(batch) or 0
-    state = {name: tf.raw_ops.ReadVariableOp(resource=one.handle, dtype=one.dtype) for name, one in graph.variables}
+    state = {
+        name: tf.raw_ops.ReadVariableOp(resource=v.handle, dtype=v.dtype) for name, v in traced.variable_of.items()
+    }
     with _precise(), tf.device(f"/{home_device}"):
         for rows in [few, most] if most >= count else [few]:
             with tf.device("/CPU:0"):
@@ -107,42 +104,44 @@ class _Check:
 
     def __init__(self, placing: Partition, whole: Shards, parts: Shards, state: Mapping[TensorName, Any]) -> None:
         """Begin with what the variables hold, by the names of their handles."""
-        graph = self._graph = placing.graph
+        self._graph, traced = placing.graph, placing.traced
         self._start = state
         self._shares = [*whole.shares, *parts.shares]
         sites = map(_site, [0, *range(len(parts.shares))])
         given = zip([*whole.batches, *parts.batches], self._shares, sites, strict=True)
         arguments = zip(*([*components_of(batch), *share, *site] for batch, share, site in given), strict=True)
-        self._values: dict[TensorName, list[Any] | None] = dict(zip(graph.arguments, map(list, arguments), strict=True))
-        self._values.update((name, [tensor] * len(self._shares)) for name, tensor in graph.captures)
+        self._values: dict[TensorName, list[Any] | None] = dict(
+            zip(traced.arguments, map(list, arguments), strict=True)
+        )
+        self._values.update((name, [tensor] * len(self._shares)) for name, tensor in traced.captures)
         self._copies: dict[TensorName, list[tf.Variable]] = {}
         for handle, value in state.items():
-            others = tf.zeros_like(value) if graph.role[handle] in (Role.SUM, Role.PARTIAL) else value
+            others = tf.zeros_like(value) if traced.role[handle] in (Role.SUM, Role.PARTIAL) else value
             held = [value, value, *[others] * (len(parts.shares) - 1)]
             copies = [tf.Variable(one, trainable=False, shape=tf.TensorShape(None)) for one in held]
             self._copies[handle] = copies
-            self._values[handle] = None if graph.role[handle] is Role.PARTITION else [copy.handle for copy in copies]
+            self._values[handle] = None if traced.role[handle] is Role.PARTITION else [copy.handle for copy in copies]
         self._writers: dict[TensorName, tf.Operation] = {}  # the last one of each variable
         # By an op's name and its inputs' ids: these, which so live on, and the results.
         self._made: dict[tuple[Any, ...], tuple[list[Any], list[Any]]] = {}
-        floats = [t.dtype for op in graph.ops for t in op.outputs if t.dtype in _TOLERANCES]
+        floats = [t.dtype for op in self._graph.ops for t in op.outputs if t.dtype in _TOLERANCES]
         self._dtype = min(floats or [tf.float32], key=[*_TOLERANCES].index)
         self._scales: dict[TensorName, float] = {}  # of parts: the largest magnitude of their addends
         self._counts_towers: set[TensorName] = set()  # tensors with a row for each tower, and numbers of such rows
         # By the names of the towers' tensors: how they are placed, what makes them in the trace, and of which tensors.
         self._traced: dict[TensorName, tuple[Placement, tf.Operation, list[TensorName]]] = {}
         for name, (tensor, placed) in placing.placed.items():
-            op, mark = graph.tf_graph.get_tensor_by_name(name).op, graph.marks.get(op_name(name))
+            op, mark = self._graph.tensor(name).op, placing.marks.get(op_name(name))
             # A sparse gradient's slices may come in another order: what they write is compared. Bits are not rounded.
             is_sparse = mark is not None and mark.purpose in (Purpose.SLICES, Purpose.SLICES_PART)
             if not is_sparse and op.type != "Bitcast" and tensor.dtype not in (tf.variant, tf.resource):
-                inputs = [placing.placed[one][0].name for one in graph.traced_inputs[op.name]]
+                inputs = [placing.placed[one][0].name for one in traced.inputs[op.name]]
                 self._traced.setdefault(tensor.name, (placed, op, inputs))
 
     def run(self) -> str:
         """Return the first op, and its line, whose result differs; "" if none does."""
         for op in self._graph.ops:
-            if op.name not in self._graph.placeholders and (found := self._step(op)):
+            if op.name not in self._graph.traced.placeholders and (found := self._step(op)):
                 return found
         sent = [name for name, exchange in self._graph.exchanges.items() if exchange.source in self._values]
         return self._difference(sent) or self._first_variable()
@@ -186,7 +185,7 @@ class _Check:
         if name not in self._values:
             exchange = self._graph.exchanges.get(name)
             if exchange is None:
-                constant = self._graph.tf_graph.get_tensor_by_name(name).op
+                constant = self._graph.tensor(name).op
                 self._values[name] = self._results(constant, []) * len(self._shares)
             else:
                 made = self._value(exchange.source)
@@ -263,7 +262,7 @@ class _Check:
             if self._values[handle] is None:
                 continue
             start, held = self._start[handle], [copy.read_value() for copy in self._copies[handle]]
-            if self._graph.role[handle] in (Role.SUM, Role.PARTIAL):
+            if self._graph.traced.role[handle] in (Role.SUM, Role.PARTIAL):
                 held = self._joined(held, Collective(CollectiveKind.ALL_REDUCE, "sum"))
             if start.shape == held[0].shape and start.dtype.is_floating:  # what was added is far smaller
                 held = [one - start for one in held]

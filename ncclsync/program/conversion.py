@@ -153,7 +153,7 @@ class Conversions(Placer):
         if placed.whole or (placed.kind is not Kind.LOCAL and (tensor.name, placed, REPLICATE) in self.converted):
             return True
         op, given = tensor.op, self.traced.inputs.get(tensor.op.name)
-        if not depth or given is None or op.type not in rules.ELEMENTWISE | rules.MOVING:
+        if not depth or given is None or op.type not in rules.ELEMENTWISE | rules.MOVING | rules.FILLING:
             return placed.kind is Kind.COUNTS and not placed.unit
         return all(self.spares(*self.placed[name], depth - 1) for name in given)
 
@@ -259,8 +259,13 @@ class Conversions(Placer):
         inputs = [self.convert(one, placed, REPLICATE, op) for one, placed in given]
         return tf_compat.copied_op(op, inputs).outputs[tensor.value_index]
 
-    def _gathered(self, tensor: tf.Tensor, before: Placement, op: tf.Operation) -> tf.Tensor:
-        """Gather all towers' rows, in the order of the batch."""
+    def first_rows(self, tensor: tf.Tensor, before: Placement, count: int, op: tf.Operation) -> tf.Tensor:
+        """Gather so many rows of the batch's first sample, and what other towers send in their place, behind these."""
+        own = (*[slice(None)] * before.axis, slice(count))
+        return self._gathered(tensor[own], before, op, Size(count * max(tensor.dtype.size, 1)))
+
+    def _gathered(self, tensor: tf.Tensor, before: Placement, op: tf.Operation, rows: Size | None = None) -> tf.Tensor:
+        """Gather all towers' rows, in the order of the batch; `rows`: the bytes of all, for each of what they hold."""
         moved = tensor
         turned = before.axis or before.blocks > 1
         if turned:
@@ -275,7 +280,7 @@ class Conversions(Placer):
         if op.name not in self.marks and op.name not in self.joins_slices:
             lengths = self.costs.roofline.lengths(tensor)
             others = lengths[: before.axis] + lengths[before.axis + 1 :]
-            rows = Size(max(before.each, 1) * max(before.blocks, 1) * max(tensor.dtype.size, 1), 1)
+            rows = rows or Size(max(before.each, 1) * max(before.blocks, 1) * max(tensor.dtype.size, 1), 1)
             self.costs.receive(op, product([rows, *others]), CollectiveKind.ALL_GATHER)
         if not turned:
             return whole

@@ -247,6 +247,10 @@ class Partition(Conversions):
         }
         if handles:
             raise Unshared(handles)
+        if first := rules.rows_of_first(call):
+            with self.building():
+                call.tensors[0] = self.first_rows(call.tensors[0], call.inputs[0], first, call.op)
+            call.inputs[0] = REPLICATE
         for i in range(len(call.inputs)):
             call.require(i, REPLICATE)
         logger.debug("%s %s is made whole: %s", call.op.type, call.op.name, ", ".join(map(str, call.given[1])))

@@ -259,6 +259,7 @@ ALIKE = names("""
 # These keep rows that are all alike so.
 ELEMENTWISE = UNARY | BROADCASTING | ALIKE
 MOVING = names("ExpandDims Reshape Squeeze Transpose")  # elements, of which each stays as it is
+FILLING = names("BroadcastTo Fill")
 # Of all other ops the inputs' ranks must be known.
 OF_ANY_RANK = UNARY | names("""
     Bitcast CudnnRNNBackprop CudnnRNNBackpropV2 CudnnRNNBackpropV3 EnsureShape L2Loss OptionalGetValue OptionalHasValue
@@ -643,28 +644,44 @@ COMPARING = {"Max": 1, "Min": 1, "Maximum": 2, "Minimum": 2}
 
 @rule_for("StridedSlice", counting=True)
 def _strided_slice(call: Call) -> Sequence[Placement] | None:
-    placed, _, ends, _ = call.inputs
+    placed = call.inputs[0]
+    total = placed.each * placed.blocks if placed.kind is Kind.SHARD else 0
+    blocks = _blocks_of_slice(call, placed.axis, placed.each, total)
+    for i in (1, 2) if not blocks else ():
+        call.require(i, REPLICATE)
     spec = slice_spec(call)
-    if ends.kind is Kind.COUNTS and (spec is None or not _ends_with_rows(spec, ends, placed)):
-        call.require(2, REPLICATE)
-        spec = slice_spec(call)
     if spec is None:
         return None
     operand, result = _letters_of_slice(spec)
-    return _by_letters(call, [operand, "", None, ""], [result])
+    made = _by_letters(call, [operand, None, None, ""], [result])
+    return [dataclasses.replace(made[0], blocks=blocks)] if made and blocks else made
 
 
-def _ends_with_rows(spec: list[Any], ends: Placement, placed: Placement) -> bool:
-    """Return whether a slice's only end that counts rows is as many as the tower's, along their own axis."""
-    index = only_one(ends)
-    if index is None or ends.counts[index] != placed.each * placed.blocks or spec.count("rows") != 1:
-        return False
-    return sum(one != "new" for one in spec[: spec.index("rows")]) == placed.axis
+def _blocks_of_slice(call: Call, axis: int, each: int, total: int) -> int:
+    """Return how many blocks of rows a slice takes from one count of rows to another; 0 if it takes others.
+
+    Args:
+        axis, each, total: of the operand: where the rows are, how many for each sample a block has, and all blocks.
+    """
+    spec, bounds = slice_spec(call), call.inputs[1:3]
+    if spec is None or spec.count("rows") != 1 or sum(one != "new" for one in spec[: spec.index("rows")]) != axis:
+        return 0
+    places = {only_one(one) for one in bounds if one.kind is Kind.COUNTS}
+    if len(places) != 1 or None in places:
+        return 0
+    (place,) = places
+    begin, end = (one.counts[place] if one.kind is Kind.COUNTS else 0 for one in bounds)
+    begin, end = (
+        default if call.op.get_attr(mask) & (1 << place) else bound
+        for mask, default, bound in (("begin_mask", 0, begin), ("end_mask", total, end))
+    )
+    fits = each > 0 and 0 <= begin < end <= total and begin % each == end % each == total % each == 0
+    return (end - begin) // each if fits else 0
 
 
 def slice_spec(call: Call) -> list[Any] | None:
-    """Say of each axis of the operand, and of each new one: "all", "rows" (to a count), "some", "one", "new"."""
-    begin, _, strides = (call.constant(1 + i) for i in range(3))
+    """Say of each axis of the operand, and of each new one: "all", "rows" (by their count), "some", "one", "new"."""
+    strides = call.constant(3)
     back = call.op.type == "StridedSliceGrad"  # whose first input is the operand's shape
     rank = call.op.inputs[0].shape[0] if back else rank_of(call, 0)
     length = call.op.inputs[1].shape[0]
@@ -683,12 +700,30 @@ def slice_spec(call: Call) -> list[Any] | None:
             spec.append("one")
         else:
             plain = strides is not None and strides[i] == 1
-            from_first = bits["begin"] & bit or (begin is not None and begin[i] == 0)
-            to_rows = not back and call.inputs[2].kind is Kind.COUNTS and call.inputs[2].counts[i]
-            to_last = "all" if bits["end"] & bit else "rows" if to_rows else "some"
-            spec.append(to_last if plain and from_first else "some")
+            from_first, to_last = bits["begin"] & bit or _constant_element(call, 1, i) == 0, bits["end"] & bit
+            from_rows, to_rows = (one.kind is Kind.COUNTS and one.counts[i] for one in call.inputs[1:3])
+            by_rows = (from_rows or to_rows) and (from_first or from_rows) and (to_last or to_rows)
+            spec.append("some" if not plain else "rows" if by_rows else "all" if from_first and to_last else "some")
     spec += ["all"] * (rank - sum(one != "new" for one in spec))
     return spec
+
+
+def rows_of_first(call: Call) -> int:
+    """Return how many of the first sample's rows are all that an op takes of its first input; 0: it may take others."""
+    op, placed = call.op, call.inputs[0]
+    if op.type != "StridedSlice" or placed.kind is not Kind.SHARD or placed.unit or placed.blocks != 1:
+        return 0
+    bit, strides = 1 << placed.axis, call.constant(3)
+    moved = (op.get_attr("ellipsis_mask") | op.get_attr("new_axis_mask")) & (2 * bit - 1)  # so that axes are others
+    if moved or strides is None or len(strides) <= placed.axis:
+        return 0
+    begin = 0 if op.get_attr("begin_mask") & bit else _constant_element(call, 1, placed.axis)
+    end = None if op.get_attr("end_mask") & bit else _constant_element(call, 2, placed.axis)
+    if begin is not None and op.get_attr("shrink_axis_mask") & bit:
+        end = begin + 1
+    if begin is None or end is None or strides[placed.axis] < 1:
+        return 0
+    return end if 0 <= begin < end <= placed.each else 0
 
 
 def _letters_of_slice(spec: list[Any]) -> tuple[str, str]:
@@ -701,10 +736,19 @@ def _letters_of_slice(spec: list[Any]) -> tuple[str, str]:
 
 @rule_for("StridedSliceGrad", counting=True)
 def _strided_slice_back(call: Call) -> Sequence[Placement] | None:
+    shape, *_, placed = call.inputs
+    axis = only_one(shape)
+    total = shape.counts[axis] if axis is not None and placed.kind is Kind.SHARD else 0
+    blocks = _blocks_of_slice(call, axis, placed.each, total)
+    for i in (1, 2) if not blocks else ():
+        call.require(i, REPLICATE)
     spec = slice_spec(call)
     if spec is None:
         return None
     operand, result = _letters_of_slice(spec)
+    if blocks:
+        fits = blocks == placed.blocks and result.find(operand[axis]) == placed.axis and call.inputs[3].whole
+        return [shard(axis, total // placed.each, placed.each)] if fits else None
     return _by_letters(call, [f"#{operand}", "", "", "", result], [operand])
 
 
@@ -785,8 +829,14 @@ def _broadcast_axes(call: Call) -> Sequence[Placement] | None:
 
 @rule_for("Reshape", counting=True)
 def _reshape(call: Call) -> Sequence[Placement] | None:
-    if call.inputs[0].kind in (Kind.SHARD, Kind.PENDING):
-        _count_rows(call, 1)
+    made = _reshaped(call)
+    if made is None and call.inputs[0].kind in (Kind.SHARD, Kind.PENDING):
+        _count_rows(call, 1)  # not at once: in [-1, rows] the rows are all that each row meets
+        made = _reshaped(call)
+    return made
+
+
+def _reshaped(call: Call) -> Sequence[Placement] | None:
     placed, shape = call.inputs
     if placed.kind is Kind.PENDING:
         return [placed.of] if placed.of is not None and only_one(shape) == placed.of.axis else None

@@ -324,6 +324,17 @@ def _sparse_product(call: Call) -> Sequence[Placement] | None:
     return [SUM] if call.op.outputs[0].dtype.name in native.DTYPES else None
 
 
+@_numbered("SparseReduceSum")
+def _sparse_sum(call: Call) -> Sequence[Placement] | None:
+    placed, over, lengths = _sparse_rows(call, 0, 1, 2), call.constant(3), lengths_of(call.op.inputs[0])
+    if placed is None or over is None or not lengths or lengths[1] is None:
+        return None
+    along = {int(axis) % lengths[1] for axis in np.ravel(over)}
+    if along and 0 not in along:
+        return [placed]
+    return [SUM] if call.op.outputs[0].dtype.name in native.DTYPES else None  # of no axes it is the sum over all
+
+
 @_numbered("SparseReorder SparseSoftmax SparseToDense")
 def _sparse_values(call: Call) -> Sequence[Placement] | None:
     if call.op.type == "SparseToDense":

@@ -507,9 +507,30 @@ def sorted_batch(batch, dense):
     return ops.mean(ops.abs(ops.sort(dense(x), axis=0) - ops.sort(y, axis=0)))
 
 
+def two_views(batch, dense):
+    """Two views go through a network as one batch, and are told apart by the number of rows."""
+    both, rows = dense(ops.concatenate(batch, axis=0)), ops.shape(batch[0])[0]
+    return ops.mean((both[:rows] - both[rows:]) ** 2) - ops.mean(both)
+
+
+def distilled(batch, dense):
+    """A softmax over all rows, whose targets are another one."""
+    x = dense(batch)
+    scores = ops.matmul(x, ops.transpose(x))
+    return ops.mean(tf.nn.softmax_cross_entropy_with_logits(ops.softmax(-scores), scores))
+
+
+def recomputed(batch, dense):
+    """TensorFlow lets what it computes again wait for the first number of the gradient."""
+    return ops.mean(tf.recompute_grad(dense)(batch) ** 2)
+
+
 ALL_ROWS = {"MatMul": "each row is compared with all rows of the other side"}
 DENSE = functools.partial(layers.Dense, WIDTH)
 row("CLIP", own(DENSE, DENSE, x=(WIDE, floats(9)), loss=clip), ALL_ROWS)
+row("two views as one batch", own(DENSE, x=(WIDE, floats(12)), loss=two_views))
+row("softmax over all rows", own(DENSE, x=WIDE, loss=distilled), ALL_ROWS)
+row("tf.recompute_grad", own(DENSE, x=WIDE, loss=recomputed))
 row("triplets", own(DENSE, x=(WIDE, floats(12), floats(12)), loss=triplet))
 row("VICReg", own(DENSE, x=WIDE, loss=vicreg))
 row("nearest of a bank", own(DENSE, x=WIDE, loss=bank))

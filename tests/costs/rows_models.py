@@ -59,16 +59,28 @@ ORDERED = "it is about the order of the batch's rows"
 QUEUED = "each row is put into a queue that is no batch's"
 LISTED = dict.fromkeys(("Unique", "GatherV2"), "the sparse gradient lists each column that the batch has once")
 DRAWN_ALIKE = "an element's number rests on its place in the batch"
+FIRST = "each row meets the first one"
 KEPT = {"AssignVariableOp": "every tower has all rows of the state"}
 INHERENT_OF_CASES = {
     "Circle": COMPARED,
     "circle-by_name": COMPARED,
     "draw_categorical": {"StatelessMultinomial": DRAWN_ALIKE},
     "draw_categorical_samples": {"StatelessMultinomial": DRAWN_ALIKE},
-    "draw_in_a_loop": {"StatelessWhile": DRAWN_ALIKE},
+    "draw_beta": {"BroadcastTo": DRAWN_ALIKE},  # of the parameters
+    "draw_beta_per_sample": {"BroadcastTo": DRAWN_ALIKE},
+    "draw_in_a_loop": dict.fromkeys(("StatelessWhile", "Fill"), DRAWN_ALIKE),
+    "draw_samples_last_in_a_loop": dict.fromkeys(("StatelessWhile", "Fill"), DRAWN_ALIKE),
+    "draw_one_row_more": dict.fromkeys(("StridedSlice", "AddV2"), FIRST),
     "draw_two_copies": dict.fromkeys(("Mul", "AddV2"), DRAWN_ALIKE),  # of the drawn numbers' mean and deviation
-    "draw_keras_shuffle": {"TopKV2": ORDERED, "GatherV2": ORDERED},
+    "draw_keras_shuffle": {"TopKV2": ORDERED, "GatherV2": ORDERED}
+    | dict.fromkeys(("Mul", "AddV2", "Neg"), DRAWN_ALIKE),  # of the drawn numbers that are sorted
     "draw_stateless_shuffle": {"StatelessShuffle": ORDERED},
+    "fields": dict.fromkeys(
+        rules.names("AddV2 GatherV2 Less RaggedTensorToTensor SelectV2 Slice StringSplitV2"),
+        "how many words a text has is known once it is split, of all texts at once",
+    ),
+    "generators_and_functions": dict.fromkeys(("If", "StatelessIf"), DRAWN_ALIKE),
+    "gradient_in_a_loop": {"While": "each turn trains on all rows' gradient, and nothing can meet within a loop"},
     "sparse_input": LISTED,
     **dict.fromkeys(("stateful_lstm", "stateful_lstm_unrolled", "stateful_bidirectional_gru"), KEPT),
     "stateful_rnn_of_sequences": KEPT,
@@ -85,7 +97,7 @@ for module in load("parity", "test_parity_*.py"):
     tables = {table: cases for table, cases in vars(module).items() if isinstance(cases, dict)}
     for table, cases in tables.items():
         for name, case in cases.items():
-            if isinstance(case, parity.Case) and not name.endswith("run_eagerly"):  # which places nothing
+            if isinstance(case, parity.Case) and "eager" not in name:  # such a step is not placed
                 where = f"parity: {module.__name__.removeprefix('test_parity_')}/{table}/{name}"
                 row(where, case_of_parity(case), INHERENT_OF_CASES.get(name))
 
@@ -100,23 +112,49 @@ SEGMENTED = dict.fromkeys(
     "what is computed of SegmentMean's result has as many rows as the data say",
 )
 OTHER_SIDE = "a row of the other side's softmax is a column of this side's, which all rows have"
-BOTH_SIDES = COMPARED | dict.fromkeys(("ArgMax", "Reshape", "SparseSoftmaxCrossEntropyWithLogits"), OTHER_SIDE)
+BOTH_SIDES = COMPARED | dict.fromkeys(("AddN", "ArgMax", "Reshape", "SparseSoftmaxCrossEntropyWithLogits"), OTHER_SIDE)
+TRIPLETS = dict.fromkeys(
+    rules.names(
+        """
+        AddN AddV2 BroadcastGradientArgs Cast Equal Greater MatMul MatrixDiagV3 Max Min Mul Neg RealDiv Reshape SelectV2
+        Sub Sum Tile Transpose
+        """
+    ),
+    "each pair of rows is compared with all rows",
+)
+# How many rows are left of a batch, the data say: where these meet other rows again is open.
+LEFT_OUT = dict.fromkeys(
+    rules.names(
+        """
+        GatherV2 ResourceGather Select SparseFillEmptyRows SparseReshape SparseSegmentMean SparseSegmentMeanGrad
+        StridedSlice Tile Unique Where ZerosLike
+        """
+    ),
+    "ids below 0 are left out, and those that are left are looked up once for the whole batch",
+)
+CHOSEN = dict.fromkeys(
+    rules.names("AddV2 Cast GatherV2 Mean RealDiv ScatterNd StridedSlice Tile"), "whose losses these are, the data say"
+)
 INHERENT = {
     **dict.fromkeys(("simclr", "clip_dual_encoder", "clip_with_logit_scale"), BOTH_SIDES),
     **dict.fromkeys(("nt_xent_with_masked_diagonal", "supcon", "metric_learning_by_einsum"), COMPARED),
-    **dict.fromkeys(("two_tower_retrieval", "triplet_semihard", "maximum_mean_discrepancy"), COMPARED),
+    "maximum_mean_discrepancy": COMPARED,
+    "two_tower_retrieval": COMPARED | {"MatrixSetDiagV3": "a row's label is its place in the batch"},
+    "triplet_semihard": TRIPLETS,
+    "safe_sparse_lookup": LEFT_OUT,
     "sparse_input": LISTED,
     "merged_graphs": SEGMENTED,
-    "moco": {"ConcatV2": QUEUED},
-    "moco_with_pointer": {"ConcatV2": QUEUED},
+    "clipped_per_sample": {"Transpose": "TensorFlow chooses the order of the axes by the number of rows"}
+    | dict.fromkeys(("Mul", "Tile"), "each row's gradient is asked of all rows"),
+    "moco": dict.fromkeys(("ConcatV2", "StridedSlice", "AssignVariableOp"), QUEUED),
+    "moco_with_pointer": {"ResourceScatterNdUpdate": QUEUED},
+    "mixup_within_the_step": {"ReverseV2": "each image is mixed with another one of the batch, which is reversed"},
     "rows_of_numpy": {"PyFunc": "Python gets the batch that it would have on one device"},
     "pairwise_ranking": COMPARED,
     "actor_critic": {"Cumsum": ORDERED},
-    # TensorFlow's `BroadcastGradientArgs` names all axes of length 1: those of a single row are others than of more.
-    "maml": {"Reshape": "the shape of a sum, whose axes a tower with one row does not share, is the batch's alone"},
-    "hardest_samples": {"TopKV2": ORDERED},
-    "quantile_and_order": {"TopKV2": ORDERED},
-    "cox_partial_likelihood": {"TopKV2": ORDERED, "Cumsum": ORDERED},
+    "hardest_samples": {"TopKV2": ORDERED} | CHOSEN,
+    "quantile_and_order": dict.fromkeys(("TopKV2", "Cumsum", "StridedSlice", "StridedSliceGrad"), ORDERED),
+    "cox_partial_likelihood": dict.fromkeys(("TopKV2", "Cumsum", "GatherV2"), ORDERED),
 }
 
 load("programs", "[!_]*.py")

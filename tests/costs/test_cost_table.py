@@ -5,6 +5,7 @@
 
 import importlib
 import pathlib
+import zlib
 
 import census
 import costs
@@ -18,6 +19,8 @@ ROWS = costs.ROWS_OF_TABLE
 OF_MODELS = [name for name in ROWS if name.startswith(("bench", "application", "hub"))]
 OF_OTHERS = [name for name in ROWS if name.startswith(("parity", "program"))]
 OWN = [name for name in ROWS if name not in {*OF_MODELS, *OF_OTHERS}]
+# Of names, not of places: a further row of a table does not change which others are asked.
+EIGHTH = [name for name in OF_OTHERS if zlib.crc32(name.encode()) % 8 == 0]
 
 
 def parameters(names):
@@ -48,9 +51,9 @@ def test_model(name):
 
 
 @pytest.mark.slow(but=3)
-@pytest.mark.parametrize("name", parameters(some(OF_OTHERS[::8], OF_OTHERS)))
+@pytest.mark.parametrize("name", parameters(some(EIGHTH, OF_OTHERS)))
 def test_row_of_another_table(name):
-    """A row of the parity tables, or a published program: each eighth, or all where thorough."""
+    """A row of the parity tables, or a published program: an eighth of them, or all where thorough."""
     check(name)
 
 

@@ -39,7 +39,7 @@ OPEN = {
     "StringSplit",
     "makes a sparse or ragged tensor of another one": "RaggedFillEmptyRows RaggedGather RaggedRange "
     "RaggedTensorFromVariant RaggedTensorToSparse RaggedTensorToVariant SparseAdd SparseAddGrad SparseConcat "
-    "SparseDenseCwiseAdd SparseDenseCwiseDiv SparseDenseCwiseMul SparseReduceSum SparseSegmentMeanWithNumSegments "
+    "SparseDenseCwiseAdd SparseDenseCwiseDiv SparseDenseCwiseMul SparseSegmentMeanWithNumSegments "
     "SparseSegmentSqrtNWithNumSegments SparseSegmentSumWithNumSegments SparseSlice SparseSparseMaximum "
     "SparseSparseMinimum SparseTensorDenseAdd",
     "a matrix of TensorFlow's own layout": "CSRSparseMatrixToDense CSRSparseMatrixToSparseTensor "

@@ -435,6 +435,14 @@ add("Reshape", lambda x, rows: tf.reshape(x, [6, rows]), "n 2 3", sized=True)
 add("Reshape", lambda x, rows: tf.reshape(x, [rows, rows, 1]), "n n", sized=True)
 add("Reshape", lambda x, y: tf.reshape(x, tf.shape(y)), "n 2 3", "n 6")
 add("Reshape", lambda x: tf.reshape(x, [-1, 2, 3]), "2n 3")
+for _shape in ("n n", "n n 2", "n 2 n", "2n n", "3 n n", "n 6"):  # rows that each row meets, or its own
+    add("Reshape", lambda x: tf.reshape(x, [-1, tf.shape(x)[-1]]), _shape)
+    add("Reshape", lambda x: tf.reshape(x, [-1, tf.shape(x)[1]]), _shape)
+    add("Reshape", lambda x: tf.reshape(x, [tf.shape(x)[0], -1]), _shape)
+    add("Reshape", lambda x, rows: tf.reshape(x, [-1, rows]), _shape, sized=True)
+    add("Reshape", lambda x, rows: tf.reshape(x, [-1, rows, 1]), _shape, sized=True)
+    add("Reshape", lambda x, rows: tf.reshape(x, [rows, -1]), _shape, sized=True)
+add("Reshape", lambda x: tf.nn.softmax_cross_entropy_with_logits(tf.nn.softmax(-x), x), "n n")
 add("ExpandDims", lambda x: tf.expand_dims(x, 0), "n n")
 add("ExpandDims", lambda x: tf.expand_dims(x, 1), "n n")
 add("ExpandDims", lambda x: tf.expand_dims(x, -1), "n n")
@@ -463,6 +471,11 @@ add("LinSpace", lambda x, y: raw.LinSpace(start=x, stop=y, num=4), "", "", diffe
 add("linspace", lambda x, y: tf.linspace(x, y, 4), "n", "n")
 add("linspace", lambda x: tf.linspace(tf.constant(0.0, x.dtype), tf.reduce_sum(x), tf.shape(x)[0]), "n")
 add("eye", lambda x: tf.eye(tf.shape(x)[0], dtype=x.dtype) - x, "n n")
+add("Fill", lambda x: tf.cumsum(tf.fill(tf.shape(x), tf.reduce_sum(x))), "n 3")
+add("Fill", lambda x: tf.cumsum(2.0 * tf.ones([tf.shape(x)[0], 1], x.dtype)) * x, "n 3")
+add("Fill", lambda x: tf.linalg.set_diag(tf.fill([tf.shape(x)[0]] * 2, x[0, 0]), x[0]), "n n")
+add("BroadcastTo", lambda x: tf.cumsum(tf.broadcast_to(x[:1], tf.shape(x))) * x, "n 3")
+add("BroadcastTo", lambda x: tf.cumsum(tf.broadcast_to(x, [tf.shape(x)[0], 4])), "n 1")
 add("BroadcastTo", lambda x: tf.broadcast_to(x, [4, *tf.unstack(tf.shape(x))]), "n 3")
 add("BroadcastTo", lambda x: tf.broadcast_to(x, [tf.shape(x)[0], 4]), "n 1")
 add("BroadcastTo", lambda x, y: tf.broadcast_to(y, tf.shape(x)), "n 3", "3")
@@ -547,10 +560,38 @@ for _slice in (
     lambda x: x[0 : tf.shape(x)[0]],
     lambda x: x[1, 0],
     lambda x: x[1:, 1:],
+    lambda x: x[:1, None],
+    lambda x: x[0, 1:, None],
 ):
     add("StridedSlice", _slice, "n n")
-add("StridedSlice", lambda x: x[::2], "2n 3")
+for _slice in (lambda x: x[::2], lambda x: x[1:2], lambda x: x[:2:2], lambda x: x[1:3], lambda x: x[1]):
+    add("StridedSlice", _slice, "2n 3")
+add("StridedSlice", lambda x: x[:, 1], "3 2n")
 add("StridedSlice", lambda x, i: x[: i + 1], "n 3", given("", "i1"))
+for _slice in (  # of one batch after another: by counts of rows, and beside them
+    lambda x, n: x[:n],
+    lambda x, n: x[n:],
+    lambda x, n: x[n : 2 * n],
+    lambda x, n: x[None, : 2 * n, 1:],
+    lambda x, n: x[2 * n :, 0],
+    lambda x, n: x[n : 4 * n],
+    lambda x, n: x[n // 2 :],
+    lambda x, n: x[1:n],
+    lambda x, n: x[n::2],
+    lambda x, n: x[: 2 * n - 1],
+    lambda x, n: x[:-n],
+    lambda x, n: x[:1],
+    lambda x, n: tf.transpose(x)[..., n:],
+    lambda x, n: tf.transpose(x)[:, None, : 2 * n],
+    lambda x, n: raw.StridedSlice(input=x, begin=[n, 0], end=[n, 2], strides=[1, 1], begin_mask=1),
+    lambda x, n: raw.StridedSlice(input=x, begin=[n, 0], end=[n, 2], strides=[1, 1], end_mask=1),
+):
+    add("StridedSlice", lambda x, cut=_slice: cut(tf.concat([x, 2.0 * x, x * x], 0), tf.shape(x)[0]), "n 3")
+    add("StridedSlice", lambda x, cut=_slice: cut(tf.concat([x, 2.0 * x, x * x], 0), tf.shape(x)[0]), "2n 3")
+add("StridedSlice", lambda x: tf.concat([x, 2.0 * x], 0)[tf.shape(x)[0] // 2 :], "2n 3")
+add("StridedSlice", lambda x, y: tf.concat([x, y], 0)[tf.shape(x)[0] :], "n 3", "2n 3")
+add("StridedSlice", lambda x: x[: tf.shape(x)[0], : tf.shape(x)[0]], "n n")
+add("StridedSlice", lambda x: x[:, tf.shape(x)[0] :], "n 2n")
 add("shift by a slice", lambda x: x[1:] - x[:-1], "n 3")
 add(
     "StridedSliceGrad",
@@ -1236,6 +1277,14 @@ for _op in ("Add", "Mul", "Div"):
 add("SparseFillEmptyRows", lambda i, v: tf.sparse.fill_empty_rows(_sparse(i, v), np.float64(0.5))[0].values, *_iv)
 add("SparseReduceSum", lambda i, v: tf.sparse.reduce_sum(_sparse(i, v), 1), *_iv)
 add("SparseReduceSum", lambda i, v: tf.sparse.reduce_sum(_sparse(i, v), 0), *_iv)
+for _axes in (1, 0, -1, -2, [0, 1], None):
+    for _kept in (False, True):
+        add(
+            "SparseReduceSum",
+            lambda x, axes=_axes, kept=_kept: tf.sparse.reduce_sum(tf.sparse.from_dense(tf.nn.relu(x)), axes, kept),
+            "n 3",
+        )
+add("SparseReduceSum", lambda x: tf.sparse.reduce_sum(tf.sparse.from_dense(tf.nn.relu(x)), [2, 1]), "n 2 3")
 add("SparseReorder", lambda i, v: tf.sparse.to_dense(tf.sparse.reorder(_sparse(i, v))), *_iv)
 add("SparseSlice", lambda i, v: tf.sparse.slice(_sparse(i, v), [0, 0], [9, 2]).values, *_iv)
 add("SparseSoftmax", lambda i, v: tf.sparse.softmax(_sparse(i, v)).values, *_iv)

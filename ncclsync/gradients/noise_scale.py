@@ -88,11 +88,12 @@ class NoiseAverages:
         """Let steps leave the averages out."""
         self.active = False
 
-    def update(self, moments: tf.Tensor) -> None:
-        """Add a step's moments to the averages, in its graph, if they are finite."""
+    def update(self, moments: tf.Tensor) -> tf.Operation:
+        """Add a step's moments to the averages, if they are finite, by an op of its graph that the step must run."""
         decay, before = self._decay.read_value(), self._averages.read_value()
         after = tf.concat([decay * before[:2] + (1.0 - decay) * moments, before[2:] + 1.0], 0)
-        self._averages.assign(tf.where(tf.reduce_all(tf.math.is_finite(moments)), after, before))
+        kept = tf.where(tf.reduce_all(tf.math.is_finite(moments)), after, before)
+        return self._averages.assign(kept, read_value=False)
 
     def ratio(self) -> float | None:
         """Return tr / |true|^2, in samples; NaN if the average of |true|^2 is not above 0; None if none."""

@@ -166,12 +166,12 @@ class _Run:
 
     def apply(self, rollback: Rollback, after: After) -> tf.Operation:
         """Let the step be complete, or undone if a gradient is not finite."""
-        values = self.values[0]
+        values, ended = self.values[0], list(after[0])
         if self._program.noise is not None:
-            self._towers.watch.noise.update(values[self._program.noise])
+            ended.append(self._towers.watch.noise.update(values[self._program.noise]))
         finite = None if self._program.finite is None else values[self._program.finite]
         with tf.device(f"/{self._towers.layout.devices[0]}"):
-            return rollback.end(tf.group(*after[0]), finite, self._shards.sizes)
+            return rollback.end(tf.group(*ended), finite, self._shards.sizes)
 
     def results(self) -> Any:
         """Return the results of the step, as `Program.outputs` and `Program.results` say."""

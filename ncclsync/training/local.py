@@ -58,9 +58,13 @@ class Local(tf_compat.SameDataset):
             TypeError: no dataset of dense tensors, or no whole number.
             ValueError: `batch_size` is below 1.
         """
-        specs = tf.nest.flatten(dataset.element_spec) if isinstance(dataset, tf.data.Dataset) else [None]
+        given = dataset if isinstance(dataset, tf.data.Dataset) else type(dataset)
+        specs = tf.nest.flatten(dataset.element_spec) if given is dataset else [None]
         if not all(isinstance(one, tf.TensorSpec) for one in specs):
-            raise TypeError(f"Expected a tf.data.Dataset of dense tensors, a sample each. Received: {dataset!r}")
+            raise TypeError(
+                "Expected a tf.data.Dataset of dense tensors, a sample each, as tf.data.Dataset.from_tensor_slices "
+                f"makes it of arrays. Received: {given!r}"
+            )
         check_whole("batch_size", batch_size, 1)
         super().__init__(dataset.batch(batch_size))
         self.batch_size, self._samples = int(batch_size), dataset

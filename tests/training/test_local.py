@@ -24,6 +24,8 @@ def test_is_a_dataset_of_batches():
     assert [len(batch) for batch in batches] == [16, 16, 8] and part(0, 40).cardinality() == 3
     with pytest.raises(TypeError, match="dense tensors, a sample each"):
         ncclsync.Local(tf.data.Dataset.from_tensors(tf.ragged.constant([[1], [2, 3]])), batch_size=2)
+    with pytest.raises(TypeError, match=r"from_tensor_slices makes it of arrays. Received: <class 'tuple'>$"):
+        ncclsync.Local((np.zeros([9, 4]), np.zeros(9)), batch_size=2)
     with pytest.raises(TypeError, match="batch_size to be a whole number"):
         ncclsync.Local(tf.data.Dataset.range(3), batch_size=2.0)
     with pytest.raises(ValueError, match="at least 1"):

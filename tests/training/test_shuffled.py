@@ -200,6 +200,7 @@ def test_several_epochs_of_fit_in_one_pass():
         ([np.zeros(3)], {"seed": -1}, "seed to be at least 0. Received: -1"),
         ([np.zeros(3)], {"seed": None}, "seed to be a whole number. Received: None"),
         ([np.zeros(3), np.zeros(4)], {}, r"same number of samples.*Received: shapes \[\(3,\), \(4,\)\]"),
+        ([np.zeros(3)], {"load": "x"}, "load to be a function of a sample. Received: 'x'"),
         ([np.zeros([0, 2])], {}, "at least one. Received"),
         ([np.zeros(3), np.float32(1)], {}, "same number of samples"),
         ([np.zeros(3), None, np.zeros(3)], {}, "y where sample_weight is given. Received: y=None"),

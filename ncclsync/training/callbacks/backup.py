@@ -96,7 +96,8 @@ class BackupAndRestore(keras_compat.BackupMethods):
         steps = self.params.get("steps")
         if self.data is not None and steps != len(self.data):
             raise ValueError(
-                f"Expected fit to be given the data of {type(self).__name__} and no steps_per_epoch: "
+                f"Expected fit to be given the data of {type(self).__name__} itself, not what map() makes of it, and "
+                "no class_weight, for which Shuffled has sample_weight, nor steps_per_epoch: "
                 f"{len(self.data)} batches an epoch. Received: {steps}"
             )
         if self.data is not None and not self.model.built:

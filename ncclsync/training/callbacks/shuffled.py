@@ -84,13 +84,15 @@ class Shuffled(CountingDataset):
                 samples. It is called in a graph, for several samples in parallel.
 
         Raises:
-            TypeError: `batch_size` or `seed` is no whole number.
+            TypeError: `batch_size` or `seed` is no whole number, or `load` no function.
             ValueError: `batch_size` or `seed` is too small; arrays have no samples, or different numbers of samples.
         """
         check_whole("batch_size", batch_size, 1)
         check_whole("seed", seed, 0)
         self.batch_size = int(batch_size)
         self.seed = int(seed)
+        if load is not None and not callable(load):
+            raise TypeError(f"Expected load to be a function of a sample. Received: {load!r}")
         if y is None and sample_weight is not None:
             raise ValueError("Expected y where sample_weight is given. Received: y=None")
         given = tuple(part for part in (x, y, sample_weight) if part is not None)

@@ -249,7 +249,7 @@ class Partition(Conversions):
         }
         if handles:
             raise Unshared(handles)
-        if first := rules.rows_of_first(call):
+        if (first := rules.rows_of_first(call)) and not call.spares(0):
             with self.building():
                 call.tensors[0] = self.first_rows(call.tensors[0], call.inputs[0], first, call.op)
             call.inputs[0] = REPLICATE

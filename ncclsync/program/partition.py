@@ -88,8 +88,9 @@ class Partition(Conversions):
             self.append(op)
             return
         given = [self.placed[name] for name in names]
-        for tensor, name in zip(op.inputs, names, strict=True):  # of merged ops one alone was placed, and refined
-            tensor.set_shape(graph.tf_graph.get_tensor_by_name(name).shape)
+        for tensor, name in zip(op.inputs, names, strict=True):
+            if tensor.name != name:  # of merged ops one alone was placed, and refined
+                tensor.set_shape(self.traced.tf_graph.get_tensor_by_name(name).shape)
         call = Call(op, [tensor for tensor, _ in given], [placed for _, placed in given], self)
         if op.name in self.marks:
             with self.building():

@@ -55,7 +55,7 @@ static void compute_arithmetic(const arithmetic_kernel* kernel, TF_OpKernelConte
     inputs[i] = (ncs_operand){seen.data, (size_t)seen.count};
     rows[i] = is_whole && row > 0 ? seen.count / row : 1;
     candidates[i] = i;
-    if (n_dims < 1 || (is_whole ? rows[i] * row != seen.count : seen.count < 1 || row % seen.count != 0))
+    if (is_whole ? rows[i] * row != seen.count : seen.count < 1 || row % seen.count != 0)
       ncs_tf_fail(status, TF_INVALID_ARGUMENT, "Expected rows of one size, or that repeat in each. Received: others");
   }
   if (!ncs_tf_is_ok(status)) return;

@@ -1,7 +1,7 @@
 """Find chains of element-wise ops in a segment, to be run as one op in one pass over memory.
 
-A normalisation or an activation, forward and backward, is a dozen element-wise ops on arrays of the batch's size, and
-each op waits for memory. An op whose result only ops of one chain take joins that chain: a chain has one result, and no
+A normalisation, forward and backward, or an optimizer's update, is a dozen element-wise ops on arrays, and each op
+waits for memory. An op whose result only ops of one chain take joins that chain: a chain has one result, and no
 two wait for each other. Results are the same bit for bit. Each chain is a `Rewrite` of a segment.
 
 The numbers of rows are known when a step runs only: the op broadcasts, or fails, as TensorFlow's ops do.
@@ -121,7 +121,9 @@ def _one_of_its_shape(graph: StepGraph, name: OpName) -> TensorName | None:
 
 
 def _operands(graph: StepGraph, name: OpName, inside: Collection[OpName] = ()) -> list[TensorName] | None:
-    """Return the operands of an op that can be a member: arrays of rows, or what repeats in each; None for others.
+    """Return the operands of an op that can be a member: arrays of its shape, or what repeats in each row of it.
+
+    None for others. An array has any number of rows, or a shape that is known.
 
     The shape that `BroadcastTo` takes is that of an array: it is a member if an op `inside` tells that shape.
     """
@@ -135,9 +137,13 @@ def _operands(graph: StepGraph, name: OpName, inside: Collection[OpName] = ()) -
         operands += graph.inputs[asked.name]
     specs = [graph.spec(each) for each in (result_name(name), *operands)]
     result, *shapes = (spec.shape for spec in specs)
-    if any(spec.dtype != tf.float32 for spec in specs) or result.rank is None or result.rank < 2:
+    if any(spec.dtype != tf.float32 for spec in specs) or result.rank is None:
         return None
-    if result[0] is not None or not result[1:].is_fully_defined() or 0 in result[1:].as_list():
+    if (
+        not result[1:].is_fully_defined()
+        or 0 in result[1:].as_list()
+        or (result.rank < 2 and not result.is_fully_defined())
+    ):
         return None
     if op.type in _JOINED and _MULTIPLYING & {graph.producer_type(operand) for operand in operands}:
         return None
@@ -187,12 +193,10 @@ def chain_nodes(
     """
     controls = {control for member in chain.members for control in graph.controls[member]}
     waits = [f"^{control}" for control in sorted(controls & set(ops) - set(chain.members))]
-    fused = tf.compat.v1.NodeDef(name=name, op=FUSED, input=[*chain.inputs, *waits])
+    result = chain.members[-1]
+    node = tf.compat.v1.NodeDef(name=result, op=FUSED, input=[*chain.inputs, *waits])
     sizes = {"n_values": len(chain.inputs), "n_whole": chain.n_whole}
     for attribute, value in {"code": chain.code, "alone": int(alone), **sizes}.items():
-        set_attribute(fused, attribute, value)
-    result = chain.members[-1]
-    node = tf.compat.v1.NodeDef(name=result, op="EnsureShape", input=[result_name(name)])
-    set_attribute(node, "T", tf.float32)
-    node.attr["shape"].shape.CopyFrom(graph.spec(result_name(result)).shape.as_proto())
-    yield from (fused, node)
+        set_attribute(node, attribute, value)
+    node.attr["_output_shapes"].list.shape.append(graph.spec(result_name(result)).shape.as_proto())
+    yield node

@@ -119,17 +119,16 @@ typedef enum {
   NCS_MULTIPLY = 2,
   NCS_DIVIDE = 3,
   NCS_SQUARED_DIFFERENCE = 4,
-  NCS_RELU_GRADIENT = 5, /* of a gradient, and a feature */
-  NCS_SQUARE = 6,        /* this and the following take one operand */
-  NCS_SQRT = 7,
-  NCS_NEGATE = 8,
-  NCS_RELU = 9
+  NCS_ADD_ALIKE = 5,     /* of operands of one shape */
+  NCS_RELU_GRADIENT = 6, /* of a gradient, and a feature of its shape */
+  NCS_LIKE = 7,          /* the first operand, in the shape of the second; this and the following read one */
+  NCS_SQUARE = 8,
+  NCS_SQRT = 9,
+  NCS_NEGATE = 10,
+  NCS_RELU = 11
 } ncs_arithmetic;
 
-enum {
-  NCS_MOST_REGISTERS = 48, /* inputs, operations and sums of an expression together */
-  NCS_MOST_PERIOD = 2048   /* elements of a sum */
-};
+enum { NCS_MOST_REGISTERS = 48 }; /* inputs and operations of an expression together */
 
 /* Registers the ops of tf/, which use `pool`, with this process' TensorFlow; once: later calls do nothing. `path`: of
  * libtensorflow_framework, which is loaded. The pool must live as long as the process.

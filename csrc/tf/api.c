@@ -72,12 +72,6 @@ int64_t ncs_tf_read_attr(TF_OpKernelConstruction* context, const char* name, TF_
   return value;
 }
 
-int ncs_tf_read_dtype(TF_OpKernelConstruction* context, TF_Status* status) {
-  int dtype = 0;
-  if (ncs_tf_is_ok(status)) ncs_tf.TF_OpKernelConstruction_GetAttrType(context, "T", &dtype, status);
-  return dtype;
-}
-
 int64_t* ncs_tf_read_list(TF_OpKernelConstruction* context, const char* name, int* length, TF_Status* status) {
   int32_t size = 0, ignored;
   int64_t* list = NULL;

@@ -57,7 +57,6 @@ typedef struct TF_AllocatorAttributes {
      void (*compute)(void*, TF_OpKernelContext*), void (*destroy)(void*)))                                            \
   X(void, TF_KernelBuilder_HostMemory, (TF_KernelBuilder*, const char* argument))                                     \
   X(void, TF_RegisterKernelBuilder, (const char* name, TF_KernelBuilder*, TF_Status*))                                \
-  X(void, TF_OpKernelConstruction_GetAttrType, (TF_OpKernelConstruction*, const char*, int* value, TF_Status*))       \
   X(void, TF_OpKernelConstruction_GetAttrInt64, (TF_OpKernelConstruction*, const char*, int64_t* value, TF_Status*))  \
   X(void, TF_OpKernelConstruction_GetAttrSize,                                                                        \
     (TF_OpKernelConstruction*, const char*, int32_t* list_size, int32_t* total_size, TF_Status*))                     \
@@ -111,9 +110,8 @@ void* ncs_tf_allocate(TF_OpKernelContext* context, int index, const int64_t* dim
 void* ncs_tf_make_output(TF_OpKernelContext* context, int index, int like, const int* candidates, int n_candidates,
                          TF_Status* status);
 
-/* An integer attribute, or the dtype "T"; 0 if there was a failure before. */
+/* An integer attribute; 0 if there was a failure before. */
 int64_t ncs_tf_read_attr(TF_OpKernelConstruction* context, const char* name, TF_Status* status);
-int ncs_tf_read_dtype(TF_OpKernelConstruction* context, TF_Status* status);
 
 /* An attribute that is a list of *length integers, to be freed by the caller; NULL on failure, here or before. */
 int64_t* ncs_tf_read_list(TF_OpKernelConstruction* context, const char* name, int* length, TF_Status* status);

@@ -45,7 +45,6 @@ OPS: dict[str, int] = {name.lower(): value for name, value in _enumerated("ncclR
 # Operations of fused arithmetic, and how many inputs and operations together one expression may have.
 ARITHMETIC: dict[str, int] = _enumerated("ncs_arithmetic", "NCS_")
 MOST_REGISTERS: int = lib.NCS_MOST_REGISTERS
-MOST_PERIOD: int = lib.NCS_MOST_PERIOD
 
 UNHANDLED_CUDA_ERROR = _STATUSES["ncclUnhandledCudaError"]
 INVALID_USAGE = _STATUSES["ncclInvalidUsage"]

@@ -1,254 +1,199 @@
 """Find chains of element-wise ops in a segment, to be run as one op in one pass over memory.
 
-A normalisation or an activation, forward and backward, is a dozen element-wise ops on arrays of the batch's size, and
-each op waits for memory. Neighbouring element-wise ops become one op, with the same results bit for bit. Most values of
-a normalisation are only added up over the batch: the same pass adds them up, and never writes the addends. Each chain
-is a `Rewrite` of a segment.
+A normalisation, forward and backward, or an optimizer's update, is a dozen element-wise ops on arrays, and each op
+waits for memory. An op whose result only ops of one chain take joins that chain: a chain has one result, and no
+two wait for each other. Results are the same bit for bit. Each chain is a `Rewrite` of a segment.
+
+The numbers of rows are known when a step runs only: the op broadcasts, or fails, as TensorFlow's ops do.
 """
 
 import collections
 import dataclasses
-import math
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 import tensorflow as tf
 
+from ncclsync.communicator import native
+from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.names import OpName, TensorName, op_name, result_name
-from ncclsync.host_passes.arithmetic import COMPUTED, FUSED, MOST_PERIOD, MOST_REGISTERS, WHOLE, Writer, repeat_of
-from ncclsync.host_passes.same_shapes import MULTIPLYING, Shapes
 from ncclsync.ops.host_ops import set_attribute
 from ncclsync.program.graph import StepGraph
 
-_SUMMING = {"BiasAddGrad", "Mean", "Sum"}
+# The op that runs a chain, and its operations by TensorFlow's names.
+FUSED = "NcclsyncArithmetic"
+# Without "Maximum" and "Minimum": TensorFlow's choice between 0.0 and -0.0 depends on their place in the array.
+ARITHMETIC = {
+    "Add": native.ARITHMETIC["ADD"],
+    "AddV2": native.ARITHMETIC["ADD"],
+    "Sub": native.ARITHMETIC["SUBTRACT"],
+    "Mul": native.ARITHMETIC["MULTIPLY"],
+    "RealDiv": native.ARITHMETIC["DIVIDE"],
+    "SquaredDifference": native.ARITHMETIC["SQUARED_DIFFERENCE"],
+    "AddN": native.ARITHMETIC["ADD_ALIKE"],
+    "ReluGrad": native.ARITHMETIC["RELU_GRADIENT"],
+    "BroadcastTo": native.ARITHMETIC["LIKE"],
+    "Square": native.ARITHMETIC["SQUARE"],
+    "Sqrt": native.ARITHMETIC["SQRT"],
+    "Neg": native.ARITHMETIC["NEGATE"],
+    "Relu": native.ARITHMETIC["RELU"],
+}
+
+_ALIKE = {"AddN", "ReluGrad"}  # their operands have one shape
 
 # TensorFlow adds this many tensors, or fewer, from left to right.
 _MOST_ADDED = 8
 
-# TensorFlow fuses these with a preceding op that multiplies matrices.
+# TensorFlow fuses the former with a preceding op that multiplies matrices.
 _JOINED = {"Add", "AddV2", "Relu"}
+_MULTIPLYING = {"BatchMatMulV2", "BiasAdd", "Conv2D", "Conv3D", "DepthwiseConv2dNative", "MatMul"}
 
-
-@dataclasses.dataclass(frozen=True)
-class Sum:
-    """Describe an op that adds up an array over its first axes."""
-
-    name: OpName  # of the op
-    values: TensorName  # the tensor that it adds up
-    period: int  # how many elements the result has
-    shape: tuple[int, ...]  # the result's
-    is_mean: bool  # whether it divides by their number
+_SLOW = {"SquaredDifference"}  # a chain is worth it for a single one
 
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
     """Name ops that can run as one."""
 
-    members: tuple[OpName, ...]  # their names
-    inputs: tuple[TensorName, ...]  # names of the tensors that it takes; the first has the results' shape
-    outputs: tuple[OpName, ...]  # names of the element-wise members whose results other ops take
-    sums: tuple[Sum, ...]  # the members that are sums and whose results other ops take
-    awaited: tuple[OpName, ...]  # names of further members with control dependents outside the chain
-    dtype: tf.DType  # of all tensors
-    # For each input, how many neighbouring elements of the result take the same element of it; or `WHOLE`
-    repeats: tuple[int, ...]
-    code: tuple[int, ...]  # see `Writer.code`
+    members: tuple[OpName, ...]  # inputs before consumers; the last one's result is the chain's
+    inputs: tuple[TensorName, ...]  # that it takes; first those with rows, as many as the result's or a single one
+    n_whole: int  # how many these are; of the others each repeats in each row
+    code: tuple[int, ...]  # see `ncs_expression` in C
 
 
-def find_chains(graph: StepGraph, shapes: Shapes, ops: Sequence[OpName], needed: Collection[OpName]) -> list[Chain]:
+def untie(graph: StepGraph, ops: Sequence[OpName]) -> StepGraph:
+    """Return the step without what would separate ops that can be a chain.
+
+    Constants wait for the value whose gradient they belong to. Who asks for a tensor's shape only is told that of an
+    input, if the trace knows that it is the same.
+    """
+    inside = set(ops)
+    inputs: dict[OpName, list[TensorName]] = {}
+    controls: dict[OpName, list[OpName]] = {}
+    for name in ops:
+        if graph.by_name[name].type == "Const":
+            controls[name] = [c for c in graph.controls[name] if tf_compat.is_stateful(graph.by_name[c])]
+        elif graph.by_name[name].type == "Shape":
+            tensor = graph.inputs[name][0]
+            while op_name(tensor) in inside and (alike := _one_of_its_shape(graph, op_name(tensor))) is not None:
+                tensor = alike
+            inputs[name] = [tensor]
+    return graph.rewired(inputs, controls)
+
+
+def find_chains(graph: StepGraph, ops: Sequence[OpName], needed: Collection[OpName]) -> list[Chain]:
     """Find the chains of a segment, given its ops, inputs before consumers, and those `needed` outside the segment."""
     consumers: dict[OpName, set[OpName]] = collections.defaultdict(set)
-    awaiting: dict[OpName, set[OpName]] = collections.defaultdict(set)
     for name in ops:
-        for operand in graph.inputs[name]:
-            consumers[op_name(operand)].add(name)
-        for control in graph.controls[name]:
-            awaiting[control].add(name)
-    sums = {name: found for name in ops if (found := _sum_of(graph, shapes, name)) is not None}
-    kinds = {name: _kind(graph, shapes, name, name in sums) for name in ops}
-    stages = _stages(graph, ops, kinds, sums)
-    order = [name for name in stages if kinds.get(name) is not None]
-    for name in reversed(order):  # as late as its consumers allow: it may join their chain
-        if (
-            name not in sums
-            and name not in needed
-            and not awaiting[name]
-            and {kinds.get(c) for c in consumers[name]} == {kinds[name]}
-        ):
-            stages[name] = min(stages[consumer] for consumer in consumers[name])
-    chains = []
-    for members in _components(graph, shapes, order, {n: (stages[n], kinds[n]) for n in order}):
-        inside = set(members)
-        outputs = [n for n in members if n in needed or not consumers[n] <= inside]
-        awaited = [n for n in members if n not in outputs and not awaiting[n] <= inside]
-        chain = _chain_of(graph, shapes, members, outputs, awaited, sums)
-        if chain is not None:
-            chains.append(chain)
-    return chains
+        for before in (*map(op_name, graph.inputs[name]), *graph.controls[name]):
+            consumers[before].add(name)
+    inside = set(ops)
+    last: dict[OpName, OpName] = {}  # by member: the last of its chain
+    found: dict[OpName, list[OpName]] = {}
+    registers: collections.Counter[OpName] = collections.Counter()
+    for name in reversed(ops):
+        if (operands := _operands(graph, name, inside)) is None:
+            continue
+        own = 2 * len(operands)  # at most
+        ends = {last.get(consumer) for consumer in consumers[name]}
+        end = ends.pop() if len(ends) == 1 and name not in needed else None
+        if end is None or _lengths(graph, end) != _lengths(graph, name) or registers[end] + own > native.MOST_REGISTERS:
+            end = name
+        if end != name or graph.by_name[name].type != "BroadcastTo":
+            last[name] = end
+            found.setdefault(end, []).insert(0, name)
+            registers[end] += own
+    worth = [each for each in found.values() if len(each) > 1 or graph.by_name[each[0]].type in _SLOW]
+    return [_chain_of(graph, members, inside) for members in worth]
 
 
-def _operands(graph: StepGraph, name: OpName) -> Sequence[TensorName]:
-    """Return the operands that a member computes with."""
-    of_one = graph.by_name[name].type in {"BroadcastTo", *_SUMMING}
-    return graph.inputs[name][: 1 if of_one else None]
+def _lengths(graph: StepGraph, name: OpName) -> list[int | None]:
+    return graph.spec(result_name(name)).shape.as_list()
 
 
-def _sum_of(graph: StepGraph, shapes: Shapes, name: OpName) -> Sum | None:
-    """Describe an op that adds up an array over its first axes, apart from axes of size 1; None for other ops."""
+def _one_of_its_shape(graph: StepGraph, name: OpName) -> TensorName | None:
+    """Return an operand that has the shape of an op's result, whatever the number of rows; None if none is known to."""
     op = graph.by_name[name]
-    axes = shapes.reduced_axes(name) if op.type in _SUMMING else None
-    if not axes:
+    operands = _operands(graph, name)
+    if operands is None:
         return None
-    values, result = graph.inputs[name][0], shapes.spec(result_name(name)).shape
-    dims = [(i in axes, dim) for i, dim in enumerate(shapes.spec(values).shape) if dim != 1]
-    while dims and dims[0][0]:
-        dims.pop(0)
-    if any(summed or dim is None for summed, dim in dims) or not result.is_fully_defined():
-        return None
-    period = math.prod(dim for _, dim in dims)
-    return Sum(name, values, period, tuple(result), op.type == "Mean") if period <= MOST_PERIOD else None
+    whole = [operand for operand in operands if graph.spec(operand).shape.as_list() == _lengths(graph, name)]
+    return whole[0] if len(whole) == 1 or op.type in _ALIKE else None
 
 
-def _kind(graph: StepGraph, shapes: Shapes, name: OpName, is_sum: bool) -> Any:
-    """Return the dtype and shape that a possible member works on: its result's, or its addends'; None for other ops."""
-    op, inputs = graph.by_name[name], _operands(graph, name)
-    if op.type not in COMPUTED and not is_sum:
+def _operands(graph: StepGraph, name: OpName, inside: Collection[OpName] = ()) -> list[TensorName] | None:
+    """Return the operands of an op that can be a member: arrays of its shape, or what repeats in each row of it.
+
+    None for others. An array has any number of rows, or a shape that is known.
+
+    The shape that `BroadcastTo` takes is that of an array: it is a member if an op `inside` tells that shape.
+    """
+    op, operands = graph.by_name[name], list(graph.inputs[name])
+    if op.type not in ARITHMETIC or len(operands) > _MOST_ADDED or (op.type == "AddN" and len(operands) < 2):
         return None
-    whole = inputs[0] if is_sum else result_name(name)
-    result, key = shapes.spec(whole), shapes.key(whole)
-    operands = [shapes.spec(operand) for operand in inputs]
+    if op.type == "BroadcastTo":
+        asked = graph.producer(operands.pop())
+        if asked is None or asked.type != "Shape" or asked.name not in inside:
+            return None
+        operands += graph.inputs[asked.name]
+    specs = [graph.spec(each) for each in (result_name(name), *operands)]
+    result, *shapes = (spec.shape for spec in specs)
+    if any(spec.dtype != tf.float32 for spec in specs) or result.rank is None:
+        return None
     if (
-        result.dtype not in (tf.float32, tf.float64)
-        or key is None
-        or 0 in tuple(result.shape)
-        or len(inputs) > _MOST_ADDED
+        not result[1:].is_fully_defined()
+        or 0 in result[1:].as_list()
+        or (result.rank < 2 and not result.is_fully_defined())
     ):
         return None
-    if any(repeat_of(operand.shape, result.shape) is None for operand in operands):
+    if op.type in _JOINED and _MULTIPLYING & {graph.producer_type(operand) for operand in operands}:
         return None
-    producers = {graph.producer_type(operand) for operand in inputs}
-    return None if op.type in _JOINED and producers & MULTIPLYING else (result.dtype, key)
+    whole = [shape.as_list() == result.as_list() for shape in shapes]
+    needed = {"AddN": all, "ReluGrad": all, "BroadcastTo": lambda each: each[-1]}.get(op.type, any)
+    fits = all(one or _repeats(shape, result) for one, shape in zip(whole, shapes, strict=True))
+    return operands if fits and needed(whole) else None
 
 
-def _stages(
-    graph: StepGraph, ops: Sequence[OpName], kinds: dict[OpName, Any], sums: Collection[OpName]
-) -> dict[OpName, int]:
-    """Number the ops by stages, in topological order.
-
-    An op never waits for another op of its kind and stage through an op of another kind or stage, nor for a sum.
-    """
-    stages: dict[OpName, int] = {}
-    for name in ops:
-        parents = {*map(op_name, graph.inputs[name]), *graph.controls[name]} & stages.keys()
-        after = (stages[p] + (kinds[p] is not None and (kinds[p] != kinds[name] or p in sums)) for p in parents)
-        stages[name] = max(after, default=0)
-    return stages
+def _repeats(shape: tf.TensorShape, rows: tf.TensorShape) -> bool:
+    """Return whether an array of such rows takes all elements of a smaller one, one after the other, in each row."""
+    if not shape.is_fully_defined():
+        return False
+    lengths = shape.as_list()
+    while lengths and lengths[0] == 1:
+        lengths.pop(0)
+    return len(lengths) < rows.rank and lengths == rows.as_list()[rows.rank - len(lengths) :]
 
 
-def _components(
-    graph: StepGraph, shapes: Shapes, order: Sequence[OpName], place: dict[OpName, Any]
-) -> Iterator[list[OpName]]:
-    """Yield groups of ops of one place that share an array, as an input or a result, within an expression's limits.
-
-    Connected ops stay together; otherwise two chains might wait for each other.
-    """
-    component: dict[OpName, list[OpName]] = {}
-    using: dict[Any, OpName] = {}  # by place and tensor
-    for name in order:
-        component[name] = [name]
-        others = [control for control in graph.controls[name] if place.get(control) == place[name]]
-        for operand in _operands(graph, name):
-            other = op_name(operand)
-            if place.get(other) != place[name]:
-                whole = shapes.key(operand) == place[name][1][1]
-                other = using.setdefault((place[name], operand), name) if whole else name
-            others.append(other)
-        for other in others:
-            if component[other] is not component[name]:
-                larger, smaller = component[other], component[name]
-                larger += smaller
-                component.update(dict.fromkeys(smaller, larger))
-    position = {name: i for i, name in enumerate(order)}
-    for members in {id(found): found for found in component.values()}.values():
-        part: list[OpName] = []
-        registers: set[TensorName] = set()
-        for name in sorted(members, key=position.__getitem__):
-            operands = _operands(graph, name)
-            used = {*operands, *(result_name(name, step) for step in range(max(1, len(operands) - 1)))}
-            if len(registers | used) > MOST_REGISTERS:
-                yield part
-                part, registers = [], set()
-            part.append(name)
-            registers |= used
-        yield part
-
-
-def _chain_of(
-    graph: StepGraph,
-    shapes: Shapes,
-    members: Sequence[OpName],
-    results: Sequence[OpName],
-    awaited: Sequence[OpName],
-    sums: dict[OpName, Sum],
-) -> Chain | None:
-    """Write ops as an expression; None if there are too few of them, or no input has the results' shape."""
-    whole = sums[members[0]].values if members[0] in sums else result_name(members[0])
-    result, key = shapes.spec(whole), shapes.key(whole)
-    few = len(members) < 2 and (members[0] not in sums or result.shape.rank < 2)
-    if few or not results:
-        return None
-    writer = Writer()
+def _chain_of(graph: StepGraph, members: Sequence[OpName], inside: Collection[OpName]) -> Chain:
+    made = {result_name(name) for name in members}
+    operands = {name: _operands(graph, name, inside) or [] for name in members}
+    lengths = _lengths(graph, members[-1])
+    taken = dict.fromkeys(each for name in members for each in operands[name] if each not in made)
+    whole = [name for name in taken if graph.spec(name).shape.as_list() == lengths]
+    inputs = [*whole, *(name for name in taken if name not in whole)]
+    registers = {name: i for i, name in enumerate(inputs)}
+    code: list[int] = []
     for name in members:
-        values = [writer.value(operand) for operand in _operands(graph, name)]
-        if name not in sums:
-            writer.keep(result_name(name), writer.compute(graph.by_name[name].type, values))
-    outputs, added = [n for n in results if n not in sums], [sums[n] for n in results if n in sums]
-    inputs = sorted(writer.inputs, key=lambda name: shapes.key(name) != key)
-    if shapes.key(inputs[0]) != key:
-        return None
-    repeats = [WHOLE if shapes.key(i) == key else repeat_of(shapes.spec(i).shape, result.shape) for i in inputs]
-    added_up = [(s.values, s.period, s.is_mean) for s in added]
-    code = writer.code(inputs, [result_name(name) for name in outputs], added_up)
-    if code is None or None in repeats:
-        return None
-    names = (tuple(members), tuple(inputs), tuple(outputs), tuple(added), tuple(awaited))
-    return Chain(*names, result.dtype, tuple(repeats), code)  # type: ignore[arg-type]
+        first, *others = (registers[operand] for operand in operands[name])
+        for other in others or [first]:
+            code += [ARITHMETIC[graph.by_name[name].type], first, other]
+            first = len(inputs) + len(code) // 3 - 1
+        registers[result_name(name)] = first
+    return Chain(tuple(members), tuple(inputs), len(whole), tuple(code))
 
 
-def chain_nodes(
-    graph: StepGraph, chain: Chain, ops: Collection[OpName], alone: bool, name: OpName
-) -> Iterator[tf.compat.v1.NodeDef]:
-    """Yield the nodes that replace a chain; its outputs keep their names.
+def chain_node(graph: StepGraph, chain: Chain, ops: Collection[OpName], alone: bool) -> tf.compat.v1.NodeDef:
+    """Return the node that replaces a chain; its result has the last member's name and shape.
 
     Args:
         graph, chain, ops: the step, and a chain and the names of the ops of a segment.
         alone: whether it runs on one thread.
-        name: of the op that does the arithmetic.
     """
     controls = {control for member in chain.members for control in graph.controls[member]}
     waits = [f"^{control}" for control in sorted(controls & set(ops) - set(chain.members))]
-    fused = tf.compat.v1.NodeDef(name=name, op=FUSED, input=[*chain.inputs, *waits])
-    counts = {"outputs": len(chain.outputs), "sums": len(chain.sums), "n_values": len(chain.inputs)}
-    attributes = {"T": chain.dtype, "repeats": chain.repeats, "code": chain.code, "alone": int(alone), **counts}
-    for attribute, value in {**attributes, "n_results": counts["outputs"] + counts["sums"]}.items():
-        set_attribute(fused, attribute, value)
-    yield fused
-    for i, output in enumerate(chain.outputs):
-        shape = graph.spec(result_name(output)).shape
-        kind = "EnsureShape" if shape.rank else "Identity"
-        node = tf.compat.v1.NodeDef(name=output, op=kind, input=[result_name(name, i)])
-        set_attribute(node, "T", chain.dtype)
-        if shape.rank:
-            node.attr["shape"].shape.CopyFrom(shape.as_proto())
-        else:  # TensorFlow runs no identity
-            node.attr["_output_shapes"].list.shape.add().CopyFrom(shape.as_proto())
-        yield node
-    for i, one in enumerate(chain.sums, start=len(chain.outputs)):
-        shape = tf.compat.v1.NodeDef(name=f"{name}/shape_{i}", op="Const")
-        set_attribute(shape, "dtype", tf.int32)
-        shape.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(one.shape, tf.int32, [len(one.shape)]))
-        node = tf.compat.v1.NodeDef(name=one.name, op="Reshape", input=[result_name(name, i), shape.name])
-        set_attribute(node, "T", chain.dtype)
-        yield from (shape, node)
-    for member in chain.awaited:
-        yield tf.compat.v1.NodeDef(name=member, op="NoOp", input=[f"^{name}"])
+    node = tf.compat.v1.NodeDef(name=chain.members[-1], op=FUSED, input=[*chain.inputs, *waits])
+    sizes = {"n_values": len(chain.inputs), "n_whole": chain.n_whole}
+    for attribute, value in {"code": chain.code, "alone": int(alone), **sizes}.items():
+        set_attribute(node, attribute, value)
+    # By which TensorFlow knows the shape of an op that infers none.
+    node.attr["_output_shapes"].list.shape.append(graph.spec(result_name(chain.members[-1])).shape.as_proto())
+    return node

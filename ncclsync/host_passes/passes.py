@@ -1,12 +1,10 @@
 """Improve the segments of a finished program, op by op and bucket by bucket."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 
-from ncclsync.host_passes.chains import chain_nodes, find_chains
+from ncclsync.host_passes.chains import chain_node, find_chains, untie
 from ncclsync.host_passes.direct import unpacked
-from ncclsync.host_passes.same_shapes import Shapes, simplify
 from ncclsync.program.segment import Rewrite, SegmentPlan
 
 
@@ -18,20 +16,18 @@ def improve(plans: Sequence[SegmentPlan], *, crowded: bool, joins: bool = True) 
         crowded: whether other towers keep all other cores busy.
         joins: whether all towers are in this process, whose ops can then join their tensors unpacked.
     """
-    shapes = Shapes(plans[0].graph)
-    return [_improved(plan, shapes, crowded, joins) for plan in plans]
+    return [_improved(plan, crowded, joins) for plan in plans]
 
 
-def _improved(plan: SegmentPlan, shapes: Shapes, crowded: bool, joins: bool) -> SegmentPlan:
+def _improved(plan: SegmentPlan, crowded: bool, joins: bool) -> SegmentPlan:
     if joins:
         incoming, outgoing = (tuple(map(unpacked, buckets)) for buckets in (plan.incoming, plan.outgoing))
         plan = dataclasses.replace(plan, incoming=incoming, outgoing=outgoing)
     if plan.jit_compile:
         return plan
-    shapes.enter(plan.ops)
-    graph, ops = simplify(plan.graph, shapes, plan.ops, plan.needed_ops)
-    rewrites = []
-    for chain in find_chains(graph, shapes, ops, plan.needed_ops):
-        nodes = functools.partial(chain_nodes, graph, chain, ops, crowded)
-        rewrites.append(Rewrite(frozenset(chain.members), chain.inputs, nodes))
-    return dataclasses.replace(plan, graph=graph, ops=ops, rewrites=tuple(rewrites))
+    graph = untie(plan.graph, plan.ops)
+    rewrites = [
+        Rewrite(frozenset(chain.members), chain.inputs, chain_node(graph, chain, plan.ops, crowded))
+        for chain in find_chains(graph, plan.ops, plan.needed_ops)
+    ]
+    return dataclasses.replace(plan, graph=graph, rewrites=tuple(rewrites))

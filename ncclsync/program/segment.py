@@ -5,7 +5,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -24,17 +24,17 @@ from ncclsync.program.row_reads import read_rows_only
 
 @dataclasses.dataclass(frozen=True)
 class Rewrite:
-    """Replace some ops of a segment by nodes that compute the same.
+    """Replace some ops of a segment by one node that computes the same.
 
     Attributes:
         members: names of the ops that are replaced.
-        inputs: names of the tensors and handles that the nodes take.
-        nodes: `nodes(prefix)` yields the nodes; `prefix` is free for names of theirs.
+        inputs: names of the tensors and handles that the node takes.
+        node: it has the name of the member whose result others take.
     """
 
     members: frozenset[OpName]
     inputs: tuple[TensorName, ...]
-    nodes: Callable[[OpName], Iterable[tf.compat.v1.NodeDef]]
+    node: tf.compat.v1.NodeDef
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,8 +190,7 @@ def _graph_def(plan: SegmentPlan) -> tuple[tf.compat.v1.GraphDef, set[TensorName
     added = close_branches(definition)
     if plan.shares_memory and not plan.jit_compile:
         added += own_memory(definition)
-    for i, rewrite in enumerate(plan.rewrites):
-        definition.node.extend(rewrite.nodes(OpName(f"{traced.free_prefix}/rewritten_{i}")))
+    definition.node.extend(rewrite.node for rewrite in plan.rewrites)
     inside.update(constants)
     return definition, {name for name in used if op_name(name) not in inside}, added
 

@@ -9,7 +9,7 @@ from models import program_of
 from parity import on_towers
 
 # A tower's, of each weight of one number and its two moments: forward and backward, and Adam's update.
-MOST_OPS = [6.5, 12]
+MOST_OPS = [7, 14]
 
 
 def counted(weights):

@@ -72,15 +72,6 @@ def test_what_is_added_up_is_joined_together():
     assert joins(program) == [1, 0]
 
 
-def test_a_divided_update_runs_as_chains():
-    """With shard_optimizer, too, the optimizer's element-wise ops run as few."""
-    program = program_of(trained(mlp, towers=4, shard_optimizer=True))
-    assert joins(program) == [2, 1, 0]
-    kinds = collections.Counter(op.type for op in program.segments[1].function.graph.get_operations())
-    assert kinds["NcclsyncArithmetic"] == 3  # of the moments, of single numbers, of the weights
-    assert not kinds["Square"]
-
-
 def test_weights_are_written_in_the_last_segment():
     """No tower writes a weight before all towers are through with all that can fail; so nothing is kept to
     undo a step.

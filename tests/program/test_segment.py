@@ -107,15 +107,11 @@ def test_a_segment_gives_on_what_is_asked_for(graph, weight):
 
 
 def test_rewritten_ops_are_replaced(graph, weight):
-    """By nodes that have other names."""
+    """By a node that has the name of one of them."""
     (member,) = (op for op in graph.ops if op.type == "Abs")
-
-    def nodes(prefix):
-        node = tf.compat.v1.NodeDef(name=member.name, op="Neg", input=graph.inputs[member.name])
-        node.attr["T"].type = tf.float32.as_datatype_enum
-        yield node
-
-    rewrite = Rewrite(frozenset([member.name]), tuple(graph.inputs[member.name]), nodes)
+    node = tf.compat.v1.NodeDef(name=member.name, op="Neg", input=graph.inputs[member.name])
+    node.attr["T"].type = tf.float32.as_datatype_enum
+    rewrite = Rewrite(frozenset([member.name]), tuple(graph.inputs[member.name]), node)
     made = compiled(planned(graph, 0, rewrites=(rewrite,)))
     np.testing.assert_array_equal(made.run(values(graph, weight), []).sent, [[[np.sum(-X @ weight)]]])
 

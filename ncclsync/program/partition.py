@@ -98,6 +98,7 @@ class Partition(Conversions):
             return
         if op.name in self.traced.passing:
             for output, tensor, placed, name in zip(op.outputs, call.tensors, call.inputs, names, strict=True):
+                output.set_shape(op.inputs[output.value_index].shape)  # which has been refined
                 self._put(output, tensor, placed)
                 if name in self._altered:
                     self._altered.add(output.name)

@@ -717,10 +717,13 @@ def rows_of_first(call: Call) -> int:
     moved = (op.get_attr("ellipsis_mask") | op.get_attr("new_axis_mask")) & (2 * bit - 1)  # so that axes are others
     if moved or strides is None or len(strides) <= placed.axis:
         return 0
-    begin = 0 if op.get_attr("begin_mask") & bit else _constant_element(call, 1, placed.axis)
-    end = None if op.get_attr("end_mask") & bit else _constant_element(call, 2, placed.axis)
-    if begin is not None and op.get_attr("shrink_axis_mask") & bit:
+    begin, end = (_constant_element(call, i, placed.axis) for i in (1, 2))
+    if begin is not None and op.get_attr("shrink_axis_mask") & bit:  # beside which TensorFlow looks at no other mask
         end = begin + 1
+    elif op.get_attr("end_mask") & bit:
+        return 0
+    elif op.get_attr("begin_mask") & bit:
+        begin = 0
     if begin is None or end is None or strides[placed.axis] < 1:
         return 0
     return end if 0 <= begin < end <= placed.each else 0

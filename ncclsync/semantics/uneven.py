@@ -329,10 +329,9 @@ def _sparse_sum(call: Call) -> Sequence[Placement] | None:
     placed, over, lengths = _sparse_rows(call, 0, 1, 2), call.constant(3), lengths_of(call.op.inputs[0])
     if placed is None or over is None or not lengths or lengths[1] is None:
         return None
-    along = {int(axis) % lengths[1] for axis in np.ravel(over)}
-    if along and 0 not in along:
+    if 0 not in {int(axis) % lengths[1] for axis in np.ravel(over)}:  # over no axes it sums nothing, as the kernel does
         return [placed]
-    return [SUM] if call.op.outputs[0].dtype.name in native.DTYPES else None  # of no axes it is the sum over all
+    return [SUM] if call.op.outputs[0].dtype.name in native.DTYPES else None
 
 
 @_numbered("SparseReorder SparseSoftmax SparseToDense")

@@ -566,6 +566,7 @@ for _slice in (
     add("StridedSlice", _slice, "n n")
 for _slice in (lambda x: x[::2], lambda x: x[1:2], lambda x: x[:2:2], lambda x: x[1:3], lambda x: x[1]):
     add("StridedSlice", _slice, "2n 3")
+add("StridedSlice", lambda x: tf.strided_slice(x, [1], [2], begin_mask=1, shrink_axis_mask=1), "2n 3")
 add("StridedSlice", lambda x: x[:, 1], "3 2n")
 add("StridedSlice", lambda x, i: x[: i + 1], "n 3", given("", "i1"))
 for _slice in (  # of one batch after another: by counts of rows, and beside them
@@ -1277,7 +1278,7 @@ for _op in ("Add", "Mul", "Div"):
 add("SparseFillEmptyRows", lambda i, v: tf.sparse.fill_empty_rows(_sparse(i, v), np.float64(0.5))[0].values, *_iv)
 add("SparseReduceSum", lambda i, v: tf.sparse.reduce_sum(_sparse(i, v), 1), *_iv)
 add("SparseReduceSum", lambda i, v: tf.sparse.reduce_sum(_sparse(i, v), 0), *_iv)
-for _axes in (1, 0, -1, -2, [0, 1], None):
+for _axes in (1, 0, -1, -2, [0, 1], [], None):
     for _kept in (False, True):
         add(
             "SparseReduceSum",
@@ -1604,6 +1605,7 @@ add("TensorListConcat", lambda x: _joined(x, old=True), "n 3", differentiable=Fa
 add("PartitionedCall", _called, "n 3", "3 2")
 add("custom_gradient", _customised, "n 3")
 add("recompute_grad", lambda x: tf.recompute_grad(lambda v: tf.sin(v) * v)(x), "n 3")
+add("recompute_grad", lambda x: tf.recompute_grad(tf.tanh)(x[:1]) * x, "n 3")
 add("jacobian in the step", lambda x, w: _input_gradient(x, w), "n 3", "3 2")
 
 

@@ -6,6 +6,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -63,6 +64,7 @@ class Conversions(Placer):
         self.row_splits, self.share, self.marks = traced.row_splits, traced.trace.share, traced.trace.marks
         self.placed: dict[TensorName, tuple[tf.Tensor, Placement]] = {}
         self.declared = {(int(variable.shape[0]), each) for _, variable, each in traced.opened}
+        self.stretched = bool(traced.opened)
         self.costs = Costs(self.functions, self.axes)
         self.converted: dict[tuple[TensorName, Placement, Placement], tf.Tensor] = {}
         self._exchanged: dict[tuple[TensorName, Collective, TensorName | None], tf.Tensor] = {}
@@ -177,7 +179,7 @@ class Conversions(Placer):
             tensor = self.convert(tensor, before, REPLICATE, op)
         if after.kind is Kind.COUNTS:
             counts = np.reshape(after.counts, tensor.shape if tensor.shape.is_fully_defined() else [-1])
-            return tf.where(np.equal(counts, 0), tensor, counts * tf.cast(self.share.rows, tensor.dtype))
+            return tf.where(self._as_counted(counts), tensor, counts * tf.cast(self.share.rows, tensor.dtype))
         if after.kind is Kind.SHARD:
             return self.rows_of_tower(tensor, rules.counted(after), op)
         if after == SUM:
@@ -229,7 +231,11 @@ class Conversions(Placer):
         counted = each * total
         if np.any(counts < 0):
             counted = tf.where(each > 0, each, tensor // rows) * total
-        return counted if np.all(counts) else tf.where(tf.equal(each, 0), tensor, counted)
+        return counted if np.all(counts) and not self.stretched else tf.where(self._as_counted(counts), tensor, counted)
+
+    def _as_counted(self, counts: np.ndarray) -> Any:
+        """Return which elements of a tower's counts are the batch's: of a batch of one row, each tower has all."""
+        return tf.logical_or(np.equal(counts, 0), tf.equal(self.share.total, 1)) if self.stretched else counts == 0
 
     def followed(self, tensor: tf.Tensor, op: tf.Operation) -> tf.Tensor:
         """Give all towers the tensor of tower 0."""

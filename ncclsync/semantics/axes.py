@@ -134,17 +134,14 @@ class Axes:
         return tuple(map(length_of, zip(*map(np.ravel, self.values(tensor) or ()), strict=True)))
 
     def learn(self, tensor: tf.Tensor, axis: int, each: int) -> None:
-        """Know that an axis has so many rows for each sample. It spares the inference if the others are constants."""
-        lengths, shapes = tensor.shape.as_list(), None
+        """Know that an axis has so many rows for each sample, where it is open."""
+        lengths = tensor.shape.as_list()
         if lengths[axis] is not None:
             return
-        if None in (lengths[:axis] + lengths[axis + 1 :]):
-            shapes = self._shapes(tensor)
-            if shapes is None or length_of([shape[axis] for shape in shapes]) is not None:
-                return
-        elif tensor.name not in self._states:
+        shapes = self._shapes(tensor)
+        if shapes is None and None not in lengths[:axis] + lengths[axis + 1 :]:
             shapes = (tuple(lengths),) * len(BATCHES)
-        if shapes is not None:
+        if shapes is not None and length_of([shape[axis] for shape in shapes]) is None:
             self._states[tensor.name] = tuple(
                 (*shape[:axis], each * batch.rows, *shape[axis + 1 :])
                 for batch, shape in zip(BATCHES, shapes, strict=True)

@@ -69,9 +69,10 @@ class Placer(abc.ABC):
         row_splits: names of the row splits of ragged arguments whose values lie in rows, not in rows of rows.
         draws: the user's lines that draw numbers which are each tower's own.
         fixed: the lengths that the trace has of axes that are divided; of so many rows for each sample.
+        stretched: whether a batch of one row may have more of a tensor than `each` says: that row was broadcast.
     """
 
-    lenient = row_by_row = within = False
+    lenient = row_by_row = within = stretched = False
     row_splits: Collection[TensorName] = ()
 
     def __init__(self, functions: Functions, axes: Axes) -> None:
@@ -124,9 +125,10 @@ class Placer(abc.ABC):
         if placed.unit:
             return placed
         blocks = placed.blocks or 1
+        count = self.axes.rows(output, placed.axis)
         if not placed.each:
-            count = self.axes.rows(output, placed.axis)
             placed = dataclasses.replace(placed, each=0 if count % blocks else count // blocks)
+        self.stretched |= placed.each * blocks not in (0, count)
         if placed.each and output.shape.rank and output.shape[placed.axis] is not None:
             self.fixed[output.shape[placed.axis]] = placed.each * blocks
         if placed.each and output.shape.rank:
@@ -356,6 +358,7 @@ class Placer(abc.ABC):
         placer.fixed = self.fixed
         made = placer.place_function(graph, placed)
         self.draws += placer.draws
+        self.stretched |= placer.stretched
         return made
 
 

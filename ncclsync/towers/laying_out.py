@@ -226,7 +226,7 @@ def _checked_rows(program: Program, shards: Shards) -> list[Any]:
     with tf.device("/CPU:0"):
         checks = [
             tf.debugging.Assert(
-                tf.equal(total, rows),
+                tf.logical_or(tf.equal(total, rows), tf.equal(total, 1)),  # whose row is broadcast
                 [
                     f"{tf_compat.OWN_WORDS}Expected a batch of {rows} rows: a stateful RNN, or a tensor of that "
                     "length, fixes them in this step. batch_size counts the rows of all towers together, as in "

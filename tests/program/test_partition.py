@@ -159,14 +159,42 @@ STEPS = {
 }
 
 
+def more(x, count=5):
+    """Rows of which the trace does not know how many there are."""
+    return tf.boolean_mask(tf.reshape(tf.range(4.0 * count, dtype=x.dtype), [count, 4]), [True] * count)
+
+
+# Of a batch of one row, which other lengths are broadcast with.
+STRETCHED = {
+    "mean": lambda x, t: tf.reduce_mean((x - more(x)) ** 2),
+    "shape": lambda x, t: tf.cast(rows(x * more(x)), x.dtype) * tf.reduce_sum(x),
+    "size": lambda x, t: tf.reduce_sum(x * more(x)) / tf.cast(tf.size(x * more(x)), x.dtype),
+    "constant": lambda x, t: tf.math.reduce_std(x - tf.eye(4, dtype=x.dtype)[:3]),
+    "repeated": lambda x, t: tf.reduce_mean(x * tf.repeat(x, 5, 0)),
+    "gathered": lambda x, t: tf.gather(x * more(x), [4, 0]),
+    "largest": lambda x, t: tf.math.top_k(tf.reduce_sum(x * more(x), 1), 2)[0],
+    "beside_rows": lambda x, t: tf.reduce_mean(tf.concat([x * more(x) * x, x, more(x)], 0) ** 2),
+    "branch": lambda x, t: tf.reduce_mean(tf.cond(tf.reduce_sum(x) > -99.0, lambda: x * more(x), lambda: x) ** 2),
+    "loop": lambda x, t: tf.reduce_mean(grown(x, more(x), 2) ** 2),
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("towers, size", [(3, 7), (4, 2)])
 def test_steps(towers, size):
+    check(STEPS, towers, size)
+
+
+def test_one_row_is_broadcast():
+    check(STRETCHED, 2, 1)
+
+
+def check(steps, towers, size):
     """Values of all of them, and the gradients of those that have one with respect to x and the series."""
 
     def step(batch):
         results = {}
-        for name, function in STEPS.items():
+        for name, function in steps.items():
             with tf.GradientTape() as tape:
                 tape.watch(batch)
                 value = function(*batch)
@@ -181,7 +209,7 @@ def test_steps(towers, size):
     alone = tf.function(step, autograph=False)(batch)
     with ncclsync.Towers(towers) as on_towers:
         found = on_towers.run(step, batch)
-    for name in STEPS:
+    for name in steps:
         assert_close(found[name], alone[name], 1e-6 if "float32" in str(alone[name]["value"].dtype) else 1e-10, name)
 
 

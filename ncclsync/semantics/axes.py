@@ -133,15 +133,21 @@ class Axes:
             return tuple(one[0] if one else None for one in each)
         return tuple(map(length_of, zip(*map(np.ravel, self.values(tensor) or ()), strict=True)))
 
-    def learn(self, tensor: tf.Tensor, axis: int, each: int) -> None:
-        """Know that an axis has so many rows for each sample, where it is open."""
+    def learn(self, tensor: tf.Tensor, axis: int, each: int, *, sure: bool = False) -> None:
+        """Know that an axis has so many rows for each sample, where it is open.
+
+        If that is `sure`, and the other lengths are constants, it spares the inference.
+        """
         lengths = tensor.shape.as_list()
         if lengths[axis] is not None:
             return
-        shapes = self._shapes(tensor)
-        if shapes is None and None not in lengths[:axis] + lengths[axis + 1 :]:
+        is_plain = None not in lengths[:axis] + lengths[axis + 1 :]
+        shapes = None if sure and is_plain and tensor.name not in self._states else self._shapes(tensor)
+        if shapes is not None and length_of([shape[axis] for shape in shapes]) is not None:
+            return
+        if shapes is None and is_plain:
             shapes = (tuple(lengths),) * len(BATCHES)
-        if shapes is not None and length_of([shape[axis] for shape in shapes]) is None:
+        if shapes is not None:
             self._states[tensor.name] = tuple(
                 (*shape[:axis], each * batch.rows, *shape[axis + 1 :])
                 for batch, shape in zip(BATCHES, shapes, strict=True)

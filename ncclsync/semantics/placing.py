@@ -114,25 +114,26 @@ class Placer(abc.ABC):
         for i, (output, placed) in enumerate(zip(call.op.outputs, made, strict=True)):
             lengths = output.shape.as_list() if output.shape.rank is not None else []
             if placed.kind is Kind.SHARD:
-                made[i] = self._with_rows(output, placed)
+                made[i] = self._with_rows(output, placed, call)
                 del lengths[placed.axis : placed.axis + 1]
             if None in lengths:
                 self.axes.refine(output)
         return made
 
-    def _with_rows(self, output: tf.Tensor, placed: Placement) -> Placement:
+    def _with_rows(self, output: tf.Tensor, placed: Placement, call: Call) -> Placement:
         """Return the placement with the number of rows for each sample, if it is known."""
         if placed.unit:
             return placed
-        blocks = placed.blocks or 1
-        count = self.axes.rows(output, placed.axis)
-        if not placed.each:
-            placed = dataclasses.replace(placed, each=0 if count % blocks else count // blocks)
-        self.stretched |= placed.each * blocks not in (0, count)
+        blocks, sure = placed.blocks or 1, not self.stretched and _keeps_rows(call, output, placed.axis)
+        if not (placed.each and sure):
+            count = self.axes.rows(output, placed.axis)
+            if not placed.each:
+                placed = dataclasses.replace(placed, each=0 if count % blocks else count // blocks)
+            self.stretched |= placed.each * blocks not in (0, count)
         if placed.each and output.shape.rank and output.shape[placed.axis] is not None:
             self.fixed[output.shape[placed.axis]] = placed.each * blocks
         if placed.each and output.shape.rank:
-            self.axes.learn(output, placed.axis, placed.each * blocks)
+            self.axes.learn(output, placed.axis, placed.each * blocks, sure=sure)
         return placed
 
     def _place(self, call: Call) -> list[Placement]:
@@ -364,6 +365,20 @@ class Placer(abc.ABC):
 
 # By numbers of BATCHES: the tower's rows, and the whole batch. A count of the batch's rows is no count of the tower's.
 _TOWERS = ((0, 0), (1, 0), (2, 2), (0, 1), (1, 1))
+
+
+def _keeps_rows(call: Call, output: tf.Tensor, axis: int) -> bool:
+    """Return whether only tensors of rows can tell how many rows an op gives: nothing else reaches up to their axis."""
+    rank = output.shape.rank
+    return (
+        rank is not None
+        and call.op.type in rules.ELEMENTWISE
+        and all(
+            (placed.kind is Kind.SHARD and not placed.unit)
+            or (tensor.shape.rank is not None and tensor.shape.rank + axis < rank)
+            for tensor, placed in zip(*call.given, strict=True)
+        )
+    )
 
 
 def _of_tower(values: Sequence[np.ndarray], placed: Placement, own: int, batch: int) -> np.ndarray:

@@ -99,7 +99,7 @@ class Axes:
         self._states: dict[TensorName, State] = dict(given)
         self._values: dict[TensorName, Values | None] = dict(values or {})
         self._bodies: dict[tuple[OpName, str], tuple[Any, Axes]] = {}
-        self.kernels = kernels or Kernels()
+        self._kernels = kernels or Kernels()
 
     def lengths(self, tensor: tf.Tensor) -> tuple[Length, ...] | None:
         """Return what each axis is; None if the rank is not known."""
@@ -216,11 +216,11 @@ class Axes:
         # Open lengths may have to be equal here, and then are: they are asked for once more as unknown, shapes first.
         for known in (lambda: cases, lambda: _without_open(cases, tuple), lambda: _without_open(cases)):
             try:
-                found = self.kernels.shapes(op, known())
+                found = self._kernels.shapes(op, known())
             except IMPOSSIBLE:
                 continue
             return [
-                None if None in shapes or len(set(map(len, shapes))) > 1 else self.kernels.with_unknown(shapes)
+                None if None in shapes or len(set(map(len, shapes))) > 1 else self._kernels.with_unknown(shapes)
                 for shapes in zip(*found, strict=True)
             ]
         return [_traced(output) for output in op.outputs]
@@ -250,7 +250,7 @@ class Axes:
             self._functions,
             {t.name: state for t, state in zip(graph.inputs, states, strict=True)},
             values,
-            self.kernels,
+            self._kernels,
         )
         self._bodies[op.name, name] = graph, child
         return graph, child
@@ -356,7 +356,7 @@ class Axes:
     def computed(self, op: tf.Operation, given: Sequence[Any]) -> Any:
         """Run an op of small integers for its inputs' values, [inputs][cases]; return those of its outputs, or None."""
         try:
-            cases = self.kernels.values(op, list(zip(*given, strict=True)))
+            cases = self._kernels.values(op, list(zip(*given, strict=True)))
         except IMPOSSIBLE:
             return None
         known = all(value is not None for results in cases for value in results)

@@ -536,7 +536,7 @@ def call_after_read(tensor: tf.Tensor, after: Callable[[], None]) -> None:
 def shared_function(
     body: Callable, signature: Sequence[tf.TensorSpec], jit_compile: bool, *, meets_in_caller: bool = False
 ) -> Any:
-    """Return `body` as a ConcreteFunction that TensorFlow optimises once, for all of its callers.
+    """Return `body` as a ConcreteFunction that TensorFlow optimises alike for all of its callers.
 
     If TensorFlow inlined the function, or specialised it for a caller's constants and used results, each caller's copy
     would be optimised by itself and rounded differently: towers would drift apart by the last bit. `tf.function` does
@@ -583,6 +583,36 @@ def shared_function(
             jit_compile=jit_compile or None,
             experimental_attributes=attributes,
         ).get_concrete_function()
+
+
+@contextlib.contextmanager
+def without_new_sums() -> Iterator[None]:
+    """Call functions, in this thread, so that TensorFlow makes no sums of three and more tensors in them.
+
+    The order of such a sum is open (`program/ordered_sums.py`). TensorFlow's optimiser makes it of sums of two, in a
+    pass that `tf.config.optimizer` switches off in all threads alone.
+    Source: tensorflow/core/grappler/optimizers/arithmetic_optimizer.cc, AddOpsRewriteStage.
+    """
+    context = eager_context.context()
+    usual = context.function_call_options
+    config = config_without_new_sums()
+    context.function_call_options = eager_context.FunctionCallOptions(
+        usual.executor_type, tf.compat.v1.ConfigProto.FromString(config)
+    )
+    try:
+        yield
+    finally:
+        context.function_call_options = usual
+
+
+def config_without_new_sums() -> bytes:
+    """Return the attribute "config_proto" of such a call: the usual one, without that pass."""
+    config = tf.compat.v1.ConfigProto.FromString(
+        eager_context.context().function_call_options.as_attrs()["config_proto"]
+    )
+    options = config.graph_options.rewrite_options
+    options.arithmetic_optimization = options.OFF
+    return config.SerializeToString(deterministic=True)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ncclsync.semantics.functions import change_functions
+from ncclsync.semantics.functions import change_functions, is_compiled
 
 _SUFFIX = "_own_memory"
 
@@ -28,7 +28,7 @@ def own_memory(definition: tf.compat.v1.GraphDef) -> list[Any]:
         _SUFFIX,
         lambda function: any(node.op == "AssignVariableOp" for node in function.node_def),
         lambda function: _copy_before_writes(function.node_def, output=":y:0"),
-        but=lambda function: function.attr["_XlaMustCompile"].b,
+        but=is_compiled,
     )
 
 

@@ -86,6 +86,11 @@ def drops_nothing(node: Any) -> bool:
     return node.op.startswith("CudnnRNN") and not node.attr["dropout"].f
 
 
+def is_compiled(function: Any) -> bool:
+    """Return whether XLA compiles a FunctionDef."""
+    return function.attr["_XlaMustCompile"].b
+
+
 def change_functions(
     definition: tf.compat.v1.GraphDef,
     suffix: str,

@@ -26,6 +26,7 @@ from ncclsync.towers.recovery import Rollback
 from ncclsync.towers.state import TowerState
 
 
+@tf_compat.without_new_sums()
 def lay_out(
     program: Program,
     towers: TowerState,

@@ -639,6 +639,24 @@ def test_shared_function():
         tf.function(lambda x: x, experimental_attributes={"_nospecialize": True})
 
 
+def test_without_new_sums():
+    """Calls made meanwhile, in this thread, leave out one pass of the optimiser, and keep what the user chose."""
+    called = tf.function(lambda x: x + 1.0, experimental_attributes={"_noinline": True})
+
+    def configurations():
+        graph = tf.function(lambda x: called(x)).get_concrete_function(tf.TensorSpec([])).graph
+        (call,) = (op for op in graph.get_operations() if op.type.endswith("PartitionedCall"))
+        return tf.compat.v1.ConfigProto.FromString(call.get_attr("config_proto"))
+
+    usual, expected = configurations(), configurations()
+    expected.graph_options.rewrite_options.arithmetic_optimization = expected.graph_options.rewrite_options.OFF
+    assert expected != usual
+    with tf_compat.without_new_sums():
+        assert configurations() == expected
+    assert expected == tf.compat.v1.ConfigProto.FromString(tf_compat.config_without_new_sums())
+    assert configurations() == usual
+
+
 def test_shared_function_leaves_other_threads_alone():
     """What another thread traces meanwhile has the identity that it has without us."""
     traced = []

@@ -65,7 +65,7 @@ def attention():
 
 
 def written_sums():
-    """Sums that the model writes: of two, which TensorFlow would join, and by the ops for many, also in a function that a loop calls."""
+    """Sums that the model writes: of two, which TensorFlow would join, and of more, also in what a loop calls."""
 
     @tf.function(experimental_attributes={"_noinline": True})
     def called(x):

@@ -324,28 +324,11 @@ def _plain(attribute: Any) -> Any:
 def run_independently(op: tf.Operation) -> None:
     """Let a stateful op of a `tf.function` wait for its inputs alone; it still runs.
 
-    Graphs of `unordered_function` do not need it.
+    Graphs of `tf.compat.v1.wrap_function` do not need it.
     """
     manager = getattr(op.graph, "experimental_acd_manager", None)
     if manager is not None:
         manager.run_independently(op)
-
-
-def unordered_function(body: Callable, signature: Sequence[Any]) -> Callable:
-    """Return `body` as a function of a graph whose ops have the order that `body` gives them, and no other.
-
-    `tf.function` adds control dependencies: between ops that use the same variable, and from all side effects to the
-    results. Between devices these go through a GPU's memory, and TensorFlow waits for the GPU.
-
-    `body` is traced now, for tensors of these specs; its results must come after its side effects.
-    """
-
-    def on_components(*components: tf.Tensor) -> Any:
-        with tf.name_scope("caller"):  # of functions that share its rendezvous, see `shared_function`
-            return body(*tf.nest.pack_sequence_as(signature, components, expand_composites=True))
-
-    function = tf.compat.v1.wrap_function(on_components, tf.nest.flatten(signature, expand_composites=True))
-    return lambda *given: function(*tf.nest.flatten(given, expand_composites=True))
 
 
 def forget_custom_gradients(graph: tf.Graph) -> None:

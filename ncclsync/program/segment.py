@@ -95,6 +95,7 @@ def compile_segment(
         if not plan.shares_memory:
             HostValues(definition, graph, outside).run(plan.needed_ops)
         read_rows_only(definition, graph, plan.needed_ops)
+        added += order_sums(definition)
     crossing = {name: forms[name] for name in plan.fetches if name in forms}
     fetches = {*plan.fetches}.intersection(taken).union(*(form.names for form in crossing.values()))
     written = sorted({handle for op in plan.ops for handle in graph.writes[op]})
@@ -189,10 +190,8 @@ def _graph_def(plan: SegmentPlan) -> tuple[tf.compat.v1.GraphDef, set[TensorName
     definition.library.function.extend(graph.functions.definitions[name] for name in called)
     definition.library.gradient.extend(one for one in traced.definition.library.gradient if one.function_name in called)
     added = close_branches(definition)
-    if not plan.jit_compile:
-        added += order_sums(definition)
-        if plan.shares_memory:
-            added += own_memory(definition)
+    if plan.shares_memory and not plan.jit_compile:
+        added += own_memory(definition)
     definition.node.extend(rewrite.node for rewrite in plan.rewrites)
     inside.update(constants)
     return definition, {name for name in used if op_name(name) not in inside}, added

@@ -258,7 +258,7 @@ class Session:
                 launched = device_ops.launch([own], self.communicator, [collective], devices, in_place=in_place)
                 return [launched.deliver(tower)[0] for tower in range(len(devices))]
 
-            self._broadcasts[key] = tf_compat.unordered_function(body, [tf.TensorSpec(None, key[1])] * len(values))
+            self._broadcasts[key] = tf.compat.v1.wrap_function(body, [tf.TensorSpec(None, key[1])] * len(values))
         try:
             return self._broadcasts[key](*values)
         except tf.errors.OpError as error:

@@ -17,7 +17,7 @@ from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.names import TensorName
 from ncclsync.ops.spans import STEPS, WAIT, Meter, NoBatchLeft, begin, delay, measured
 from ncclsync.program.program import Program
-from ncclsync.semantics.shards import Shards, components_of, grouped
+from ncclsync.semantics.shards import Shards, components_of, grouped, packed
 from ncclsync.towers.audit import Audit
 from ncclsync.towers.feeding import Feeder, Staging, split_batch
 from ncclsync.towers.laying_out import lay_out
@@ -52,8 +52,11 @@ class StepFunction(abc.ABC):
     def graph(self) -> Callable:
         """Return the function of the graph, which is traced when this is first read."""
         with tf_compat.unobserved():
-            if self.towers.session.launches:  # the layout gives all ops their order
-                return tf_compat.unordered_function(self._body, self._signature)
+            if self.towers.session.launches:
+                # tf.function would add control dependencies: between ops that use the same variable, and from all side
+                # effects to the results. Between devices these go through a GPU's memory, and TensorFlow waits for the
+                # GPU. The layout itself gives all ops the order that they need.
+                return tf.compat.v1.wrap_function(self._body, self._signature)
             # tf.function itself looks at every variable in each call, to choose a trace.
             function = tf.function(self._body, input_signature=self._signature, autograph=False)
             return function.get_concrete_function()
@@ -68,8 +71,8 @@ class StepFunction(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def _signature(self) -> Sequence[Any]:
-        """Return the specs of what the graph is given."""
+    def _signature(self) -> Sequence[tf.TensorSpec]:
+        """Return the specs of the tensors that the graph is given."""
 
     @abc.abstractmethod
     def _batch(self, *given: tf.Tensor) -> Any:
@@ -90,15 +93,14 @@ class OnGiven(StepFunction):
 
     def run(self, batches: Any) -> Any:
         """Run a step on this batch."""
-        return self.graph(*leaves_of(batches))
+        return self.graph(*components_of(batches))
 
     @property
-    def _signature(self) -> Sequence[Any]:
-        return leaves_of(self.specs)
+    def _signature(self) -> Sequence[tf.TensorSpec]:
+        return components_of(self.specs)
 
     def _batch(self, *given: tf.Tensor) -> Any:
-        left = iter(given)
-        return tf.nest.map_structure(lambda spec: None if spec is None else next(left), self.specs)
+        return packed(self.specs, given)
 
 
 class OnIterator(StepFunction):
@@ -116,7 +118,7 @@ class OnIterator(StepFunction):
             raise NoBatchLeft(error) from None
 
     @property
-    def _signature(self) -> Sequence[Any]:
+    def _signature(self) -> Sequence[tf.TensorSpec]:
         return [tf.TensorSpec([], tf.resource)]
 
     def _batch(self, *given: tf.Tensor) -> Any:
@@ -148,7 +150,7 @@ class OnFed(StepFunction):
         return self.graph(*parts)
 
     @property
-    def _signature(self) -> Sequence[Any]:
+    def _signature(self) -> Sequence[tf.TensorSpec]:
         return self._staging.signature
 
     def _batch(self, *given: tf.Tensor) -> Any:
@@ -188,8 +190,3 @@ def to_tensor(leaf: Any) -> Any:
         return leaf
     with tf.device("/CPU:0"):  # where it is split; else TensorFlow takes it to a GPU, and back
         return tf.convert_to_tensor(leaf)
-
-
-def leaves_of(structure: Any) -> list[Any]:
-    """Return the leaves of a nested structure that are not None."""
-    return [leaf for leaf in tf.nest.flatten(structure) if leaf is not None]

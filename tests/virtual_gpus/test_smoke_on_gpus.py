@@ -7,7 +7,7 @@ from test_virtual_host import on_virtual_gpus  # noqa: F401
 from thorough import some
 
 TESTS = pathlib.Path(__file__).parents[1]
-# Models and their parity, `check_every`, compression, the divided optimizer, saving and loading, own loops.
+# Models and their parity, `check_every`, compression, the divided optimizer, saving and loading, own loops, calls.
 FILES = [
     "parity/test_smoke.py",
     "towers/test_drift.py",
@@ -16,6 +16,7 @@ FILES = [
     "gradients/test_sharded_optimizer.py",
     "training/test_saving.py",
     "training/test_loop.py",
+    "towers/test_step_function.py",
 ]
 MANY_SHARDS = "towers/test_many_shards.py"
 

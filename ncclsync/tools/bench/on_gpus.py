@@ -97,7 +97,7 @@ def _time_exchanges(towers: int, own: Towers, rounds: int, show: Callable[[str],
         return column
 
     # As a step's graph is built.
-    graphs = {name: tf_compat.unordered_function(body, specs) for name, body in ((OPS, in_a_row), (EMPTY, passed))}
+    graphs = {name: tf.compat.v1.wrap_function(body, specs) for name, body in ((OPS, in_a_row), (EMPTY, passed))}
 
     def host_seconds(graph: Callable) -> float:
         seconds = 0.0
@@ -193,6 +193,6 @@ def _exchange_timer(towers: Any, sizes: list[int]) -> Callable[[], float]:
             received += group_ops.group_exchange([placed], towers.communicator, collectives, turns)[0]
         return [tensor[:1] for tensor in received]
 
-    timer = functools.partial(device_seconds, tf_compat.unordered_function(exchange, []))
+    timer = functools.partial(device_seconds, tf.compat.v1.wrap_function(exchange, []))
     timer()
     return timer

@@ -36,8 +36,10 @@ def _verify(given: argparse.Namespace) -> int:
     factory = load(given.factory)
     from ncclsync.tools.output import show
     from ncclsync.tools.verify.verification import verify
+    from ncclsync.towers.placement import share_cores
 
     devices = given.devices.split(",") if given.devices else None
+    share_cores(given.towers, devices)  # before a model, which tells what random batches have, starts TensorFlow
     options = {"devices": devices, "backend": given.backend, "exact": given.exact}
     _, data, batch_size = model_and_data(given, factory, _BATCH_SIZE, batches=given.steps)
     report = verify(

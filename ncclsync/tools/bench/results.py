@@ -14,11 +14,11 @@ from typing import Any
 import rich.box
 from rich.table import Table
 
-from ncclsync.tools import output
 from ncclsync.tools.bench.turns import Spread, ratio
 from ncclsync.tools.doctor.libraries import installed
 from ncclsync.tools.factories import UsageError
 from ncclsync.tools.plan.prediction import GOOD_EFFICIENCY
+from ncclsync.towers import printed
 
 SCHEMA = "ncclsync.tools.bench/1"  # a removed or changed key increases it, an added key does not
 
@@ -200,7 +200,7 @@ def show(result: Result) -> None:
                 table.add_section()
             table.add_row(*(_figure_text(name, row) for name in filled))
         if rows:
-            output.show(table, _WIDTH)
+            printed.show(table, _WIDTH)
     for note in result.notes:
         print(note)
 

@@ -34,8 +34,8 @@ def add_verify(commands: Any) -> None:
 
 def _verify(given: argparse.Namespace) -> int:
     factory = load(given.factory)
-    from ncclsync.tools.output import show
     from ncclsync.tools.verify.verification import verify
+    from ncclsync.towers.printed import show
 
     devices = given.devices.split(",") if given.devices else None
     options = {"devices": devices, "backend": given.backend, "exact": given.exact}

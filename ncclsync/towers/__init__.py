@@ -6,5 +6,5 @@ says which shard of a batch is whose. `step` runs a step: `traced_step` traces i
 makes its one graph, in which `laying_out` lays the program out on all towers, and makes one device's results of theirs,
 `feeding` splits the batch, and `exchange` joins the towers. `recovery` undoes a step that has failed;
 `in_flight` knows what rests on collectives that have not ended. `shares` measures unequal towers; `audit` finds one
-that computes wrong numbers; `explanation` shows what is done.
+that computes wrong numbers; `explanation` shows what is done, `printed` as text.
 """

@@ -4,14 +4,10 @@ Reads it off a `Program`, as rows and as tables; decides nothing.
 """
 
 import dataclasses
-import io
 from collections.abc import Sequence
-from typing import Any
 
-import rich.box
 import tensorflow as tf
-from rich.console import Console, Group
-from rich.table import Table
+from rich.console import Group
 from rich.text import Text
 
 from ncclsync.ops import CollectiveKind
@@ -19,9 +15,8 @@ from ncclsync.ops.xla_programs import share_programs
 from ncclsync.program.cost import Whole
 from ncclsync.program.program import Exchange, Program
 from ncclsync.semantics.roles import Role, role_of
+from ncclsync.towers.printed import Printed, table
 from ncclsync.towers.state import TowerState
-
-_WIDTH = 130  # columns, where it is printed as plain text
 
 _RULES = {
     Role.SAME: "same on all towers, nothing is exchanged for it",
@@ -80,7 +75,7 @@ class ShardRow:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Explanation:
+class Explanation(Printed):
     """Describe what towers do with a step. `print` shows it as tables, and so does a notebook."""
 
     segments: int  # how many parts the step has; the towers meet after each but the last
@@ -90,6 +85,8 @@ class Explanation:
     wholes: tuple[WholeRow, ...] = ()  # the rows that are gathered; none for most models
     order: str = ""  # how a tower computes its shards, or by what shares towers divide a batch, in words
     compiled: str = ""  # how many programs XLA compiles, in words; empty where it compiles none
+
+    columns = 130
 
     def __rich__(self) -> Group:
         of_variables = [
@@ -104,19 +101,12 @@ class Explanation:
         ]
         parts = f"{self.segments} segments" if self.segments > 1 else "1 segment"
         return Group(
-            _table(("variable", "bytes", "role", "bucket", "how"), of_variables),
+            table(("variable", "bytes", "role", "bucket", "how"), of_variables, numbers=1),
             Text(" ".join(filter(None, (f"The step has {parts}.", self.order, self.compiled)))),
-            _table(("after", "bytes", "tensors", "exchanged", "asked for at"), of_cuts),
-            *([_table(("gathered for", "bytes", "ops", "at"), of_wholes)] if of_wholes else []),
-            *([_table(("tower", "rows", "of the batch", "device"), of_shards)] if of_shards else []),
+            table(("after", "bytes", "tensors", "exchanged", "asked for at"), of_cuts, numbers=1),
+            *([table(("gathered for", "bytes", "ops", "at"), of_wholes, numbers=1)] if of_wholes else []),
+            *([table(("tower", "rows", "of the batch", "device"), of_shards, numbers=1)] if of_shards else []),
         )
-
-    def __str__(self) -> str:
-        text = io.StringIO()
-        Console(file=text, width=_WIDTH, color_system=None, force_jupyter=False).print(self)
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
-
-    __repr__ = __str__
 
 
 def explain_program(program: Program, towers: TowerState, rows: int | None) -> Explanation:
@@ -238,13 +228,3 @@ def _words(exchange: Exchange) -> str:
     how = {"sum": "sum of the towers' parts", "mean": "mean over the samples"}
     when = ", when an update is due" if exchange.when else ""
     return f"all-reduce: {how.get(collective.op, collective.op)}{when}"
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
-    """Return a table whose second column holds numbers."""
-    table = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
-    for place, head in enumerate(heads):
-        table.add_column(head, justify="right" if place == 1 else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(str(cell)) for cell in row))
-    return table

@@ -2,9 +2,9 @@
 
 import contextlib
 import errno
+import glob
 import os
 import pathlib
-import re
 import secrets
 import time
 from collections.abc import Iterator
@@ -43,13 +43,10 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
 
 def _remove_abandoned(path: pathlib.Path) -> None:
     """Remove the parts that kills have left beside `path`."""
-    name = re.compile(f"part-[0-9a-f]{{16}}-{re.escape(path.name)}")
-    with contextlib.suppress(OSError), os.scandir(path.parent) as entries:  # a folder may be written, not read
-        for entry in entries:
-            if not name.fullmatch(entry.name):
-                continue
-            if time.time() - entry.stat(follow_symlinks=False).st_mtime > _ABANDONED_S:
-                os.unlink(entry)
+    with contextlib.suppress(OSError):  # a folder may be written, not read
+        for part in path.parent.glob(f"part-{'[0-9a-f]' * 16}-{glob.escape(path.name)}"):
+            if time.time() - part.lstat().st_mtime > _ABANDONED_S:
+                part.unlink()
 
 
 def make_folders(path: str | os.PathLike[str]) -> None:

@@ -326,23 +326,17 @@ class _Watch(keras.callbacks.Callback):
         super().__init__()
         self._name, self._decisions, self._peers = name, decisions, peers
 
-    def on_train_begin(self, logs: Any = None) -> None:
-        """Forget the fit before."""
-        self._remark()
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """See whether training stops."""
-        self._remark()
-
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Record for `_Compare`."""
         self._remark()
         self._decisions.append((self._name, bool(self.model.stop_training), _learning_rate(self.model)))
 
-    def _remark(self) -> None:
+    def _remark(self, *_: Any, **__: Any) -> None:
         """Name the first callback after which training is to stop; the watches of all others see that as well."""
         before = self._peers.remark
         self._peers.remark = (before or f"{self._name} has set stop_training") if self.model.stop_training else ""
+
+    on_train_begin = on_train_batch_end = _remark  # the former forgets the fit before
 
 
 class _Compare(keras.callbacks.Callback):

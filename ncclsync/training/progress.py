@@ -7,10 +7,13 @@ A position is a list of numbers, compared from the first on.
 import logging
 import os
 import pathlib
+import re
 
 logger = logging.getLogger("ncclsync")
 
 VARIABLE = "NCCLSYNC_PROGRESS"
+
+_LINE = re.compile(r"^(\d+(?: \d+)*)(?: (.*))?\n", re.MULTILINE)
 
 
 def report(name: str, *position: int) -> None:
@@ -33,12 +36,7 @@ def read(path: pathlib.Path) -> dict[str, tuple[int, ...]]:
     Lines of another form are skipped, and so is a last line without an end, whose writer was killed.
     """
     furthest: dict[str, tuple[int, ...]] = {}
-    if not path.exists():
-        return furthest
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
-        words = line.rstrip("\n").split(" ")
-        count = next((i for i, word in enumerate(words) if not word.isdecimal()), len(words))
-        name = " ".join(words[count:])
-        if count and line.endswith("\n"):
-            furthest[name] = max(furthest.get(name, ()), tuple(map(int, words[:count])))
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    for numbers, name in _LINE.findall(text):
+        furthest[name] = max(furthest.get(name, ()), tuple(map(int, numbers.split(" "))))
     return furthest

@@ -14,7 +14,6 @@ from ncclsync import Shuffled, Towers
 from ncclsync.semantics.shards import shard_sizes
 from ncclsync.towers.feeding import CountingDataset
 from ncclsync.towers.layout import Layout
-from ncclsync.training.callbacks.shuffled import OwnRows
 
 X, Y = data(rows=61)
 
@@ -58,7 +57,7 @@ def test_batches_are_the_order_cut():
 
 def test_methods_of_a_dataset_stay():
     """Only `cardinality` is known better; `take` once was the name of another method."""
-    own = {name for kind in (Shuffled, OwnRows, CountingDataset) for name in vars(kind) if name[0] != "_"}
+    own = {name for kind in (Shuffled, CountingDataset) for name in vars(kind) if name[0] != "_"}
     assert {name for name in own if hasattr(tf.data.Dataset, name)} == {"cardinality"}
     data = source(10, batch_size=4)
     assert [len(x) for (x,) in data.take(2)] == [4, 4]

@@ -6,7 +6,6 @@ The benchmarks stand in `bench.all_reduce`, `.on_gpus` and `.training`. Nothing 
 import argparse
 import importlib
 import re
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ from ncclsync.communicator.processes import find_process
 from ncclsync.errors import NcclSyncError
 from ncclsync.tools.arguments import Option, add_options, at_least, file, link, listed, number, option, switch
 from ncclsync.tools.bench import training
-from ncclsync.tools.bench.results import check_json, show, write_json
+from ncclsync.tools.bench.results import check_json, show
 from ncclsync.tools.bench.turns import BenchError, progress
 from ncclsync.tools.factories import UsageError
 from ncclsync.tools.processes import tell_of
@@ -198,9 +197,7 @@ def _run(given: argparse.Namespace, home: str) -> int:
     progress("")
     if process is not None and process.rank:
         return DONE
-    show(result)
-    if given.json:
-        write_json(result, sys.argv[1:], given.json)
+    show(result, given.json)
     return WRONG if any(row.more.get("wrong") for row in result.rows) else DONE
 
 

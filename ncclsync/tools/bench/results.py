@@ -8,17 +8,18 @@ import os
 import pathlib
 import platform
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import rich.box
 from rich.table import Table
 
-from ncclsync.tools import output
 from ncclsync.tools.bench.turns import Spread, ratio
 from ncclsync.tools.doctor.libraries import installed
 from ncclsync.tools.factories import UsageError
 from ncclsync.tools.plan.prediction import GOOD_EFFICIENCY
+from ncclsync.towers import printed
 
 SCHEMA = "ncclsync.tools.bench/1"  # a removed or changed key increases it, an added key does not
 
@@ -149,7 +150,7 @@ def check_json(file: pathlib.Path | None) -> None:
         file.unlink()
 
 
-def write_json(result: Result, command: Sequence[str], file: pathlib.Path) -> None:
+def write_json(result: Result, file: pathlib.Path) -> None:
     """Write a result to a file as JSON. `schema` names the meaning of the keys; a later version may add keys.
 
     `benchmark`, `command` (words), `date` (UTC), `machine` (see `machine`), `unit` ("s" or "B": of each row's
@@ -175,13 +176,13 @@ def write_json(result: Result, command: Sequence[str], file: pathlib.Path) -> No
 
     `command` has the arguments after `python -m ncclsync`.
     """
-    about = {"schema": SCHEMA, "command": ["python", "-m", "ncclsync", *command], "machine": machine()}
+    about = {"schema": SCHEMA, "command": ["python", "-m", "ncclsync", *sys.argv[1:]], "machine": machine()}
     about["date"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     file.write_text(json.dumps({**about, **dataclasses.asdict(result)}, indent=1) + "\n", encoding="utf-8")
 
 
-def show(result: Result) -> None:
-    """Print the tables, an empty line between cases, then the notes.
+def show(result: Result, file: pathlib.Path | None) -> None:
+    """Print the tables, an empty line between cases, then the notes; write the result to a file, if one is named.
 
     Columns without any text are left out, and of further tables the rows without one beyond those of the first table.
     """
@@ -200,9 +201,11 @@ def show(result: Result) -> None:
                 table.add_section()
             table.add_row(*(_figure_text(name, row) for name in filled))
         if rows:
-            output.show(table, _WIDTH)
+            printed.show(table, _WIDTH)
     for note in result.notes:
         print(note)
+    if file is not None:
+        write_json(result, file)
 
 
 def _figure_text(name: str, row: Row) -> str:
@@ -216,33 +219,23 @@ def _figure_text(name: str, row: Row) -> str:
     if name in _TEXTS:
         return _TEXTS[name](figure)
     if unit is None:
-        return ratio_text(figure) if isinstance(figure, Spread) else significant(figure)
+        return spread_text(figure) if isinstance(figure, Spread) else significant(figure)
     if unit[1] == "bytes":
         return size_text(figure.median if isinstance(figure, Spread) else figure)
-    return time_text(figure) if isinstance(figure, Spread) else median_text(figure)
+    return time_text(figure)
 
 
-def median_text(seconds: float) -> str:
-    """Return a time, such as "2.31 ms"."""
-    scale, unit = _scale(seconds)
-    return f"{significant(seconds * scale)} {unit}"
+def time_text(seconds: float | Spread) -> str:
+    """Return a time, such as "2.31 ms"; of a spread as `spread_text` does."""
+    spread = seconds if isinstance(seconds, Spread) else Spread.of([seconds])
+    units = ((1.0, " s"), (1e3, " ms"))
+    return spread_text(spread, *next((one for one in units if abs(spread.median) * one[0] >= 1), (1e6, " µs")))
 
 
-def time_text(spread: Spread) -> str:
-    """Return a median time and its quartiles with one unit, such as "2.31 ms (2.28–2.40)"; of one sample only that."""
-    if spread.samples == 1:
-        return median_text(spread.median)
-    scale, _ = _scale(spread.median)
-    return f"{median_text(spread.median)} ({significant(spread.q1 * scale)}–{significant(spread.q3 * scale)})"
-
-
-def _scale(seconds: float) -> tuple[float, str]:
-    return next(((s, unit) for s, unit in ((1.0, "s"), (1e3, "ms")) if abs(seconds) * s >= 1), (1e6, "µs"))
-
-
-def ratio_text(spread: Spread) -> str:
-    """Return a median ratio and its quartiles, such as "0.35 (0.34–0.37)"."""
-    return f"{significant(spread.median)} ({significant(spread.q1)}–{significant(spread.q3)})"
+def spread_text(spread: Spread, scale: float = 1.0, unit: str = "") -> str:
+    """Return a median and, of several samples, its quartiles, such as "2.31 ms (2.28–2.40)"."""
+    median, q1, q3 = (significant(scale * one) for one in (spread.median, spread.q1, spread.q3))
+    return f"{median}{unit}" + (f" ({q1}–{q3})" if spread.samples > 1 else "")
 
 
 def size_text(size_bytes: float) -> str:

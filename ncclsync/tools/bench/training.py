@@ -51,7 +51,7 @@ def bench_step(given: argparse.Namespace) -> Result:
         sides = {library: {"library": library, **how} for library in libraries}
         sides |= {name: {"library": "ncclsync", **how, **more} for name, more in others.items()}
         answers = _fit_in_turns(model, sides, variants, given.rounds)
-        notes += _compiled(model, {name: name for name in sides}, answers)
+        notes += _compiled(model, answers)
         case = {"model": model, "towers": given.towers, "batch_size": batch_size}
         for name in sides:
             found, bases = answers[name], ["ncclsync"] if name in others else libraries
@@ -85,7 +85,7 @@ def bench_feed(given: argparse.Namespace) -> Result:
         how = {"model": model, "towers": given.towers}
         sides = {name: {"library": library, "feed": feed, **how} for (library, feed), name in names.items()}
         answers = _fit_in_turns(model, sides, (), given.rounds)
-        notes += _compiled(model, {name: name for name in sides}, answers)
+        notes += _compiled(model, answers)
         case = {"model": model, "towers": given.towers, "batch_size": BATCH_SIZES[model]}
         for (library, _), name in names.items():
             spread = Spread.of(answers[name]["seconds"])
@@ -188,7 +188,7 @@ def _in_fresh_processes(
             ratios = {other: ratio(answers[name][key], answers[base][key]) for other, base in bases.items()}
             figures, case = figures_of(answers, side, towers), {"model": model, "towers": towers}
             rows.append(Row(case, side, Spread.of(answers[name][key]), ratios, figures))
-        notes += _compiled(model, {name: side for name, (side, _) in names.items()}, answers)
+        notes += _compiled(model, answers)
     return Result(given.benchmark, "B" if key == "bytes" else "s", tuple(rows), tuple(notes))
 
 
@@ -202,10 +202,7 @@ def _by_shards(counts: Sequence[int]) -> dict[str, int]:
     return {f"{each} shard{'s' * (each > 1)} a tower": each for each in counts}
 
 
-def _compiled(model: str, sides: Mapping[str, str], answers: Answers) -> list[str]:
-    """Return a note of whose steps XLA compiles: Keras chooses, and does not under MirroredStrategy, nor on the CPU.
-
-    `sides` have the answers of those names.
-    """
-    compiled = dict.fromkeys(side for name, side in sides.items() if answers[name]["xla"][0])
+def _compiled(model: str, answers: Answers) -> list[str]:
+    """Return a note of whose steps XLA compiles: Keras chooses, and does not under MirroredStrategy, nor on the CPU."""
+    compiled = dict.fromkeys(name.partition(" × ")[0] for name, found in answers.items() if any(found.get("xla", ())))
     return [f"{model}: XLA compiles the steps of {', '.join(compiled)}."] if compiled else []

@@ -113,15 +113,10 @@ class Side:
 
     def __exit__(self, *_: object) -> None:
         """End the process and its children."""
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    stream.close()  # a process that can read nothing more ends
-        try:
-            self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.communicate(timeout=10)  # a process that can read nothing more ends
+        self._process.kill()  # if it has not
+        self._process.wait()
         self._errors.close()
 
 

@@ -32,7 +32,7 @@ def _doctor(given: argparse.Namespace) -> int:
         print(json.dumps(report.as_dict(), indent=2))
     else:
         from ncclsync.tools.doctor.screen import render
-        from ncclsync.tools.output import show
+        from ncclsync.towers.printed import show
 
         show(render(report))
     return HEALTHY if report.healthy else ILL

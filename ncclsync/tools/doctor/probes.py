@@ -175,28 +175,27 @@ def _choose(tell: Tell) -> None:
     tell(devices=chosen.devices, backend=chosen.backend, reason=chosen.reason)
 
 
-def _all_reduce(tell: Tell, backend: str, devices: Sequence[int], timeout_s: float) -> None:
-    def join() -> Any:
-        from ncclsync.communicator import CpuCommunicator, NcclCommunicator
+def reduce_known(tell: Tell, backend: str, devices: Sequence[int], timeout_s: float, peers: Any = None) -> None:
+    """All-reduce known numbers over these devices, of all processes that are `peers`; tell facts of `facts.AllReduce`.
 
-        return NcclCommunicator(devices, timeout_s=timeout_s) if backend == "nccl" else CpuCommunicator(len(devices))
-
-    tell(stage=f"joining {len(devices)} ranks")
-    reduce_known(join, backend == "nccl", tell)
-
-
-def reduce_known(join: Callable[[], Any], by_nccl: bool, tell: Tell) -> None:
-    """All-reduce known numbers, between GPUs by NCCL's preflight; tell facts of `facts.AllReduce`.
-
-    `join` joins the ranks and returns their communicator.
+    Between GPUs by NCCL's preflight, else in host memory.
     """
-    kind = "wrong"
+    kind, by_nccl = "wrong", backend == "nccl"
+    tell(stage=f"joining {len(devices)} ranks")
     try:
-        from ncclsync.communicator import preflight  # raises if the C extension is missing
+        from ncclsync import communicator as made_by  # raises if the C extension is missing
+        from ncclsync.communicator import preflight
 
         tell(count=preflight.COUNT if by_nccl else COUNT)
         began = time.perf_counter()
-        with join() as communicator:
+        joined: Any
+        if by_nccl:
+            joined = made_by.NcclCommunicator(devices, peers=peers, timeout_s=timeout_s)
+        elif peers is not None:
+            joined = made_by.TcpCommunicator(peers, len(devices), timeout_s=timeout_s)
+        else:
+            joined = made_by.CpuCommunicator(len(devices))
+        with joined as communicator:
             tell(stage="reducing", ranks=communicator.world_size)
             error = "" if by_nccl else known_answer(communicator)
             tell(stage="ending the communicator", seconds=time.perf_counter() - began)
@@ -275,7 +274,7 @@ PROBES: dict[str, Callable[..., None]] = {
     "driver": _driver,
     "libraries": _libraries,
     "frameworks": _frameworks,
-    "all_reduce": _all_reduce,
+    "all_reduce": reduce_known,
     "gpus": _gpus,
 }
 

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ncclsync.communicator import Communicator, NcclCommunicator, TcpCommunicator
 from ncclsync.communicator.joining import peers_of
 from ncclsync.communicator.peers import Peers
 from ncclsync.communicator.processes import Process
@@ -116,13 +115,7 @@ def _reduce(joined: Peers, report: Report, by_nccl: bool, timeout_s: float) -> A
     """All-reduce known numbers over the towers of all processes, by NCCL or by TCP in host memory. Collective."""
     devices = [int(name.split(":")[1]) for name in report.host.choice.devices] or [0]
     found: dict[str, Any] = {"backend": "nccl" if by_nccl else "cpu", "ranks": len(devices)}
-
-    def join() -> Communicator:
-        if by_nccl:
-            return NcclCommunicator(devices, peers=joined, timeout_s=timeout_s)
-        return TcpCommunicator(joined, len(devices), timeout_s=timeout_s)
-
-    probes.reduce_known(join, by_nccl, lambda **facts: found.update(facts))
+    probes.reduce_known(lambda **facts: found.update(facts), found["backend"], devices, timeout_s, joined)
     if found.get("kind") == "wrong":
         found["error"] = f"{joined.name(joined.rank)}: {found['error']}"
     return from_json(AllReduce, {**found, "ok": "kind" not in found})

@@ -1,20 +1,21 @@
 """Show doctor's report on one screen: the facts and problems of `facts.Report`, laid out by rich."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Iterator
 from typing import Any
 
-import rich.box
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from ncclsync.tools.doctor.facts import ERROR, AllReduce, Gpu, Report, Variable
+from ncclsync.towers.printed import table
 
 _LONGEST = 60  # characters of a variable's value
 _LEGEND = (
     "NVn: n NVLinks. By PCIe: PIX one switch, PXB several, PHB the CPU, NODE within a NUMA node, SYS between "
     "sockets. ✗: no peer-to-peer access; ?: not known."
 )
+_table = functools.partial(table, show_edge=False)
 
 
 def render(report: Report) -> Group:
@@ -28,15 +29,6 @@ def render(report: Report) -> Group:
         variables = _table(("variable", "value", "effect"), map(_variable, report.host.variables))
     parts += ["", *_checks(report), "", variables, "", *_problems(report)]
     return Group(*parts)
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    table = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for head in heads:
-        table.add_column(head, overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    return table
 
 
 def _processes(report: Report) -> Iterator[Any]:

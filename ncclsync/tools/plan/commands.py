@@ -4,12 +4,11 @@ import argparse
 import dataclasses
 import logging
 import math
-import sys
 from typing import Any
 
 from ncclsync.program.links import CLUSTERS, cluster_of
 from ncclsync.tools.arguments import add_options, at_least, file, link, listed, number, option
-from ncclsync.tools.bench.results import check_json, show, significant, write_json
+from ncclsync.tools.bench.results import check_json, show, significant
 from ncclsync.tools.bench.turns import Spread, progress
 from ncclsync.tools.factories import UsageError, add_model_arguments, load, model_and_data
 from ncclsync.tools.plan.results import Found, cluster_text, result_of
@@ -66,10 +65,7 @@ def _plan(given: argparse.Namespace) -> int:
         found = _measure(given)
     finally:
         progress("")
-    result = result_of(given.factory, given.link, given.gpus, cluster, found)
-    show(result)
-    if given.json:
-        write_json(result, sys.argv[1:], given.json)
+    show(result_of(given.factory, given.link, given.gpus, cluster, found), given.json)
     return PREDICTED
 
 

@@ -15,6 +15,7 @@ GPUs that wait for a slower one, feeding, and compute slowed by communication; o
 of the efficiency: NVIDIA/DeepLearningExamples, ResNet-50.
 """
 
+import bisect
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
@@ -191,11 +192,7 @@ def _smallest(holds: Callable[[int], bool]) -> int | None:
     """Return the smallest batch from which on a condition holds; None if there is none."""
     if not holds(_LARGEST_BATCH):
         return None
-    low, high = 0, _LARGEST_BATCH
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high
+    return 1 + bisect.bisect_left(range(1, _LARGEST_BATCH + 1), True, key=holds)
 
 
 def _because(found: Prediction, workload: Workload, batch: int, latency_s: float, wins: bool) -> str:

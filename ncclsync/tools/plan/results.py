@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ncclsync.program.links import Cluster, Link
-from ncclsync.tools.bench.results import Result, Row, median_text, significant, size_text
+from ncclsync.tools.bench.results import Result, Row, significant, size_text, time_text
 from ncclsync.tools.bench.turns import Spread
 from ncclsync.tools.plan.prediction import (
     POOR_EFFICIENCY,
@@ -90,9 +90,9 @@ def _notes(cluster: Cluster, found: Found, workload: Workload, predictions: list
                 f"{significant(one.gpus * one.sequential_efficiency)} times as fast as one, an efficiency below "
                 f"{POOR_EFFICIENCY:.0%}."
             )
-    parts = f"{median_text(compute.fixed_s)} and {median_text(compute.per_sample_s)} per sample"
+    parts = f"{time_text(compute.fixed_s)} and {time_text(compute.per_sample_s)} per sample"
     if len(found.seconds) == 1:
-        parts = f"{median_text(compute.per_sample_s)} per sample (known of one batch size: taken as proportional)"
+        parts = f"{time_text(compute.per_sample_s)} per sample (known of one batch size: taken as proportional)"
     yield f"Compute: {found.origin}. A step on one GPU takes {parts}."
     yield f"Links: {cluster_text(cluster)}."
     if crossing := [one for one in several if one.crossing_bytes]:
@@ -128,7 +128,7 @@ def _crossings(
         crossing_s = one.crossing_bytes / cluster.between.bandwidth
         yield (
             f"{one.gpus} GPUs are {cluster.hosts(one.gpus)} hosts: {size_text(one.crossing_bytes)} leave each, and as "
-            f"many enter it, at {cluster.between.bandwidth / 1e9:g} GB/s in {median_text(crossing_s)}; "
+            f"many enter it, at {cluster.between.bandwidth / 1e9:g} GB/s in {time_text(crossing_s)}; "
             f"by {' and '.join(one.algorithms)}."
         )
     ring, tree, how = "a ring through all hosts", "two binary trees, whose nodes are the hosts", ""

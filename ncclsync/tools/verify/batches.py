@@ -1,7 +1,7 @@
 """Take the first batches of the user's data: arrays, a `tf.data.Dataset`, a PyDataset, a generator."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
@@ -68,17 +68,13 @@ def _iterated(data: Any) -> Iterable:
     return data
 
 
-def _slices(rows: int, steps: int, batch_size: int, towers: int, one_size: bool) -> Iterator[slice]:
-    start, even = 0, True
-    for step in range(steps):
-        if start == rows or (one_size and start > 0 and start + batch_size > rows):
-            start = 0
-        size = min(batch_size, rows - start)
-        even = even and size % towers == 0
-        if step == steps - 1 and step > 0 and even and not one_size:
-            size -= 1
-        yield slice(start, start + size)
-        start += size
+def _slices(rows: int, steps: int, batch_size: int, towers: int, one_size: bool) -> list[slice]:
+    end = rows - rows % batch_size if one_size and rows > batch_size else rows
+    batches = [slice(begin, min(begin + batch_size, end)) for begin in range(0, end, batch_size)]
+    *others, last = itertools.islice(itertools.cycle(batches), steps)
+    if others and not one_size and all((one.stop - one.start) % towers == 0 for one in (*others, last)):
+        last = slice(last.start, last.stop - 1)
+    return [*others, last]
 
 
 def _as_array(leaf: Any) -> Any:

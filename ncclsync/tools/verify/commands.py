@@ -34,9 +34,9 @@ def add_verify(commands: Any) -> None:
 
 def _verify(given: argparse.Namespace) -> int:
     factory = load(given.factory)
-    from ncclsync.tools.output import show
     from ncclsync.tools.verify.verification import verify
     from ncclsync.towers.placement import share_cores
+    from ncclsync.towers.printed import show
 
     devices = given.devices.split(",") if given.devices else None
     share_cores(given.towers, devices)  # before a model, which tells what random batches have, starts TensorFlow

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ncclsync.ops.comparing import distance
 from ncclsync.semantics.exactness import Inexact
-from ncclsync.tools.output import plain_text
+from ncclsync.towers.printed import Printed
 
 _ROWS = 20  # of the table; the variables that differ most
 
@@ -66,7 +66,7 @@ def measure(step: int, kind: str, name: str, actual: Any, expected: Any, toleran
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Report:
+class Report(Printed):
     """Report whether N towers trained as one device. `print` shows it as a table, and so does a notebook.
 
     Attributes:
@@ -122,12 +122,6 @@ class Report:
             parts.append(Text(f"  {reason.where}: {reason.reason}."))
             parts.append(Text(f"    Remedy: {reason.remedy}", style="dim"))
         return Group(*parts)
-
-    def __str__(self) -> str:
-        return plain_text(self)
-
-    # A notebook shows the repr, and so does a failed `assert verify(...).ok`.
-    __repr__ = __str__
 
     def _verdict(self) -> Text:
         sizes = ", ".join(map(str, self.batch_sizes))

@@ -189,10 +189,13 @@ class Shuffled(CountingDataset):
         epoch, first, seen = place
         return Position(epoch + 1, 0) if seen == self.rows else Position(epoch, first)
 
-    def of_process(self, layout: Layout) -> "OwnRows":
-        """Return the same batches, at the same place, of which only the rows of one process' towers are read."""
+    def of_process(self, layout: Layout) -> CountingDataset:
+        """Return the same batches, of which only the rows of one process' towers are read; they count here."""
         with tf.device("/CPU:0"):
-            return OwnRows(self, self._pipeline(layout))
+            own = CountingDataset(self._pipeline(layout), self.counted)
+        counting = {name: getattr(self, name) for name in ("fetching", "fetched", "hand_out", "cardinality")}
+        own.__dict__.update(counting, digest=self.digest_of_place)
+        return own
 
     def digest_of_place(self) -> bytes:
         """Return a digest of some rows, the seed and the begin of the pass: equal in processes that run the same pass.
@@ -281,14 +284,3 @@ class Shuffled(CountingDataset):
 def _map_arrays(function: Callable[[Any], Any], arrays: Any) -> Any:
     """Call `function` on each array of a nested structure; None stays None."""
     return tf.nest.map_structure(lambda leaf: None if leaf is None else function(leaf), arrays)
-
-
-class OwnRows(CountingDataset):
-    """Give the batches of a `Shuffled`, with only some towers' rows read, and count in it."""
-
-    def __init__(self, data: Shuffled, batches: tf.data.Dataset) -> None:
-        """Give these batches."""
-        super().__init__(batches, data.counted)
-        self.fetching, self.fetched = data.fetching, data.fetched  # type: ignore[method-assign]
-        self.hand_out, self.cardinality = data.hand_out, data.cardinality  # type: ignore[method-assign]
-        self.digest = data.digest_of_place  # type: ignore[method-assign]

@@ -61,14 +61,11 @@ class Throughput(StepWatcher):
         self._figures = _figures_of(others if others["samples"] else self._sums[True])
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Show the figures."""
+        """Log the figures."""
         if logs is not None:
             logs.update(self._figures)
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Log the epoch's figures."""
-        if logs is not None:
-            logs.update(self._figures)
+    on_epoch_end = on_train_batch_end
 
 
 def _figures_of(sums: collections.Counter[str]) -> dict[str, float]:

@@ -89,7 +89,7 @@ class Timeline(StepWatcher):
 
     def measure(self, measured: Measured) -> None:
         """Keep the recording."""
-        self._trace.add(self._done + 1, measured)
+        self._trace.calls.append((self._done + 1, measured))
         self._done += measured.completed
         if measured.failed or self._done >= self._last:
             self._trace.save()
@@ -111,12 +111,8 @@ class _Trace:
         self.devices: Sequence[str] = ()
         self._path = path
         self._first, self._last = first, last
-        self._calls: list[tuple[int, Measured]] = []  # with the number of the first step
+        self.calls: list[tuple[int, Measured]] = []  # with the number of the first step
         self._saved = 0
-
-    def add(self, step: int, measured: Measured) -> None:
-        """Keep the timestamps of a call, whose first step has this number, until they are written."""
-        self._calls.append((step, measured))
 
     def check(self) -> None:
         """Raise ValueError if the file cannot be written."""
@@ -135,7 +131,7 @@ class _Trace:
 
         A failure, such as a full disk, is logged and does not end training. The next call tries again.
         """
-        if self._saved == len(self._calls):
+        if self._saved == len(self.calls):
             return
         events = [*self._rows(), *(_event(step, one) for step, one in self._spans())]
         content = {"traceEvents": events, "displayTimeUnit": "ms"}
@@ -145,11 +141,11 @@ class _Trace:
         except OSError:
             logger.exception("Timeline: the trace could not be written to %s. Training goes on", self._path)
             return
-        self._saved = len(self._calls)
+        self._saved = len(self.calls)
 
     def _spans(self) -> Iterator[tuple[int, TimedSpan]]:
         """Yield the spans, with the numbers of their steps."""
-        for number, measured in self._calls:
+        for number, measured in self.calls:
             for step in measured.steps:
                 # Waiting for a batch that does not come is no step.
                 if (step.complete or measured.failed) and self._first <= number <= self._last:

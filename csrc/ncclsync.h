@@ -238,20 +238,18 @@ typedef enum {
 typedef struct {
   int kind;
   const void* const* sends; /* of a broadcast: the same as recvs */
-  void* const* recvs;       /* in place: sends[r] of an all-reduce, and as ncs_nccl_check_group says */
+  void* const* recvs;       /* in place: sends[r] of an all-reduce, and as ncs_nccl_launch_group says */
   size_t count;
   int dtype;
   int op;   /* of an all-reduce or a reduce-scatter */
   int root; /* of a broadcast: a rank of the world, of any process */
 } ncs_collective;
 
-/* Checks whether a group can be run: ncclInvalidArgument and a message if a dtype or root is unknown; if a buffer of at
- * least a byte is NULL, misaligned, or, as the driver says, neither on its rank's device nor managed; or if a written
- * buffer overlaps another buffer of the group (its collectives run at once), except in place. In place, for the rank p
- * of the world that is this process' r-th: recvs[r] is sends[r] of an all-reduce, or the p-th block of a
- * reduce-scatter's sends[r]; an all-gather's sends[r] is the p-th block of recvs[r]. Launches and waits for nothing. */
-ncclResult_t ncs_nccl_check_group(const ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
-                                  /*outputs*/ ncs_failure* failure);
+/* Finds out where memory at n addresses lies, as the driver says, in about 100 ns each: on the GPU of a CUDA ordinal,
+ * or one of these. Launches and waits for nothing. */
+enum { NCS_ON_ALL_GPUS = -1, NCS_ON_HOST = -2, NCS_NOWHERE = -3 };
+ncclResult_t ncs_nccl_find_devices(const ncs_nccl_comm* comm, const uintptr_t* addresses, int n,
+                                   /*outputs*/ ncs_failure* failure, int* devices);
 
 /* Waits, at most slice_s seconds, for the GPUs' own work: all work queued on these devices, on any stream, when this
  * wait began; ncclInProgress if it has not ended: then call it again. Call it before ncs_nccl_launch_group, whose
@@ -260,9 +258,13 @@ ncclResult_t ncs_nccl_check_group(const ncs_nccl_comm* comm, const ncs_collectiv
  * wait is not waited for. csrc/README.md says how; it fails while a stream of a device is captured into a graph. */
 ncclResult_t ncs_nccl_wait_for_devices(ncs_nccl_comm* comm, double slice_s, /*outputs*/ ncs_failure* failure);
 
-/* Begins to run collectives, checked by ncs_nccl_check_group, on the communicator's own streams, as one group that is
- * opened and closed here, also when a call fails; every rank makes its calls in the order of `collectives`.
- * ncs_nccl_wait ends it; the buffers must stay until then. */
+/* Begins to run collectives on the communicator's own streams, as one group that is opened and closed here, also when a
+ * call fails; every rank makes its calls in the order of `collectives`. ncs_nccl_wait ends it; the buffers must stay
+ * until then. They are not checked: with bad ones NCCL would hang, give wrong numbers, or write into memory that others
+ * read. A buffer begins at a multiple of its elements' size, on its rank's device or in managed memory; one that is
+ * written is apart from all others of the group (its collectives run at once), except in place. In place, for the rank p
+ * of the world that is this process' r-th: recvs[r] is sends[r] of an all-reduce, or the p-th block of a
+ * reduce-scatter's sends[r]; an all-gather's sends[r] is the p-th block of recvs[r]. */
 ncclResult_t ncs_nccl_launch_group(ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
                                    /*outputs*/ ncs_failure* failure);
 

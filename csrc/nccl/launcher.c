@@ -409,7 +409,8 @@ static ncclResult_t launch(ncs_launcher* launcher, ncs_nccl_comm* comm, ncs_laun
   return status;
 }
 
-/* Fills in the ranks' buffers, in arrays that follow the collectives, and refuses those that do not fit. */
+/* Fills in the ranks' buffers, in arrays that follow the collectives, and refuses those that do not fit. TensorFlow has
+ * given each the memory of its rank's device; towers that share a device may have been given one piece of it. */
 static ncclResult_t collect(const ncs_launcher* launcher, ncs_arrival* const* arrivals, ncs_collective* collectives,
                             ncs_failure* failure) {
   const int n_collectives = arrivals[0]->n_buffers;
@@ -418,6 +419,8 @@ static ncclResult_t collect(const ncs_launcher* launcher, ncs_arrival* const* ar
   for (int i = 0; i < n_collectives; ++i, sends += launcher->n, recvs += launcher->n) {
     const ncs_buffer* first = &arrivals[0]->buffers[i];
     collectives[i] = (ncs_collective){first->kind, sends, recvs, first->count, first->dtype, first->op, first->root};
+    if (ncs_size_of(first->dtype) == 0)
+      return ncs_fail(failure, ncclInvalidArgument, "ncs_launch", i, "Expected a dtype of NCCL's. Received: another");
     for (int r = 0; r < launcher->n; ++r) {
       const ncs_buffer* one = &arrivals[r]->buffers[i];
       const int is_broadcast = first->kind == NCS_BROADCAST;
@@ -428,6 +431,10 @@ static ncclResult_t collect(const ncs_launcher* launcher, ncs_arrival* const* ar
         return ncs_fail(failure, ncclInvalidArgument, "ncs_launch", i,
                         "Expected the towers' tensors to be of one size. Received: %zu elements on tower 0, %zu on "
                         "tower %d", first->count, one->count, r);
+      for (int s = 0; s < r && one->count > 0; ++s)
+        if (recvs[s] == recvs[r])
+          return ncs_fail(failure, ncclInvalidArgument, "ncs_launch", i,
+                          "Expected each tower to receive into memory of its own. Received: that of tower %d", s);
     }
   }
   return ncclSuccess;
@@ -451,8 +458,7 @@ static ncclResult_t launch_alone(ncs_launcher* launcher, ncs_launched* made, con
     return ncs_fail(failure, ncclInvalidUsage, "ncs_launch", -1,
                     "Expected an open communicator. Received: one that is closed, or that a failed collective has "
                     "aborted");
-  status = ncs_nccl_check_group(comm, collectives, made->named.n_collectives, failure);
-  if (status == ncclSuccess) status = launch(launcher, comm, made, collectives, failure);
+  status = launch(launcher, comm, made, collectives, failure);
   ncs_launcher_release(launcher);
   return status;
 }

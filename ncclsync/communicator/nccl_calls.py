@@ -147,17 +147,15 @@ class Group:
         self.call = CALLS[collectives[0][0]]
 
 
-def check_group(comm: Any, group: Group, name: Callable[[int], str]) -> None:
-    """Raise ValueError unless ``ncs_nccl_check_group`` finds a group in order; `name` names its i-th collective."""
-    status = lib.ncs_nccl_check_group(comm, group.array, group.size, group.failure)
-    if status == native.INVALID_ARGUMENT:
-        which = f", in {name(group.failure.index)}" if group.size > 1 else ""
-        raise ValueError(native.words(group.failure) + which)
-    native.check_failure(status, group.failure)
+def find_devices(comm: Any, addresses: Sequence[int]) -> list[int]:
+    """Return where memory at these addresses lies, see ``ncs_nccl_find_devices``. Raises NcclError."""
+    found = ffi.new("int[]", len(addresses))
+    native.call(lib.ncs_nccl_find_devices, [comm, addresses, len(addresses)], found)
+    return list(found)
 
 
 def launch_group(comm: Any, group: Group, name: Callable[[int], str]) -> None:
-    """Begin to run a group that `check_group` has passed; see ``ncs_nccl_launch_group``. `wait` ends it.
+    """Begin to run a group, whose buffers are not checked; see ``ncs_nccl_launch_group``. `wait` ends it.
 
     Raises NcclError, which names the collective, if one's call failed.
     """

@@ -451,7 +451,7 @@ class NcclCommunicator(Communicator):
 
     def _run_group(self, collectives: Sequence[AnyCollective]) -> None:
         runs = [(one, *read_buffers(one, self.memory, self.world_size)) for one in collectives]
-        group = nccl_calls.Group([_fields(*run) for run in runs])
+        group = nccl_calls.Group([_fields(runs, i) for i in range(self.size)])
         with self._exclusive():
             handle = self._handle
             if handle is None:  # closed by another thread meanwhile
@@ -583,13 +583,12 @@ def kind_op_root(collective: AnyCollective) -> tuple[int, int, int]:
     return _KINDS[type(collective)], native.OPS[op], root
 
 
-def _fields(
-    collective: AnyCollective, reads: Buffers, writes: Buffers
-) -> tuple[int, list[Any], list[Any], int, int, int, int]:
-    """Return the fields of an ``ncs_collective`` that reads and writes these."""
-    kind, op, root = kind_op_root(collective)
-    count = min(reads.count, writes.count)  # of blocks: of one
-    return kind, reads.pointers, writes.pointers, count, reads.dtype, op, root
+def _fields(runs: Sequence[tuple[AnyCollective, Buffers, Buffers]], i: int) -> list[tuple[Any, ...]]:
+    """Return the fields of the i-th rank's ``ncs_buffer`` of each collective that reads and writes these."""
+    return [
+        (*kind_op_root(one), reads.pointers[i], writes.pointers[i], min(reads.count, writes.count), reads.dtype)
+        for one, reads, writes in runs
+    ]
 
 
 def _checked_numbers(numbers: Any, what: str, words: str) -> list[int]:

@@ -12,8 +12,7 @@ from ncclsync.communicator import native
 from ncclsync.communicator.native import ffi, lib
 from ncclsync.errors import NcclError, NcclUnavailableError
 
-_FAILURE, _POINTERS = ffi.typeof("ncs_failure*"), ffi.typeof("void*[]")
-_COLLECTIVES = ffi.typeof("ncs_collective[]")
+_FAILURE, _BUFFERS, _RANKS = map(ffi.typeof, ("ncs_failure*", "ncs_buffer[]", "ncs_buffer*[]"))
 
 # Words of NCCL and CUDA, and what helps.
 _ADVICE = (
@@ -126,25 +125,19 @@ class Group:
     """Hold collectives as the C library takes them; keeps alive what these point to, but not the buffers.
 
     Attributes:
-        array, size: its ``ncs_collective`` structs, and how many there are.
+        array, size: for each rank its ``ncs_buffer`` structs, and how many collectives there are.
         failure: what the calls write into.
         call: NCCL's name of the first one.
     """
 
     __slots__ = ("_alive", "array", "call", "failure", "size")
 
-    def __init__(self, collectives: Sequence[tuple[int, list[Any], list[Any], int, int, int, int]]) -> None:
-        """Take the fields of each ``ncs_collective``, the pointers of all ranks as lists."""
-        self._alive: list[Any] = []
-        structs = []
-        for kind, sends, recvs, *numbers in collectives:
-            received = ffi.new(_POINTERS, recvs)
-            sent = received if sends is recvs else ffi.new(_POINTERS, sends)
-            self._alive += (sent, received)
-            structs.append((kind, sent, received, *numbers))
-        self.array, self.size = ffi.new(_COLLECTIVES, structs), len(structs)
+    def __init__(self, ranks: Sequence[Sequence[tuple[Any, ...]]]) -> None:
+        """Take the fields of each ``ncs_buffer``, for each rank of each collective."""
+        self._alive = [ffi.new(_BUFFERS, buffers) for buffers in ranks]
+        self.array, self.size = ffi.new(_RANKS, self._alive), len(ranks[0])
         self.failure = ffi.new(_FAILURE)
-        self.call = CALLS[collectives[0][0]]
+        self.call = CALLS[ranks[0][0][0]]
 
 
 def find_devices(comm: Any, addresses: Sequence[int]) -> list[int]:

@@ -41,7 +41,8 @@ def check_paths(comm: Any, ranks: Sequence[int], world_size: int, run: Callable[
 
     def exchange(kind, what, sent):
         during = f"the preflight's {what}"
-        group = nccl_calls.Group([(kind, sends, recvs, COUNT, _INT32, native.OPS["sum"], 0)])
+        pairs = zip(sends, recvs, strict=True)
+        group = nccl_calls.Group([[(kind, native.OPS["sum"], 0, *pair, COUNT, _INT32)] for pair in pairs])
         for i, numbers in enumerate(sent):
             nccl_calls.copy(comm, i, sends[i], ffi.from_buffer(numbers), numbers.nbytes)
         try:

@@ -49,23 +49,33 @@ static float* make(float* at[N], int blocks) {
   return all;
 }
 
-static ncclResult_t run(ncs_nccl_comm* comm, const ncs_collective* collectives, int n, double slice_s,
-                        ncs_failure* failure) {
-  ncclResult_t status = ncs_nccl_wait_for_devices(comm, 5.0, failure);
-  if (status != ncclSuccess) return status;
-  status = ncs_nccl_launch_group(comm, collectives, n, failure);
-  return status == ncclSuccess ? ncs_nccl_wait(comm, slice_s, failure) : status;
+enum { MOST = 2 };
+
+/* Of each rank, a buffer for each collective. */
+typedef struct {
+  ncs_buffer ranks[N][MOST];
+} group;
+
+static void add(group* all, int i, int kind, float** sends, float** recvs) {
+  for (int r = 0; r < N; ++r)
+    all->ranks[r][i] = (ncs_buffer){kind, ncclSum, 2, sends[r], recvs[r], COUNT, ncclFloat32};
 }
 
-static ncs_collective of(int kind, float** sends, float** recvs) {
-  return (ncs_collective){kind, (const void* const*)sends, (void* const*)recvs, COUNT, ncclFloat32, ncclSum, 2};
+static ncclResult_t run(ncs_nccl_comm* comm, const group* all, int n, double slice_s, ncs_failure* failure) {
+  const ncs_buffer* const ranks[N] = {all->ranks[0], all->ranks[1], all->ranks[2]};
+  ncclResult_t status = ncs_nccl_wait_for_devices(comm, 5.0, failure);
+  if (status != ncclSuccess) return status;
+  status = ncs_nccl_launch_group(comm, ranks, n, failure);
+  return status == ncclSuccess ? ncs_nccl_wait(comm, slice_s, failure) : status;
 }
 
 static ncclResult_t reduce(ncs_nccl_comm* comm, double slice_s, ncs_failure* failure) {
   float* at[N];
   float* all = make(at, 1);
-  const ncs_collective what = of(NCS_ALL_REDUCE, at, at);
-  ncclResult_t status = run(comm, &what, 1, slice_s, failure);
+  group what;
+  ncclResult_t status;
+  add(&what, 0, NCS_ALL_REDUCE, at, at);
+  status = run(comm, &what, 1, slice_s, failure);
   for (int r = 0; r < N && status == ncclSuccess; ++r) EXPECT(at[r][COUNT - 1] == 300.0f);
   free(all);
   return status;
@@ -74,13 +84,15 @@ static ncclResult_t reduce(ncs_nccl_comm* comm, double slice_s, ncs_failure* fai
 static void check_collectives(ncs_nccl_comm* comm) {
   float *sends[N], *recvs[N], *copies[N], got[2];
   float *all = make(sends, N), *all_received = make(recvs, N), *all_copied = make(copies, 1);
-  const ncs_collective group[] = {of(NCS_ALL_TO_ALL, sends, recvs), of(NCS_BROADCAST, copies, copies)};
+  group both;
   uintptr_t places[] = {64, 0};
   int devices[2];
   ncs_failure failure;
   void* scratch;
   EXPECT(reduce(comm, 5.0, &failure) == ncclSuccess);
-  EXPECT(run(comm, group, 2, 5.0, &failure) == ncclSuccess);
+  add(&both, 0, NCS_ALL_TO_ALL, sends, recvs);
+  add(&both, 1, NCS_BROADCAST, copies, copies);
+  EXPECT(run(comm, &both, 2, 5.0, &failure) == ncclSuccess);
   for (int r = 0; r < N; ++r) {
     for (int p = 0; p < N; ++p) EXPECT(recvs[r][p * COUNT + COUNT - 1] == (float)(100 * p + r));
     EXPECT(copies[r][0] == 200.0f);
@@ -105,9 +117,11 @@ static void check_blocks(ncs_nccl_comm* comm) {
   float *sends[N], *parts[N], *wholes[N], *own[N];
   float *all = make(sends, N), *all_parts = make(parts, 1), *all_wholes = make(wholes, N);
   for (int r = 0; r < N; ++r) own[r] = wholes[r] + r * COUNT;
-  const ncs_collective group[] = {of(NCS_REDUCE_SCATTER, sends, parts), of(NCS_ALL_GATHER, own, wholes)};
-  const ncs_collective in_place = of(NCS_REDUCE_SCATTER, wholes, own);
-  EXPECT(run(comm, group, 2, 5.0, NULL) == ncclSuccess);
+  group both, in_place;
+  add(&both, 0, NCS_REDUCE_SCATTER, sends, parts);
+  add(&both, 1, NCS_ALL_GATHER, own, wholes);
+  add(&in_place, 0, NCS_REDUCE_SCATTER, wholes, own);
+  EXPECT(run(comm, &both, 2, 5.0, NULL) == ncclSuccess);
   for (int r = 0; r < N; ++r) {
     EXPECT(parts[r][COUNT - 1] == 300.0f + (float)(N * r));
     for (int p = 0; p < N; ++p) EXPECT(wholes[r][p * COUNT] == (float)(101 * p));

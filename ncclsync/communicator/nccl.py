@@ -451,7 +451,7 @@ class NcclCommunicator(Communicator):
 
     def _run_group(self, collectives: Sequence[AnyCollective]) -> None:
         runs = [(one, *read_buffers(one, self.memory, self.world_size)) for one in collectives]
-        group = nccl_calls.Group([_fields(runs, i) for i in range(self.size)])
+        ranks, size = [_fields(runs, i) for i in range(self.size)], len(runs)
         with self._exclusive():
             handle = self._handle
             if handle is None:  # closed by another thread meanwhile
@@ -462,11 +462,11 @@ class NcclCommunicator(Communicator):
                 one, reads, writes = runs[index]
                 return _name(type(one), first + index, one.label, max(reads.count, writes.count), reads.dtype)
 
-            begin = functools.partial(nccl_calls.launch_group, handle, group, name)
-            self._check_memory(handle, extents_of(runs, self.ranks, may_share=False), name if group.size > 1 else None)
-            self._launcher.count(group.size)
+            begin = functools.partial(nccl_calls.launch_group, handle, ranks, name)
+            self._check_memory(handle, extents_of(runs, self.ranks, may_share=False), name if size > 1 else None)
+            self._launcher.count(size)
             with self._aborted_on_error(handle):
-                self._launch(handle, lambda: _list(group.size, name), group.call, begin)
+                self._launch(handle, lambda: _list(size, name), nccl_calls.CALLS[ranks[0][0][0]], begin)
 
     def _check_memory(self, handle: Any, extents: Sequence[Extent], name: Callable[[int], str] | None) -> None:
         """Raise ValueError if a buffer is not on its rank's GPU, or overlaps one that is written."""

@@ -12,7 +12,7 @@ from ncclsync.communicator import native
 from ncclsync.communicator.native import ffi, lib
 from ncclsync.errors import NcclError, NcclUnavailableError
 
-_FAILURE, _BUFFERS, _RANKS = map(ffi.typeof, ("ncs_failure*", "ncs_buffer[]", "ncs_buffer*[]"))
+_FAILURE = ffi.typeof("ncs_failure*")
 
 # Words of NCCL and CUDA, and what helps.
 _ADVICE = (
@@ -121,25 +121,6 @@ def wait(comm: Any, own_work: bool, slice_s: float) -> bool:
     return status != native.IN_PROGRESS
 
 
-class Group:
-    """Hold collectives as the C library takes them; keeps alive what these point to, but not the buffers.
-
-    Attributes:
-        array, size: for each rank its ``ncs_buffer`` structs, and how many collectives there are.
-        failure: what the calls write into.
-        call: NCCL's name of the first one.
-    """
-
-    __slots__ = ("_alive", "array", "call", "failure", "size")
-
-    def __init__(self, ranks: Sequence[Sequence[tuple[Any, ...]]]) -> None:
-        """Take the fields of each ``ncs_buffer``, for each rank of each collective."""
-        self._alive = [ffi.new(_BUFFERS, buffers) for buffers in ranks]
-        self.array, self.size = ffi.new(_RANKS, self._alive), len(ranks[0])
-        self.failure = ffi.new(_FAILURE)
-        self.call = CALLS[ranks[0][0][0]]
-
-
 def find_devices(comm: Any, addresses: Sequence[int]) -> list[int]:
     """Return where memory at these addresses lies, see ``ncs_nccl_find_devices``. Raises NcclError."""
     found = ffi.new("int[]", len(addresses))
@@ -147,18 +128,24 @@ def find_devices(comm: Any, addresses: Sequence[int]) -> list[int]:
     return list(found)
 
 
-def launch_group(comm: Any, group: Group, name: Callable[[int], str]) -> None:
+def launch_group(comm: Any, ranks: Sequence[Sequence[tuple[Any, ...]]], name: Callable[[int], str]) -> None:
     """Begin to run a group, whose buffers are not checked; see ``ncs_nccl_launch_group``. `wait` ends it.
 
     Raises NcclError, which names the collective, if one's call failed.
+
+    Args:
+        comm: the communicator's handle.
+        ranks: for each rank of this process, the fields of an ``ncs_buffer`` for each collective.
+        name: names the i-th collective.
     """
-    status = lib.ncs_nccl_launch_group(comm, group.array, group.size, group.failure)
+    failure, buffers = ffi.new(_FAILURE), [ffi.new("ncs_buffer[]", rank) for rank in ranks]
+    status = lib.ncs_nccl_launch_group(comm, ffi.new("ncs_buffer*[]", buffers), len(ranks[0]), failure)
     try:
-        native.check_failure(status, group.failure)
+        native.check_failure(status, failure)
     except NcclError as error:
-        if group.failure.index < 0:
+        if failure.index < 0:
             raise
-        raise error.within(name(group.failure.index)) from None
+        raise error.within(name(failure.index)) from None
 
 
 def progress(comm: Any, size: int) -> list[int]:

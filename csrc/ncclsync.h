@@ -234,24 +234,22 @@ typedef enum {
   NCS_ALL_GATHER = 4
 } ncs_kind;
 
-/* One collective: sends[r] and recvs[r] lie on this process' r-th device. */
+/* A rank's part of a collective, on the rank's device. */
 typedef struct {
   int kind;
-  const void* const* sends; /* of a broadcast: the same as recvs */
-  void* const* recvs;       /* in place: sends[r] of an all-reduce, and as ncs_nccl_check_group says */
+  int op;           /* of an all-reduce or a reduce-scatter */
+  int root;         /* of a broadcast: a rank of the world, of any process */
+  const void* send; /* not read of a broadcast, whose root sends what lies at recv */
+  void* recv;
   size_t count;
   int dtype;
-  int op;   /* of an all-reduce or a reduce-scatter */
-  int root; /* of a broadcast: a rank of the world, of any process */
-} ncs_collective;
+} ncs_buffer;
 
-/* Checks whether a group can be run: ncclInvalidArgument and a message if a dtype or root is unknown; if a buffer of at
- * least a byte is NULL, misaligned, or, as the driver says, neither on its rank's device nor managed; or if a written
- * buffer overlaps another buffer of the group (its collectives run at once), except in place. In place, for the rank p
- * of the world that is this process' r-th: recvs[r] is sends[r] of an all-reduce, or the p-th block of a
- * reduce-scatter's sends[r]; an all-gather's sends[r] is the p-th block of recvs[r]. Launches and waits for nothing. */
-ncclResult_t ncs_nccl_check_group(const ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
-                                  /*outputs*/ ncs_failure* failure);
+/* Finds out where memory at n addresses lies, as the driver says, in about 100 ns each: on the GPU of a CUDA ordinal,
+ * or one of these. Launches and waits for nothing. */
+enum { NCS_ON_ALL_GPUS = -1, NCS_ON_HOST = -2, NCS_NOWHERE = -3 };
+ncclResult_t ncs_nccl_find_devices(const ncs_nccl_comm* comm, const uintptr_t* addresses, int n,
+                                   /*outputs*/ ncs_failure* failure, int* devices);
 
 /* Waits, at most slice_s seconds, for the GPUs' own work: all work queued on these devices, on any stream, when this
  * wait began; ncclInProgress if it has not ended: then call it again. Call it before ncs_nccl_launch_group, whose
@@ -260,10 +258,14 @@ ncclResult_t ncs_nccl_check_group(const ncs_nccl_comm* comm, const ncs_collectiv
  * wait is not waited for. csrc/README.md says how; it fails while a stream of a device is captured into a graph. */
 ncclResult_t ncs_nccl_wait_for_devices(ncs_nccl_comm* comm, double slice_s, /*outputs*/ ncs_failure* failure);
 
-/* Begins to run collectives, checked by ncs_nccl_check_group, on the communicator's own streams, as one group that is
- * opened and closed here, also when a call fails; every rank makes its calls in the order of `collectives`.
- * ncs_nccl_wait ends it; the buffers must stay until then. */
-ncclResult_t ncs_nccl_launch_group(ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
+/* Begins to run collectives on the communicator's own streams, as one group that is opened and closed here, also when a
+ * call fails. buffers[r] has those of this process' r-th rank, one for each collective, in the same order on every rank.
+ * ncs_nccl_wait ends it; the buffers must stay until then. They are not checked: with bad ones NCCL would hang, give
+ * wrong numbers, or write into memory that others read. A buffer begins at a multiple of its elements' size, on its
+ * rank's device or in managed memory; one that is written is apart from all others of the group (its collectives run at
+ * once), except in place. In place, for rank p of the world: `recv` is `send` of an all-reduce, or the p-th block of a
+ * reduce-scatter's `send`; an all-gather's `send` is the p-th block of `recv`. */
+ncclResult_t ncs_nccl_launch_group(ncs_nccl_comm* comm, const ncs_buffer* const* buffers, int n_collectives,
                                    /*outputs*/ ncs_failure* failure);
 
 /* Begins to end a healthy communicator, on all ranks of the world; ncs_nccl_wait ends it. Then ncs_nccl_destroy. */
@@ -320,15 +322,6 @@ typedef struct {
   int dtypes[NCS_MOST_NAMED];
 } ncs_launch_failure;
 
-/* A rank's part of a collective; see ncs_collective. */
-typedef struct {
-  int kind, op, root;
-  const void* send;
-  void* recv; /* NULL: this rank is the root of a broadcast */
-  size_t count;
-  int dtype;
-} ncs_buffer;
-
 /* A rank's buffers, one for each collective of a group, and the object that holds their memory. let_go(kept) is called
  * once, when work under way no longer uses them, or is ordered before all later work of the GPU. */
 typedef struct {
@@ -383,9 +376,9 @@ ncclResult_t ncs_launcher_wait_for_abort(ncs_launcher* launcher, double slice_s)
 ncclResult_t ncs_arrive(ncs_launcher* launcher, int rank, void* stream, const ncs_buffers* buffers,
                         /*outputs*/ ncs_failure* failure, ncs_arrival** arrival);
 
-/* Launches one group of all ranks' buffers: arrivals of each rank, in their order, with as many buffers. Kinds,
- * operations and roots are those of the first. Without buffers nothing is launched. Bad buffers leave the communicator
- * usable; any other failure fails the launcher. */
+/* Launches one group of all ranks' buffers: arrivals of each rank, in their order, with as many buffers, of the same
+ * kinds, operations and roots. Without buffers nothing is launched. Buffers that do not fit each other leave the
+ * communicator usable; any other failure fails the launcher. */
 ncclResult_t ncs_launch(ncs_launcher* launcher, int64_t label, ncs_arrival* const* arrivals,
                         /*outputs*/ ncs_failure* failure, ncs_launched** launched);
 

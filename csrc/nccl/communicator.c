@@ -130,7 +130,7 @@ ncclResult_t ncs_nccl_abort(ncs_nccl_comm* comm, ncs_failure* failure) {
   return comm == NULL ? ncclSuccess : release(comm, comm->nccl->ncclCommAbort, "ncclCommAbort", failure);
 }
 
-/* ---- Memory for a known answer ---- */
+/* ---- Memory ---- */
 
 ncclResult_t ncs_nccl_scratch(ncs_nccl_comm* comm, int index, size_t size, ncs_failure* failure, void** pointer) {
   const ncs_cuda* cuda = &comm->cuda;
@@ -153,6 +153,25 @@ ncclResult_t ncs_nccl_copy(ncs_nccl_comm* comm, int index, void* to, const void*
   ncclResult_t status = ncs_enter(cuda, comm->contexts[index], failure, &before);
   if (status != ncclSuccess) return status;
   status = NCS_CUDA(cudaMemcpy, (to, from, size, NCS_CUDA_MEMCPY_DEFAULT));
+  cuda->cuCtxSetCurrent(before);
+  return status;
+}
+
+ncclResult_t ncs_nccl_find_devices(const ncs_nccl_comm* comm, const uintptr_t* addresses, int n, ncs_failure* failure,
+                                   int* devices) {
+  int attributes[] = {NCS_CU_MEMORY_TYPE, NCS_CU_IS_MANAGED, NCS_CU_DEVICE_ORDINAL};
+  const ncs_cuda* cuda = &comm->cuda;
+  CUcontext before = NULL;
+  ncclResult_t status = ncs_enter(cuda, comm->contexts[0], failure, &before);
+  if (status != ncclSuccess) return status;
+  for (int i = 0; i < n && status == ncclSuccess; ++i) {
+    int type = NCS_CU_NO_MEMORY, is_managed = 0;
+    void* data[] = {&type, &is_managed, &devices[i]};
+    status = NCS_CUDA(cuPointerGetAttributes, (3, attributes, data, addresses[i]));
+    if (is_managed) devices[i] = NCS_ON_ALL_GPUS;
+    else if (type == NCS_CU_NO_MEMORY) devices[i] = NCS_NOWHERE;
+    else if (type == NCS_CU_HOST) devices[i] = NCS_ON_HOST;
+  }
   cuda->cuCtxSetCurrent(before);
   return status;
 }

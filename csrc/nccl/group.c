@@ -59,14 +59,14 @@ ncclResult_t ncs_nccl_get_progress(ncs_nccl_comm* comm, int* progress) {
 /* ---- Groups ---- */
 
 /* Rank r's part of an all-to-all: it sends its block p to rank p, and receives its block p from rank p. */
-static ncclResult_t send_to_all(const ncs_nccl_comm* comm, const ncs_collective* what, int r) {
+static ncclResult_t send_to_all(const ncs_nccl_comm* comm, const ncs_buffer* what, int r) {
   const ncs_nccl* nccl = comm->nccl;
   const ncclDataType_t dtype = (ncclDataType_t)what->dtype;
   const size_t block = what->count * ncs_size_of(what->dtype);
   ncclResult_t status = ncclSuccess;
   for (int peer = 0; peer < comm->world_size; ++peer) {
-    const char* send = (const char*)what->sends[r] + (size_t)peer * block;
-    char* recv = (char*)what->recvs[r] + (size_t)peer * block;
+    const char* send = (const char*)what->send + (size_t)peer * block;
+    char* recv = (char*)what->recv + (size_t)peer * block;
     status = nccl->ncclSend(send, what->count, dtype, peer, comm->comms[r], comm->streams[r]);
     if (status != ncclSuccess && status != ncclInProgress) break;
     status = nccl->ncclRecv(recv, what->count, dtype, peer, comm->comms[r], comm->streams[r]);
@@ -75,21 +75,21 @@ static ncclResult_t send_to_all(const ncs_nccl_comm* comm, const ncs_collective*
   return status;
 }
 
-static ncclResult_t call_rank(const ncs_nccl_comm* comm, const ncs_collective* what, int r) {
+static ncclResult_t call_rank(const ncs_nccl_comm* comm, const ncs_buffer* what, int r) {
   const ncs_nccl* nccl = comm->nccl;
   const ncclDataType_t dtype = (ncclDataType_t)what->dtype;
   switch (what->kind) {
     case NCS_ALL_REDUCE:
-      return nccl->ncclAllReduce(what->sends[r], what->recvs[r], what->count, dtype, (ncclRedOp_t)what->op,
+      return nccl->ncclAllReduce(what->send, what->recv, what->count, dtype, (ncclRedOp_t)what->op,
                                  comm->comms[r], comm->streams[r]);
     case NCS_BROADCAST:
-      return nccl->ncclBroadcast(what->sends[r], what->recvs[r], what->count, dtype, what->root, comm->comms[r],
+      return nccl->ncclBroadcast(what->recv, what->recv, what->count, dtype, what->root, comm->comms[r],
                                  comm->streams[r]);
     case NCS_REDUCE_SCATTER:
-      return nccl->ncclReduceScatter(what->sends[r], what->recvs[r], what->count, dtype, (ncclRedOp_t)what->op,
+      return nccl->ncclReduceScatter(what->send, what->recv, what->count, dtype, (ncclRedOp_t)what->op,
                                      comm->comms[r], comm->streams[r]);
     case NCS_ALL_GATHER:
-      return nccl->ncclAllGather(what->sends[r], what->recvs[r], what->count, dtype, comm->comms[r],
+      return nccl->ncclAllGather(what->send, what->recv, what->count, dtype, comm->comms[r],
                                  comm->streams[r]);
     default:
       return send_to_all(comm, what, r);
@@ -97,23 +97,23 @@ static ncclResult_t call_rank(const ncs_nccl_comm* comm, const ncs_collective* w
 }
 
 /* Collective by collective, so that every rank makes its calls in the same order: NCCL matches them by it. */
-static ncclResult_t call_next(const ncs_nccl_comm* comm, int i, const void* collectives, ncs_failure* failure) {
+static ncclResult_t call_next(const ncs_nccl_comm* comm, int i, const void* buffers, ncs_failure* failure) {
   static const char* const names[] = {"ncclAllReduce", "ncclBroadcast", "ncclSend", "ncclReduceScatter",
                                       "ncclAllGather"}; /* by ncs_kind */
-  const ncs_collective* what = (const ncs_collective*)collectives + i / comm->n;
+  const ncs_buffer* what = ((const ncs_buffer* const*)buffers)[i % comm->n] + i / comm->n;
   const ncclResult_t status = call_rank(comm, what, i % comm->n);
   const ncclResult_t checked = ncs_check_begun(comm->nccl, status, names[what->kind], failure);
   if (checked != ncclSuccess && failure != NULL) failure->index = i / comm->n;
   return checked;
 }
 
-ncclResult_t ncs_nccl_launch_group(ncs_nccl_comm* comm, const ncs_collective* collectives, int n_collectives,
+ncclResult_t ncs_nccl_launch_group(ncs_nccl_comm* comm, const ncs_buffer* const* buffers, int n_collectives,
                                    ncs_failure* failure) {
   CUcontext current = NULL;
   ncclResult_t status = ncs_enter(&comm->cuda, comm->contexts[0], failure, &current);
   if (status != ncclSuccess) return status;
   comm->is_launching = 1;
-  status = ncs_call_group(comm, comm->n * n_collectives, collectives, call_next, failure);
+  status = ncs_call_group(comm, comm->n * n_collectives, buffers, call_next, failure);
   comm->cuda.cuCtxSetCurrent(current);
   return status;
 }

@@ -359,7 +359,7 @@ static void begin_stage(ncs_launcher* launcher, ncs_launched* made, int stage) {
 
 /* With the communicator reserved, and some rank's context current. */
 static ncclResult_t enqueue(ncs_launcher* launcher, ncs_nccl_comm* comm, ncs_launched* made,
-                            const ncs_collective* collectives, ncs_failure* failure) {
+                            const ncs_buffer* const* buffers, ncs_failure* failure) {
   const ncs_cuda* cuda = &launcher->cuda;
   ncclResult_t status = ncclSuccess;
   if (cuda->cuCtxRecordEvent == NULL) status = wait_for(launcher, comm, NCS_OWN_WORK, made->since, failure);
@@ -367,7 +367,7 @@ static ncclResult_t enqueue(ncs_launcher* launcher, ncs_nccl_comm* comm, ncs_lau
     if (made->before[r] != NULL) status = NCS_CUDA(cudaStreamWaitEvent, (comm->streams[r], made->before[r], 0));
   if (status != ncclSuccess) return status;
   begin_stage(launcher, made, NCS_LAUNCHING);
-  status = ncs_nccl_launch_group(comm, collectives, made->named.n_collectives, failure);
+  status = ncs_nccl_launch_group(comm, buffers, made->named.n_collectives, failure);
   if (status == ncclSuccess) status = wait_for(launcher, comm, NCS_LAUNCHING, made->since, failure);
   for (int r = 0; r < launcher->n && status == ncclSuccess; ++r) {
     status = NCS_CUDA(cuCtxSetCurrent, (launcher->contexts[r]));
@@ -380,7 +380,7 @@ static ncclResult_t enqueue(ncs_launcher* launcher, ncs_nccl_comm* comm, ncs_lau
 
 /* With the communicator reserved. */
 static ncclResult_t launch(ncs_launcher* launcher, ncs_nccl_comm* comm, ncs_launched* made,
-                           const ncs_collective* collectives, ncs_failure* failure) {
+                           const ncs_buffer* const* buffers, ncs_failure* failure) {
   CUcontext current = NULL;
   ncclResult_t status;
   pthread_mutex_lock(&launcher->mutex);
@@ -400,7 +400,7 @@ static ncclResult_t launch(ncs_launcher* launcher, ncs_nccl_comm* comm, ncs_laun
   pthread_mutex_unlock(&launcher->mutex);
   if (status != ncclSuccess) return status;
   status = ncs_enter(&launcher->cuda, launcher->contexts[0], failure, &current);
-  if (status == ncclSuccess) status = enqueue(launcher, comm, made, collectives, failure);
+  if (status == ncclSuccess) status = enqueue(launcher, comm, made, buffers, failure);
   pthread_mutex_lock(&launcher->mutex);
   launcher->launching = NULL;
   if (status != ncclSuccess && launcher->comm != NULL) fail_groups(launcher, made, status, failure);
@@ -409,25 +409,23 @@ static ncclResult_t launch(ncs_launcher* launcher, ncs_nccl_comm* comm, ncs_laun
   return status;
 }
 
-/* Fills in the ranks' buffers, in arrays that follow the collectives, and refuses those that do not fit. */
-static ncclResult_t collect(const ncs_launcher* launcher, ncs_arrival* const* arrivals, ncs_collective* collectives,
-                            ncs_failure* failure) {
-  const int n_collectives = arrivals[0]->n_buffers;
-  const void** sends = (const void**)(collectives + n_collectives);
-  void** recvs = (void**)(sends + launcher->n * n_collectives);
-  for (int i = 0; i < n_collectives; ++i, sends += launcher->n, recvs += launcher->n) {
-    const ncs_buffer* first = &arrivals[0]->buffers[i];
-    collectives[i] = (ncs_collective){first->kind, sends, recvs, first->count, first->dtype, first->op, first->root};
-    for (int r = 0; r < launcher->n; ++r) {
-      const ncs_buffer* one = &arrivals[r]->buffers[i];
-      const int is_broadcast = first->kind == NCS_BROADCAST;
-      /* A broadcast is in place; the root, which may be another process', receives nothing. */
-      recvs[r] = is_broadcast && one->recv == NULL ? (void*)(uintptr_t)one->send : one->recv;
-      sends[r] = is_broadcast ? recvs[r] : one->send;
+/* Refuses buffers that do not fit each other. TensorFlow has given each the memory of its rank's device; towers that
+ * share a device may have been given one piece of it. */
+static ncclResult_t check_buffers(const ncs_buffer* const* buffers, int n, int n_collectives, ncs_failure* failure) {
+  for (int i = 0; i < n_collectives; ++i) {
+    const ncs_buffer* first = &buffers[0][i];
+    if (ncs_size_of(first->dtype) == 0)
+      return ncs_fail(failure, ncclInvalidArgument, "ncs_launch", i, "Expected a dtype of NCCL's. Received: another");
+    for (int r = 1; r < n; ++r) {
+      const ncs_buffer* one = &buffers[r][i];
       if (one->count != first->count || one->dtype != first->dtype)
         return ncs_fail(failure, ncclInvalidArgument, "ncs_launch", i,
                         "Expected the towers' tensors to be of one size. Received: %zu elements on tower 0, %zu on "
                         "tower %d", first->count, one->count, r);
+      for (int s = 0; s < r && one->count > 0; ++s)
+        if (buffers[s][i].recv == one->recv)
+          return ncs_fail(failure, ncclInvalidArgument, "ncs_launch", i,
+                          "Expected each tower to receive into memory of its own. Received: that of tower %d", s);
     }
   }
   return ncclSuccess;
@@ -443,7 +441,7 @@ ncs_nccl_comm* ncs_launcher_reserve(ncs_launcher* launcher) {
   return comm;
 }
 
-static ncclResult_t launch_alone(ncs_launcher* launcher, ncs_launched* made, const ncs_collective* collectives,
+static ncclResult_t launch_alone(ncs_launcher* launcher, ncs_launched* made, const ncs_buffer* const* buffers,
                                  ncs_failure* failure) {
   ncs_nccl_comm* comm = ncs_launcher_reserve(launcher);
   ncclResult_t status;
@@ -451,24 +449,23 @@ static ncclResult_t launch_alone(ncs_launcher* launcher, ncs_launched* made, con
     return ncs_fail(failure, ncclInvalidUsage, "ncs_launch", -1,
                     "Expected an open communicator. Received: one that is closed, or that a failed collective has "
                     "aborted");
-  status = ncs_nccl_check_group(comm, collectives, made->named.n_collectives, failure);
-  if (status == ncclSuccess) status = launch(launcher, comm, made, collectives, failure);
+  status = launch(launcher, comm, made, buffers, failure);
   ncs_launcher_release(launcher);
   return status;
 }
 
 ncclResult_t ncs_launch(ncs_launcher* launcher, int64_t label, ncs_arrival* const* arrivals, ncs_failure* failure,
                         ncs_launched** out) {
-  const size_t n_collectives = (size_t)arrivals[0]->n_buffers;
-  /* In one piece with the arrays that they point to. */
-  ncs_collective* collectives =
-      malloc(n_collectives * (sizeof(*collectives) + 2 * (size_t)launcher->n * sizeof(void*)) + 1);
-  ncclResult_t status = collectives == NULL ? ncclSystemError : collect(launcher, arrivals, collectives, failure);
-  ncs_launched* made = status == ncclSuccess ? make_launched(launcher, label, arrivals) : NULL;
+  const ncs_buffer* buffers[NCS_MOST_RANKS];
+  const int n_collectives = arrivals[0]->n_buffers;
+  ncclResult_t status;
+  ncs_launched* made;
+  for (int r = 0; r < launcher->n; ++r) buffers[r] = arrivals[r]->buffers;
+  status = check_buffers(buffers, launcher->n, n_collectives, failure);
+  made = status == ncclSuccess ? make_launched(launcher, label, arrivals) : NULL;
   if (status == ncclSuccess && made == NULL) status = ncclSystemError;
-  if (status == ncclSuccess && n_collectives > 0) status = launch_alone(launcher, made, collectives, failure);
+  if (status == ncclSuccess && n_collectives > 0) status = launch_alone(launcher, made, buffers, failure);
   else if (status == ncclSuccess) made->stage = ENDED;
-  free(collectives);
   *out = status == ncclSuccess ? made : NULL;
   if (status != ncclSuccess) ncs_launched_release(made);
   return status;

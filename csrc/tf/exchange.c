@@ -139,8 +139,8 @@ static void prepare_tensor(TF_OpKernelContext* context, const exchange_kernel* k
     dims[0] = kind == NCS_ALL_GATHER ? dims[0] * kernel->ranks : dims[0] / kernel->ranks;
     if (kind == NCS_REDUCE_SCATTER) buffer->count /= (size_t)kernel->ranks;
   }
-  if (kind == NCS_BROADCAST && what[2] == kernel->number) return;
-  if (kernel->in_place && (kind == NCS_BROADCAST || (kind == NCS_ALL_REDUCE && is_alone(all, i)))) {
+  if ((kind == NCS_BROADCAST && what[2] == kernel->number) ||
+      (kernel->in_place && (kind == NCS_BROADCAST || kind == NCS_ALL_REDUCE) && is_alone(all, i))) {
     buffer->recv = ncs_tf.TF_TensorData(send);
     return;
   }

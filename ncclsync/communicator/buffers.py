@@ -114,38 +114,6 @@ class Buffers:
         """Return the pointers as numbers."""
         return [int(ffi.cast("uintptr_t", pointer)) for pointer in self.pointers]
 
-    def check_aligned(self) -> None:
-        """Raise ValueError for a buffer that begins within an element."""
-        size = DTYPE_SIZES[self.dtype]
-        for rank, address in enumerate(self.addresses() if self.count else []):
-            if address % size:
-                raise ValueError(
-                    f"Expected {self.what}[{rank}] to begin at a multiple of {size} bytes. "
-                    f"Received: address {address:#x}"
-                )
-
-    def check_apart(self, other: Buffers, first: int, may_be_same: bool = True) -> None:
-        """Raise ValueError if one of these overlaps one of the other's, except as `may_be_same` allows.
-
-        Then two may be the same; or, where the one is several blocks, the other the one's block of its rank. `first` is
-        the first buffer's rank.
-        """
-        size, other_size = (buffers.count * DTYPE_SIZES[buffers.dtype] for buffers in (self, other))
-        others = other.addresses()
-        for rank, address in enumerate(self.addresses()):
-            for other_rank, other_address in enumerate(others):
-                distance = other_address - address
-                if (self is other and rank == other_rank) or not -other_size < distance < size:
-                    continue
-                in_place = (first + other_rank) * other_size if other_size < size else -(first + rank) * size
-                if may_be_same and distance == (0 if size == other_size else in_place):
-                    continue
-                same = f", or {'the same' if size == other_size else 'in place'}" if may_be_same else ""
-                raise ValueError(
-                    f"Expected {self.what}[{rank}] to be apart from {other.what}[{other_rank}]{same}. "
-                    f"Received: {size} and {other_size} bytes, {abs(distance)} bytes apart"
-                )
-
 
 def _read_numpy(array: np.ndarray, name: str, devices: Mapping[int, str], writable: bool) -> tuple[Any, int, int]:
     if devices is not HOST:

@@ -24,6 +24,7 @@ from ncclsync.communicator.base import (
     read_buffers,
 )
 from ncclsync.communicator.buffers import HOST, Buffers, empty_aligned
+from ncclsync.communicator.extents import check_apart, extents_of
 from ncclsync.communicator.native import ffi, lib
 from ncclsync.errors import NcclError
 
@@ -75,13 +76,9 @@ class CpuCommunicator(Communicator):
             raise
 
     def check_buffers(self, runs: Sequence[tuple[AnyCollective, Buffers, Buffers]]) -> None:
-        """Raise ValueError if a buffer of collectives begins within an element, or overlaps one that is written."""
-        for collective, reads, writes in runs:
-            for buffers in (reads, writes):
-                buffers.check_aligned()
-            writes.check_apart(reads, self.ranks[0])
-            # Ranks that receive the same may receive it into one buffer.
-            writes.check_apart(writes, self.ranks[0], may_be_same=not isinstance(collective, ReduceScatter))
+        """Raise ValueError if a buffer of a collective begins within an element, or overlaps one that is written."""
+        for run in runs:
+            check_apart(extents_of([run], self.ranks, may_share=True))
 
     def stages(self, collective: AnyCollective, reads: Buffers, writes: Buffers) -> Iterator[Move]:
         """Yield what a collective moves; when the generator ends, the collective is complete."""

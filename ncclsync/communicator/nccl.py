@@ -31,6 +31,7 @@ from ncclsync.communicator.base import (
     read_buffers,
 )
 from ncclsync.communicator.buffers import CUDA, Buffers
+from ncclsync.communicator.extents import Extent, check_apart, extents_of
 from ncclsync.communicator.launcher import Launcher
 from ncclsync.communicator.native import lib
 from ncclsync.communicator.peers import Peers
@@ -46,6 +47,7 @@ _KINDS: dict[type, int] = {
     ReduceScatter: lib.NCS_REDUCE_SCATTER,
     AllGather: lib.NCS_ALL_GATHER,
 }
+_PLACES = {lib.NCS_ON_HOST: "host memory", lib.NCS_NOWHERE: "memory that CUDA does not know"}
 ABORT_WAIT_S = 1.0  # how long a failure waits for its abort, which then goes on by itself
 _MOST = 2**31 - 1  # NCCL's ranks and CUDA's ordinals are C's int
 _ABORTED = ". The communicator is aborted"  # after `timeout_s`, as after any failure
@@ -448,8 +450,8 @@ class NcclCommunicator(Communicator):
         self._launcher.open(handle)
 
     def _run_group(self, collectives: Sequence[AnyCollective]) -> None:
-        buffers = [read_buffers(one, self.memory, self.world_size) for one in collectives]
-        group = nccl_calls.Group([_fields(*row) for row in zip(collectives, buffers, strict=True)])
+        runs = [(one, *read_buffers(one, self.memory, self.world_size)) for one in collectives]
+        ranks, size = [_fields(runs, i) for i in range(self.size)], len(runs)
         with self._exclusive():
             handle = self._handle
             if handle is None:  # closed by another thread meanwhile
@@ -457,15 +459,25 @@ class NcclCommunicator(Communicator):
             first = self._launcher.count(0)
 
             def name(index: int) -> str:
-                kind, label = type(collectives[index]), collectives[index].label
-                count, dtype = max(side.count for side in buffers[index]), buffers[index][0].dtype
-                return _name(kind, first + index, label, count, dtype)
+                one, reads, writes = runs[index]
+                return _name(type(one), first + index, one.label, max(reads.count, writes.count), reads.dtype)
 
-            begin = functools.partial(nccl_calls.launch_group, handle, group, name)
-            nccl_calls.check_group(handle, group, name)
-            self._launcher.count(group.size)
+            begin = functools.partial(nccl_calls.launch_group, handle, ranks, name)
+            self._check_memory(handle, extents_of(runs, self.ranks, may_share=False), name if size > 1 else None)
+            self._launcher.count(size)
             with self._aborted_on_error(handle):
-                self._launch(handle, lambda: _list(group.size, name), group.call, begin)
+                self._launch(handle, lambda: _list(size, name), nccl_calls.CALLS[ranks[0][0][0]], begin)
+
+    def _check_memory(self, handle: Any, extents: Sequence[Extent], name: Callable[[int], str] | None) -> None:
+        """Raise ValueError if a buffer is not on its rank's GPU, or overlaps one that is written."""
+        found = nccl_calls.find_devices(handle, [one.begin for one in extents])
+        for one, device in zip(extents, found, strict=True):
+            expected = self.devices[one.rank]
+            if device not in (expected, lib.NCS_ON_ALL_GPUS):
+                received = _PLACES.get(device, f"memory of GPU {device}")
+                where = f", in {name(one.number)}" if name is not None else ""
+                raise ValueError(f"Expected {one.name} on GPU {expected}. Received: {received}{where}")
+        check_apart(extents, name)
 
     def _launch(self, handle: Any, what: Callable[[], str], call: str, begin: Callable[[], None]) -> None:
         """Run a task after the GPUs' own work, for which NCCL's streams do not wait."""
@@ -571,14 +583,12 @@ def kind_op_root(collective: AnyCollective) -> tuple[int, int, int]:
     return _KINDS[type(collective)], native.OPS[op], root
 
 
-def _fields(
-    collective: AnyCollective, buffers: tuple[Buffers, Buffers]
-) -> tuple[int, list[Any], list[Any], int, int, int, int]:
-    """Return the fields of an ``ncs_collective`` that reads and writes these."""
-    reads, writes = buffers
-    kind, op, root = kind_op_root(collective)
-    count = min(reads.count, writes.count)  # of blocks: of one
-    return kind, reads.pointers, writes.pointers, count, reads.dtype, op, root
+def _fields(runs: Sequence[tuple[AnyCollective, Buffers, Buffers]], i: int) -> list[tuple[Any, ...]]:
+    """Return the fields of the i-th rank's ``ncs_buffer`` of each collective that reads and writes these."""
+    return [
+        (*kind_op_root(one), reads.pointers[i], writes.pointers[i], min(reads.count, writes.count), reads.dtype)
+        for one, reads, writes in runs
+    ]
 
 
 def _checked_numbers(numbers: Any, what: str, words: str) -> list[int]:

@@ -12,8 +12,7 @@ from ncclsync.communicator import native
 from ncclsync.communicator.native import ffi, lib
 from ncclsync.errors import NcclError, NcclUnavailableError
 
-_FAILURE, _POINTERS = ffi.typeof("ncs_failure*"), ffi.typeof("void*[]")
-_COLLECTIVES = ffi.typeof("ncs_collective[]")
+_FAILURE = ffi.typeof("ncs_failure*")
 
 # Words of NCCL and CUDA, and what helps.
 _ADVICE = (
@@ -122,52 +121,31 @@ def wait(comm: Any, own_work: bool, slice_s: float) -> bool:
     return status != native.IN_PROGRESS
 
 
-class Group:
-    """Hold collectives as the C library takes them; keeps alive what these point to, but not the buffers.
-
-    Attributes:
-        array, size: its ``ncs_collective`` structs, and how many there are.
-        failure: what the calls write into.
-        call: NCCL's name of the first one.
-    """
-
-    __slots__ = ("_alive", "array", "call", "failure", "size")
-
-    def __init__(self, collectives: Sequence[tuple[int, list[Any], list[Any], int, int, int, int]]) -> None:
-        """Take the fields of each ``ncs_collective``, the pointers of all ranks as lists."""
-        self._alive: list[Any] = []
-        structs = []
-        for kind, sends, recvs, *numbers in collectives:
-            received = ffi.new(_POINTERS, recvs)
-            sent = received if sends is recvs else ffi.new(_POINTERS, sends)
-            self._alive += (sent, received)
-            structs.append((kind, sent, received, *numbers))
-        self.array, self.size = ffi.new(_COLLECTIVES, structs), len(structs)
-        self.failure = ffi.new(_FAILURE)
-        self.call = CALLS[collectives[0][0]]
+def find_devices(comm: Any, addresses: Sequence[int]) -> list[int]:
+    """Return where memory at these addresses lies, see ``ncs_nccl_find_devices``. Raises NcclError."""
+    found = ffi.new("int[]", len(addresses))
+    native.call(lib.ncs_nccl_find_devices, [comm, addresses, len(addresses)], found)
+    return list(found)
 
 
-def check_group(comm: Any, group: Group, name: Callable[[int], str]) -> None:
-    """Raise ValueError unless ``ncs_nccl_check_group`` finds a group in order; `name` names its i-th collective."""
-    status = lib.ncs_nccl_check_group(comm, group.array, group.size, group.failure)
-    if status == native.INVALID_ARGUMENT:
-        which = f", in {name(group.failure.index)}" if group.size > 1 else ""
-        raise ValueError(native.words(group.failure) + which)
-    native.check_failure(status, group.failure)
-
-
-def launch_group(comm: Any, group: Group, name: Callable[[int], str]) -> None:
-    """Begin to run a group that `check_group` has passed; see ``ncs_nccl_launch_group``. `wait` ends it.
+def launch_group(comm: Any, ranks: Sequence[Sequence[tuple[Any, ...]]], name: Callable[[int], str]) -> None:
+    """Begin to run a group, whose buffers are not checked; see ``ncs_nccl_launch_group``. `wait` ends it.
 
     Raises NcclError, which names the collective, if one's call failed.
+
+    Args:
+        comm: the communicator's handle.
+        ranks: for each rank of this process, the fields of an ``ncs_buffer`` for each collective.
+        name: names the i-th collective.
     """
-    status = lib.ncs_nccl_launch_group(comm, group.array, group.size, group.failure)
+    failure, buffers = ffi.new(_FAILURE), [ffi.new("ncs_buffer[]", rank) for rank in ranks]
+    status = lib.ncs_nccl_launch_group(comm, ffi.new("ncs_buffer*[]", buffers), len(ranks[0]), failure)
     try:
-        native.check_failure(status, group.failure)
+        native.check_failure(status, failure)
     except NcclError as error:
-        if group.failure.index < 0:
+        if failure.index < 0:
             raise
-        raise error.within(name(group.failure.index)) from None
+        raise error.within(name(failure.index)) from None
 
 
 def progress(comm: Any, size: int) -> list[int]:

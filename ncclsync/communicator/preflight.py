@@ -7,6 +7,7 @@ every pair's. Both are small: what costs is that NCCL opens each pair's path, so
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,11 +42,12 @@ def check_paths(comm: Any, ranks: Sequence[int], world_size: int, run: Callable[
 
     def exchange(kind, what, sent):
         during = f"the preflight's {what}"
-        group = nccl_calls.Group([(kind, sends, recvs, COUNT, _INT32, native.OPS["sum"], 0)])
+        group = [[(kind, native.OPS["sum"], 0, *pair, COUNT, _INT32)] for pair in zip(sends, recvs, strict=True)]
         for i, numbers in enumerate(sent):
             nccl_calls.copy(comm, i, sends[i], ffi.from_buffer(numbers), numbers.nbytes)
         try:
-            run(lambda: during, group.call, lambda: nccl_calls.launch_group(comm, group, lambda _: during))
+            begin = functools.partial(nccl_calls.launch_group, comm, group, lambda _: during)
+            run(lambda: during, nccl_calls.CALLS[kind], begin)
         except NcclTimeoutError as error:
             if error.during != during:  # the GPUs' own work before it has not ended
                 raise

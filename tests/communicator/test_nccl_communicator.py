@@ -282,9 +282,9 @@ at = r[0][0]
 cases = {
     "sends[0] in memory of type kDLCUDA": (sends, r),
     "recvs[0] in memory of type kDLCUDA": (s, recvs),
-    "recvs[1] to be apart from recvs[0]": (s, [r[0]] * 3),
-    "recvs[2] to be apart from recvs[0]": (s, [r[0], r[1], (at + 4, 5, "float32")]),
-    "sends[1] to be apart from recvs[0]": (s, [s[1], r[1], r[2]]),
+    "recvs[0] to be apart from recvs[1]": (s, [r[0]] * 3),
+    "recvs[0] to be apart from recvs[2]": (s, [r[0], r[1], (at + 4, 5, "float32")]),
+    "recvs[0] to be apart from sends[1]": (s, [s[1], r[1], r[2]]),
     "sends[0] to begin at a multiple of 4": ([(at + 1, 5, "float32"), s[1], s[2]], r),
 }
 for message, (a, b) in cases.items():

@@ -115,7 +115,7 @@ class Tower:
             (send, recv), (begin, count) = self.sides(piece, bucket), this.sent(bucket, self.rank)
             size = np.dtype(dtype).itemsize
             self.writer.copy(send, self._tables[np.dtype(dtype)] + begin * size, count * size)
-            recv = 0 if kind == lib.NCS_BROADCAST and self.rank == this.root else recv
+            recv = send if kind == lib.NCS_BROADCAST and self.rank == this.root else recv
             buffers.append((kind, native.OPS[op], this.root, send, recv, this.counts[bucket], np.dtype(dtype).name))
         mark = self.writer.mark()
         arrival = driver.arrive(self.rank, self.told, buffers, functools.partial(self.free.append, piece))

@@ -159,7 +159,7 @@ def test_a_step_that_fails_on_its_way_leaves_nothing(standin, joined):
         ("ncclAllReduce=5", NcclError, r"ncclAllReduce returned ncclInvalidUsage"),
         ("async:1=6", NcclError, r"ncclRemoteError .*during all-reduce 1 \(a sum\)"),
         ("cuCtxRecordEvent", NcclError, r"cuCtxRecordEvent returned ncclUnhandledCudaError"),
-        ("cuCtxSetCurrent:7", NcclError, r"cuCtxSetCurrent returned"),
+        ("cuCtxSetCurrent:5", NcclError, r"cuCtxSetCurrent returned"),
         ("cudaStreamWaitEvent", NcclError, r"cudaStreamWaitEvent returned ncclUnhandledCudaError"),
     ],
 )
@@ -230,6 +230,19 @@ def test_towers_that_send_other_sizes_are_told(joined):
     sent = [unique("float32", tower, (3 + (tower == 1), 2)) for tower in range(3)]
     with pytest.raises(tf.errors.InvalidArgumentError, match=r"Received: 6 elements on tower 0, 8 on tower 1"):
         step(*sent)
+    assert joined.failure is None
+
+
+def test_towers_that_receive_into_one_piece_of_memory_are_told(joined):
+    """Towers that share a device may be given it, as where TensorFlow merges two ops; a mistake, as above."""
+
+    @tf.function(autograph=False)
+    def step(*tensors):
+        return device_ops.launch([tensors], joined, [KINDS["sum"]], CPUS, in_place=True).deliver(0)
+
+    one, other = (unique("float32", tower) for tower in range(2))
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"into memory of its own. Received: that of tower 0"):
+        step(one, other, one)
     assert joined.failure is None
 
 

@@ -1,5 +1,7 @@
 """`segment` by hand: small steps, cut by a schedule, whose segments are compiled and called one by one."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -104,6 +106,18 @@ def test_a_segment_gives_on_what_is_asked_for(graph, weight):
     made = compiled(planned(graph, 0, fetches=[name]))
     assert made.fetches == (name,)
     np.testing.assert_array_equal(made.run(values(graph, weight), []).fetched[name], abs(X))
+
+
+def test_a_segment_of_a_gpu_adds_up_in_order(weight):
+    """The sums of two that stand for one of three are no ops of the step, and nothing that the host knows."""
+
+    def step(x):
+        return ops.all_reduce(tf.reduce_sum(tf.add_n([tf.abs(x) @ weight, x @ weight, tf.square(x) @ weight])), "sum")
+
+    graph = placed(step)
+    made = compiled(dataclasses.replace(planned(graph, 0), shares_memory=False))
+    expected = np.sum([abs(X) @ weight, X @ weight, X**2 @ weight])
+    np.testing.assert_array_equal(made.run(values(graph, weight), []).sent, [[[expected]]])
 
 
 def test_rewritten_ops_are_replaced(graph, weight):

@@ -74,9 +74,10 @@ static void* look_on(void* unused) {
 }
 
 static ncclResult_t run(ncs_nccl_comm* comm) {
-  float* at[N] = {numbers[0], numbers[1]};
-  const ncs_collective sum = {NCS_ALL_REDUCE, (const void* const*)at, (void* const*)at, COUNT, ncclFloat32, ncclSum, 0};
-  ncclResult_t status = ncs_nccl_launch_group(comm, &sum, 1, NULL);
+  const ncs_buffer sums[N] = {{NCS_ALL_REDUCE, ncclSum, 0, numbers[0], numbers[0], COUNT, ncclFloat32},
+                              {NCS_ALL_REDUCE, ncclSum, 0, numbers[1], numbers[1], COUNT, ncclFloat32}};
+  const ncs_buffer* const ranks[N] = {&sums[0], &sums[1]};
+  ncclResult_t status = ncs_nccl_launch_group(comm, ranks, 1, NULL);
   if (status == ncclSuccess) status = ncclInProgress;
   while (status == ncclInProgress) status = ncs_nccl_wait(comm, 0.001, NULL);
   return status;

@@ -43,10 +43,8 @@ class HostValues:
     def run(self, needed: Collection[OpName]) -> None:
         """Change the nodes in place; others take the results of the `needed` ops from the GPU."""
         for node in list(self._definition.node):
-            op = self._graph.by_name.get(node.name)  # None: a part of a sum, on the GPU; see `order_sums`
-            if op is None or node.device:
-                continue
-            if not (self._host.intersection(node.input) or tf_compat.has_host_results(op.type)):
+            op = self._graph.by_name[node.name]
+            if node.device or not (self._host.intersection(node.input) or tf_compat.has_host_results(op.type)):
                 continue
             memory = tf_compat.gpu_memory(op)
             if memory is None:

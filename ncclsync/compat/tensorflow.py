@@ -572,13 +572,11 @@ def shared_function(
 def without_new_sums() -> Iterator[None]:
     """Call functions, in this thread, so that TensorFlow makes no sums of three and more tensors in them.
 
-    The order of such a sum is open (`program/ordered_sums.py`). TensorFlow's optimiser makes it of sums of two, in a
-    pass that `tf.config.optimizer` switches off in all threads alone.
-    Source: tensorflow/core/grappler/optimizers/arithmetic_optimizer.cc, AddOpsRewriteStage.
+    `tf.config.optimizer` would do it in all threads.
     """
     context = eager_context.context()
     usual = context.function_call_options
-    config = config_without_new_sums()
+    config = config_without_new_sums(usual.as_attrs()["config_proto"])
     context.function_call_options = eager_context.FunctionCallOptions(
         usual.executor_type, tf.compat.v1.ConfigProto.FromString(config)
     )
@@ -588,14 +586,16 @@ def without_new_sums() -> Iterator[None]:
         context.function_call_options = usual
 
 
-def config_without_new_sums() -> bytes:
-    """Return the attribute "config_proto" of such a call: the usual one, without that pass."""
-    config = tf.compat.v1.ConfigProto.FromString(
-        eager_context.context().function_call_options.as_attrs()["config_proto"]
-    )
-    options = config.graph_options.rewrite_options
+def config_without_new_sums(config: bytes) -> bytes:
+    """Return a function call's "config_proto" without the pass of TensorFlow's optimiser that makes such sums.
+
+    The pass makes them of sums of two. Their order is open (`program/ordered_sums.py`).
+    Source: tensorflow/core/grappler/optimizers/arithmetic_optimizer.cc, AddOpsRewriteStage.
+    """
+    changed = tf.compat.v1.ConfigProto.FromString(config)
+    options = changed.graph_options.rewrite_options
     options.arithmetic_optimization = options.OFF
-    return config.SerializeToString(deterministic=True)
+    return changed.SerializeToString(deterministic=True)
 
 
 @contextlib.contextmanager

@@ -71,7 +71,8 @@ def untie(graph: StepGraph, ops: Sequence[OpName]) -> StepGraph:
     controls: dict[OpName, list[OpName]] = {}
     for name in ops:
         if graph.by_name[name].type == "Const":
-            controls[name] = [c for c in graph.controls[name] if tf_compat.is_stateful(graph.by_name[c])]
+            run = [graph.by_name[one] for one in graph.controls[name] if one in graph.by_name]
+            controls[name] = [op.name for op in run if tf_compat.is_stateful(op)]
         elif graph.by_name[name].type == "Shape":
             tensor = graph.inputs[name][0]
             while op_name(tensor) in inside and (alike := _one_of_its_shape(graph, op_name(tensor))) is not None:

@@ -40,7 +40,7 @@ def _is_open(node: Any) -> bool:
 def _order(nodes: Any, output: str) -> None:
     """Order the sums among a graph's or a function's nodes; `output` follows a node's name where it is an input."""
     for call in (node for node in nodes if node.op in CALLS):
-        call.attr["config_proto"].s = tf_compat.config_without_new_sums()
+        call.attr["config_proto"].s = tf_compat.config_without_new_sums(call.attr["config_proto"].s)
     for last in [node for node in nodes if _is_open(node)]:
         addends = [name for name in last.input if not name.startswith("^")]
         controls = [name for name in last.input if name.startswith("^")]

@@ -26,7 +26,7 @@ from ncclsync.semantics.placements import LOCAL, MEAN, REPLICATE, SEEDED, SUM, K
 from ncclsync.semantics.placing import PRINTS, REPEATABLE, Refused
 from ncclsync.semantics.roles import Role
 from ncclsync.semantics.rules import Call
-from ncclsync.semantics.unordered import ADDS_SLICES, UNORDERED, added_up
+from ncclsync.semantics.unordered import ADDS_SLICES, UNORDERED, UNORDERED_ON_CPU, added_up
 
 logger = logging.getLogger("ncclsync")
 
@@ -59,6 +59,7 @@ class Partition(Conversions):
         self._results, self._exact = results, exact
         self.graph.differing.update(n for n, one in traced.argument_placements.items() if many_shards and not one.whole)
         self._on_gpus = "GPU" in traced.home_device and not tf_compat.is_op_determinism_enabled()
+        self._unordered = UNORDERED if self._on_gpus else UNORDERED_ON_CPU
         self.warned: list[str] = []
         self.normalized: list[str] = []
         self._local: dict[TensorName, tf.Tensor] = {}
@@ -114,7 +115,8 @@ class Partition(Conversions):
         altered = any(one is not other for one, other in zip(call.tensors, call.given[0], strict=True))
         rest = altered or any(name in self._altered for name in names)
         indices, slices = ADDS_SLICES.get(op.type, (0, 0))
-        if slices != indices and call.tensors[slices].shape.rank != 0 and self._is_unordered(call):
+        adds = self._on_gpus and slices != indices and call.tensors[slices].shape.rank != 0
+        if adds and self._computes_alike(call):
             with self.building():
                 added = added_up(call.tensors[indices], call.tensors[slices])
             call.tensors[indices], call.tensors[slices] = added
@@ -202,15 +204,16 @@ class Partition(Conversions):
         if unseen and all(placed.whole for placed in call.inputs):
             return self.alike(call)
         made = self.place(call)
-        unordered = UNORDERED.union(ADDS_SLICES) if self.functions.runs(op) else UNORDERED
-        if self._is_unordered(call) and not unordered.isdisjoint(self.functions.op_types(op)):
+        adds = self._on_gpus and self.functions.runs(op)
+        unordered = self._unordered.union(ADDS_SLICES if adds else ())
+        if self._computes_alike(call) and not unordered.isdisjoint(self.functions.op_types(op)):
             return self.alike(call)
         return made
 
-    def _is_unordered(self, call: Call) -> bool:
-        """Return whether towers compute an op's floats alike, on GPUs, whose kernels may add them up in no order."""
+    def _computes_alike(self, call: Call) -> bool:
+        """Return whether towers compute an op's floats alike: then kernels must not add them up in no order."""
         floats = any(tensor.dtype.is_floating or tensor.dtype.is_complex for tensor in call.tensors)
-        return self._on_gpus and floats and all(placed.whole for placed in call.inputs)
+        return floats and all(placed.whole for placed in call.inputs)
 
     def _argument(self, op: tf.Operation) -> None:
         traced, output = self.traced, op.outputs[0]

@@ -17,6 +17,7 @@ from ncclsync.program.crossing import Form, close_branches, keep_declared_shapes
 from ncclsync.program.graph import StepGraph
 from ncclsync.program.host_values import HostValues
 from ncclsync.program.ordered_sums import order_sums
+from ncclsync.program.ordered_threads import order_threads
 from ncclsync.program.own_memory import own_memory
 from ncclsync.program.packing import pack_all, unpack_all
 from ncclsync.program.program import Bucket, Outcome, Segment
@@ -191,7 +192,7 @@ def _graph_def(plan: SegmentPlan) -> tuple[tf.compat.v1.GraphDef, set[TensorName
     definition.library.gradient.extend(one for one in traced.definition.library.gradient if one.function_name in called)
     added = close_branches(definition)
     if plan.shares_memory and not plan.jit_compile:
-        added += own_memory(definition)
+        added += order_threads(definition) + own_memory(definition)
     definition.node.extend(rewrite.node for rewrite in plan.rewrites)
     inside.update(constants)
     return definition, {name for name in used if op_name(name) not in inside}, added

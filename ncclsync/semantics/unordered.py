@@ -1,9 +1,9 @@
-"""Ops whose kernels add up in no order on GPUs: towers that compute the same would differ in the last bits.
+"""Ops whose kernels add up in no order: towers that compute the same would differ in the last bits.
 
-Such a kernel's threads add to one place as they come (atomicAdd), or cuDNN chooses an algorithm whose threads do. What
-towers sum over their own rows does no harm: the all-reduce after it gives all the same bits. What all compute alike
-must be the same without one. Source: the list in the documentation of
-`tf.config.experimental.enable_op_determinism`, under which TensorFlow's kernels keep an order.
+Such a kernel's threads add to one place as they come (on GPUs by atomicAdd), or cuDNN chooses an algorithm whose do.
+What towers sum over their own rows does no harm: the all-reduce after it gives all the same bits. What all compute
+alike must be the same without one. Source: the list in the documentation of
+`tf.config.experimental.enable_op_determinism`, under which GPUs' kernels keep an order.
 """
 
 import tensorflow as tf
@@ -22,6 +22,10 @@ UNORDERED = names("""
     SparseSegmentMean SparseSegmentMeanGrad SparseSegmentSqrtN SparseSegmentSqrtNGrad SparseSegmentSum
     SparseSegmentSumGrad SparseTensorDenseMatMul TensorScatterAdd TensorScatterSub UnsortedSegmentProd
 """)
+
+# On the CPU, where several threads run an op, also with op determinism, except the second. For others
+# `program/ordered_threads.py` has kernels that keep an order.
+UNORDERED_ON_CPU = names("Bincount CropAndResizeGradImage SparseBincount")
 
 
 def added_up(indices: tf.Tensor, slices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

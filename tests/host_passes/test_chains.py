@@ -312,6 +312,30 @@ def test_gradients_of_what_broadcasts(monkeypatch, chains, rows):
     assert sum(len(chain.members) for chain in chains) > 20
 
 
+def test_a_penalty_through_batch_normalization(monkeypatch):
+    """A constant of its gradient waits for an op of the trace that no tower runs."""
+    layer = LAYERS.BatchNormalization(synchronized=False)
+    layer.build((None, 3))
+    weight = tf.Variable(tf.linspace([0.1, 0.2, 0.3], [0.3, 0.1, 0.5], 3))
+
+    def step(batch):
+        with tf.GradientTape() as tape:
+            with tf.GradientTape() as inner:
+                inner.watch(batch)
+                total = tf.reduce_sum(tf.tanh(layer(batch @ weight, training=True)))
+            penalty = tf.reduce_mean(inner.gradient(total, batch) ** 2)
+        return tape.gradient(penalty, weight)
+
+    results = []
+    for without in (None, without_chains):
+        if without is not None:
+            without(monkeypatch)
+        with ncclsync.Towers(2) as towers:
+            results.append(towers.run(step, tf.random.stateless_normal([6, 3], [1, 2])))
+    assert_same_bits(*results)
+    assert np.abs(results[0]).max() > 1e-3
+
+
 def normalised():
     inputs = keras.Input((12,))
     features = LAYERS.Reshape((3, 4, 1))(inputs)

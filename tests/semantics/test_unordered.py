@@ -1,4 +1,4 @@
-"""What towers compute alike on GPUs has the same bits, though kernels there add in no order."""
+"""What towers compute alike has the same bits, though kernels add in no order, as many do on GPUs."""
 
 import numpy as np
 import pytest
@@ -69,6 +69,21 @@ def test_what_all_compute_alike_has_one_order(device, changed):
     for step, kind in ((scattered, "ScatterNd"), (looped, "while")):
         graph, sent = ops_of(step, device)
         assert any(kind in name for name in sent) == bool(changed), sent
+
+
+def test_on_the_cpu_tower_0_gives_what_threads_add_in_no_order():
+    """Also in a loop."""
+
+    def counted(x):
+        values = tf.reshape(whole(x), [-1])
+        return tf.raw_ops.Bincount(arr=tf.cast(values, tf.int32), size=4, weights=values)
+
+    def in_a_loop(x):
+        return tf.while_loop(lambda i, _: i < 2, lambda i, y: (i + 1, y + counted(x)), [0, tf.zeros([4])])[1]
+
+    for step, kind in ((counted, "Bincount"), (in_a_loop, "while")):
+        _, sent = ops_of(step, "CPU:0")
+        assert any(kind in name for name in sent), sent
 
 
 @pytest.mark.parametrize("device", ["GPU:0", "CPU:0"])

@@ -278,17 +278,25 @@ def stack(tensor: tf.Tensor) -> tf.Tensor:
     Collective and differentiable, like `all_reduce`: a tower's gradient is its row of the result's gradient. Outside a
     step on towers N is 1.
     """
-    context = current_context()
     row = tensor[tf.newaxis]
-    if context is None:
-        return row
+    context = current_context()
+    return row if context is None else _stacked(context)(row)
+
+
+def _stacked(context: Context) -> Any:
+    """Return a function that gives [N, ...] the towers' rows, of [1, ...] its own."""
 
     @tf.custom_gradient
     def stacked(row):
         (rows,) = context.exchange([row], Collective(CollectiveKind.STACK))
-        return rows, lambda upstream: _marked([upstream], Purpose.OWN_ROW)[0]
+        return rows, own_row
 
-    return stacked(row)
+    @tf.custom_gradient
+    def own_row(rows):
+        (row,) = context.mark([rows], Purpose.OWN_ROW)
+        return row, stacked if context.can_exchange() else tf.identity
+
+    return stacked
 
 
 def to_local(tensors: Sequence[tf.Tensor], *, by_choice: bool = False) -> list[tf.Tensor]:

@@ -558,6 +558,9 @@ def tied(x):
 
 STEPS = {
     "gradient_penalty": Case(sequential(dense, cls=GradientPenalty), fit(X, Y)),
+    "gradient_penalty_of_the_batchs_moments": Case(
+        sequential(dense, lambda: layers.BatchNormalization(synchronized=True), cls=GradientPenalty), fit(X, Y)
+    ),
     "control_flow": Case(sequential(dense, cls=ControlFlow), fit(X, Y)),
     "gradient_in_a_loop": Case(sequential(dense, cls=GradientInALoop), fit(X, Y)),
     "reduced_by_hand": Case(sequential(dense, cls=ReducedByHand), fit(X, Y)),

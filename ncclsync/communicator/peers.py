@@ -370,8 +370,12 @@ class Peers:
 
     def _listen(self) -> None:
         """Hear the processes' notices. Runs in a thread."""
-        while not self._stop.is_set():
-            self.hear(**self._service.notices.get())
+        while True:
+            notice = self._service.notices.get()
+            if self._stop.is_set():  # if they were not joined, the service's next `Peers` is to hear it
+                self._service.notices.put(notice)
+                return
+            self.hear(**notice)
 
     def hear(
         self,

@@ -3,6 +3,7 @@
 import json
 import queue
 import threading
+import time
 
 import pytest
 
@@ -167,6 +168,25 @@ def test_files_are_waited_for_one_by_one():
     with pytest.raises(ProcessError, match=r"process 0 .*has ended"):
         peers.wait_for_file(60)
     peers.wait_for_file(60)  # nobody writes it any more
+
+
+def test_news_reach_who_joins_the_others_at_last(monkeypatch):
+    """An attempt before took notices with it."""
+    hub, late = Hub(), Awaited()
+    with monkeypatch.context() as patched, pytest.raises(NcclTimeoutError):
+        patched.setattr(hub, "give", lambda number, value: late)
+        patched.setattr(hub, "check_reached", lambda silence_s: None, raising=False)
+        Peers(hub, 1, 2, 0.1)
+    peers = Peers(hub, 1, 2, 5)
+    heard = []
+    monkeypatch.setattr(peers, "hear", lambda **notice: heard.append(notice))
+    for rank in range(50):
+        hub.notices.put({"rank": rank})
+        time.sleep(0.001)
+    deadline = time.monotonic() + 5
+    while len(heard) < 50 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert sorted(notice["rank"] for notice in heard) == [*range(50)]
 
 
 def test_a_file_that_does_not_come():

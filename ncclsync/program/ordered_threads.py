@@ -80,11 +80,11 @@ def _function(op_type: str, dtype: tf.DType, indices: tf.DType) -> Any:
 
 
 def _counted(values: tf.Tensor, size: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
-    """Count a vector as one row of a matrix, which one thread does."""
+    """Count a vector, or a number, as one row of a matrix, which one thread does."""
     shape = tf.shape(values)
-    rows = tf.concat([[1], shape], 0)[-2:]
+    rows = tf.concat([[1, 1], shape], 0)[-2:]
     of_weights = tf.where(tf.size(weights) > 0, rows, 0)
     counts = tf.raw_ops.DenseBincount(
         input=tf.reshape(values, rows), size=size, weights=tf.reshape(weights, of_weights), binary_output=False
     )
-    return tf.reshape(counts, tf.concat([shape[:-1], tf.shape(counts)[1:]], 0))
+    return tf.reshape(counts, tf.concat([shape[: tf.rank(values) // 2], tf.shape(counts)[1:]], 0))

@@ -91,6 +91,7 @@ COUNTS = {
     "of rows": ([[1, 0, 1], [2, 7, 2]], np.arange(6.0).reshape(2, 3)),
     "of rows without": ([[1, 0, 1], [2, 7, 2]], np.zeros(0)),
     "of nothing": (np.zeros(0, "int32"), np.zeros(0)),
+    "of a number": (1, np.array(2.0)),
     "of integers": ([1, 0, 1], np.array([1, 2, 4])),
 }
 

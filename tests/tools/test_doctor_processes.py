@@ -82,6 +82,7 @@ def test_what_may_differ():
     alike = ("NCCL_ALGO", "NCCL_IB_DISABLE", "NCCLSYNC_GPU_EVENTS", "XLA_FLAGS", "TF_DETERMINISTIC_OPS")
     assert all(map(must_be_alike, alike))
     assert not any(map(must_be_alike, ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_DEBUG", "TF_GPU_THREAD_MODE")))
+    assert not any(map(must_be_alike, ("NCCLSYNC_JOINED", "NCCLSYNC_PROGRESS")))  # each process has its own
 
 
 def test_backends_differ():

@@ -24,7 +24,7 @@ _ALIKE = re.compile(
 )
 _OF_A_HOST = re.compile(
     "NCCLSYNC_(CUDART|CUDA_DRIVER|NCCL)_LIBRARY|NCCL_(CONF|GRAPH|TOPO)_FILE|NCCL_DEBUG(_FILE|_SUBSYS)?"
-    "|NCCL_(HOSTID|IB_HCA|SOCKET_IFNAME)"
+    "|NCCL_(HOSTID|IB_HCA|SOCKET_IFNAME)|NCCLSYNC_(JOINED|PROGRESS)"
 )
 
 # Each process traces the program by these: its exchanges and its bits must be equal.

@@ -1,4 +1,4 @@
-"""Let a segment on the CPU add up in one order where the threads of TensorFlow's kernels add as they come.
+"""Replace what the threads of TensorFlow's kernels for the CPU add up as they come; called by `ordered_sums.py`.
 
 So they do with many slices for a variable, as those of an embedding's gradient, and with the weights of a histogram:
 what towers compute alike would differ in the last bits, and so would a run that is repeated. Other kernels for the same
@@ -11,10 +11,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from ncclsync.semantics.functions import change_functions, is_compiled
-
-_SUFFIX = "_ordered_threads"
-
 # By op: the attributes that tell the dtype of what is added, and of the places where.
 _TYPES = {
     "ResourceScatterAdd": ("dtype", "Tindices"),
@@ -23,37 +19,18 @@ _TYPES = {
 }
 
 
-def order_threads(definition: tf.compat.v1.GraphDef) -> list[Any]:
-    """Let functions take the place of such ops, in functions too, except XLA's; return new functions."""
-    new: dict[str, Any] = {}
-
-    def order(nodes: Any) -> None:
-        for node in filter(_is_open, nodes):
-            function = _ordered(node)
-            new[function.signature.name] = function
-
-    order(definition.node)
-    changed = change_functions(
-        definition,
-        _SUFFIX,
-        lambda function: any(map(_is_open, function.node_def)),
-        lambda function: order(function.node_def),
-        but=is_compiled,
-    )
-    definition.library.function.extend(new.values())
-    return [*changed, *new.values()]
-
-
-def _is_open(node: Any) -> bool:
-    """Return whether a node adds up in an order that is open, and matters."""
+def adds_by_threads(node: Any) -> bool:
+    """Return whether the threads of a node's op add up in an order that is open, and matters."""
     only_seen = "binary_output" in node.attr and node.attr["binary_output"].b
-    if node.op not in _TYPES or only_seen:
-        return False
-    dtype = tf.as_dtype(node.attr[_TYPES[node.op][0]].type)
-    return dtype.is_floating or dtype.is_complex
+    return node.op in _TYPES and not only_seen and rounds(node.attr[_TYPES[node.op][0]])
 
 
-def _ordered(node: Any) -> Any:
+def rounds(dtype: Any) -> bool:
+    """Return whether sums of a dtype, an attribute of a node, depend on their order."""
+    return tf.as_dtype(dtype.type).is_floating or tf.as_dtype(dtype.type).is_complex
+
+
+def call_ordered(node: Any) -> Any:
     """Let a node call a function in the place of its op; return the function."""
     function = _function(node.op, *(tf.as_dtype(node.attr[name].type) for name in _TYPES[node.op]))
     node.op = "PartitionedCall" if function.signature.output_arg else "StatefulPartitionedCall"

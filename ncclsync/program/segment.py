@@ -17,7 +17,6 @@ from ncclsync.program.crossing import Form, close_branches, keep_declared_shapes
 from ncclsync.program.graph import StepGraph
 from ncclsync.program.host_values import HostValues
 from ncclsync.program.ordered_sums import order_sums
-from ncclsync.program.ordered_threads import order_threads
 from ncclsync.program.own_memory import own_memory
 from ncclsync.program.packing import pack_all, unpack_all
 from ncclsync.program.program import Bucket, Outcome, Segment
@@ -96,7 +95,7 @@ def compile_segment(
         if not plan.shares_memory:
             HostValues(definition, graph, outside).run(plan.needed_ops)
         read_rows_only(definition, graph, plan.needed_ops)
-        added += order_sums(definition)
+        added += order_sums(definition, on_cpu=plan.shares_memory)
     crossing = {name: forms[name] for name in plan.fetches if name in forms}
     fetches = {*plan.fetches}.intersection(taken).union(*(form.names for form in crossing.values()))
     written = sorted({handle for op in plan.ops for handle in graph.writes[op]})
@@ -192,7 +191,7 @@ def _graph_def(plan: SegmentPlan) -> tuple[tf.compat.v1.GraphDef, set[TensorName
     definition.library.gradient.extend(one for one in traced.definition.library.gradient if one.function_name in called)
     added = close_branches(definition)
     if plan.shares_memory and not plan.jit_compile:
-        added += order_threads(definition) + own_memory(definition)
+        added += own_memory(definition)
     definition.node.extend(rewrite.node for rewrite in plan.rewrites)
     inside.update(constants)
     return definition, {name for name in used if op_name(name) not in inside}, added

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from ncclsync import Towers, nccl_parallel
-from ncclsync.program.ordered_threads import order_threads
+from ncclsync.program.ordered_sums import order_sums
 
 layers = keras.layers
 ROWS = 256
@@ -138,7 +138,7 @@ def test_only_such_ops_are_changed():
                 )
     definition = graph.as_graph_def()
     before = {node.name: node.op for node in definition.node}
-    added = order_threads(definition)
+    added = order_sums(definition, on_cpu=True)
     changed = {node.name: node.op for node in definition.node if node.op != before[node.name]}
     assert changed == {"float32": "StatefulPartitionedCall", "False_float32": "PartitionedCall"}
     assert len(added) == len(definition.library.function) == 2

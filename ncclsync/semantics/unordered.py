@@ -1,8 +1,8 @@
 """Ops whose kernels add up in no order: towers that compute the same would differ in the last bits.
 
-Such a kernel's threads add to one place as they come (on GPUs by atomicAdd), or cuDNN chooses an algorithm whose do.
-What towers sum over their own rows does no harm: the all-reduce after it gives all the same bits. What all compute
-alike must be the same without one. Source: the list in the documentation of
+Such a kernel's threads add to one place as they come, on GPUs by atomicAdd, also in algorithms that cuDNN chooses. What
+towers sum over their own rows does no harm: the all-reduce after it gives all the same bits. What all compute alike
+must be the same without one. Source: the list in the documentation of
 `tf.config.experimental.enable_op_determinism`, under which GPUs' kernels keep an order.
 """
 
@@ -23,7 +23,7 @@ UNORDERED = names("""
     SparseSegmentSumGrad SparseTensorDenseMatMul TensorScatterAdd TensorScatterSub UnsortedSegmentProd
 """)
 
-# On the CPU, where several threads run an op, also with op determinism, except the second. For others
+# Ops of the CPU, where several threads run one. Only the second keeps an order with op determinism. For other ops
 # `program/ordered_threads.py` has kernels that keep an order.
 UNORDERED_ON_CPU = names("Bincount CropAndResizeGradImage SparseBincount")
 

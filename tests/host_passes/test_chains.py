@@ -78,6 +78,17 @@ def assert_same_bits(ones, others):
         np.testing.assert_array_equal(bits(np.asarray(one)), bits(np.asarray(other)))
 
 
+def run_both_ways(monkeypatch, step, batch):
+    """Run a step on towers with chains, then without; return the result, which has the same bits."""
+    results = []
+    for prepare in (lambda _: None, without_chains):
+        prepare(monkeypatch)
+        with ncclsync.Towers(2) as towers:
+            results.append(towers.run(step, batch))
+    assert_same_bits(*results)
+    return results[0]
+
+
 def operands(rows):
     """A batch of [rows, 5, 6], and what broadcasts to it, of special values."""
     dtype = np.float32
@@ -302,13 +313,7 @@ def test_gradients_of_what_broadcasts(monkeypatch, chains, rows):
                 value = (value + other) * other - tf.square(value) * 0.1
         return tape.gradient(value, sources)
 
-    results = []
-    for without in (None, without_chains):
-        if without is not None:
-            without(monkeypatch)
-        with ncclsync.Towers(2) as towers:
-            results.append(towers.run(step, batch))
-    assert_same_bits(*results)
+    run_both_ways(monkeypatch, step, batch)
     assert sum(len(chain.members) for chain in chains) > 20
 
 
@@ -326,14 +331,8 @@ def test_a_penalty_through_batch_normalization(monkeypatch):
             penalty = tf.reduce_mean(inner.gradient(total, batch) ** 2)
         return tape.gradient(penalty, weight)
 
-    results = []
-    for without in (None, without_chains):
-        if without is not None:
-            without(monkeypatch)
-        with ncclsync.Towers(2) as towers:
-            results.append(towers.run(step, tf.random.stateless_normal([6, 3], [1, 2])))
-    assert_same_bits(*results)
-    assert np.abs(results[0]).max() > 1e-3
+    result = run_both_ways(monkeypatch, step, tf.random.stateless_normal([6, 3], [1, 2]))
+    assert np.abs(result).max() > 1e-3
 
 
 def normalised():

@@ -16,9 +16,8 @@ class ErrorFeedback:
 
     Rounding then delays a part of a gradient instead of losing it, and training converges as without compression. Each
     tower keeps a float32 variable per gradient, which is not saved with the model: a resumed run has lost at most one
-    step's rounding. Sources: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech
-    2014; Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML
-    2019.
+    step's rounding. Sources: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014; Karimireddy et al.,
+    "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML 2019.
     """
 
     def __init__(self) -> None:

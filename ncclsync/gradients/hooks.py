@@ -1,12 +1,12 @@
 """Change what optimizers, functions and tapes do while a step is traced for towers.
 
-Each function returns a context manager that wraps a method of a class meanwhile. The hooks do not make numbers
-right: `semantics` does. `gradients_reduced` marks where gradients travel, so that they travel once and in buckets,
-compressed or scattered if the user asked for it; `functions_inlined` lets the ops of a `tf.function` be placed one by
-one.
+Each function returns a context manager that wraps a method of a class. Numbers are right without the hooks, by
+`semantics`. `gradients_reduced` marks where gradients travel, so that they travel once and in buckets, compressed or
+scattered if the user asked for it; `functions_inlined` lets the ops of a `tf.function` be placed one by one.
 """
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -51,8 +51,8 @@ def gradients_reduced(
     All gradients then meet at once, in buckets. Without this hook each would travel where an op first needs it.
 
     Args:
-        compression: adds up the towers' parts of gradients in bfloat16; None: they are added up as they are.
-        sharding: adds up the gradients that are first used by the update of the optimizer's state.
+        compression: adds up gradients in bfloat16; None: they are added up in their own dtype.
+        sharding: adds up gradients where the optimizer's state is updated, if nothing uses them before.
     """
 
     def reducing(apply, self, grads, trainable_variables=None, **kwargs):
@@ -73,20 +73,19 @@ def gradients_reduced(
                     gradient.set_shape(variable.shape)  # a trace may have lost it, and packing needs it
             if keras_optimizers.accumulates(self):
                 return _apply_accumulated(apply, self, grads, trainable_variables, context)
-            left: list[Any] = grads
-            added: list[Any] = [None] * len(grads)
+            # Each treats some of the gradients that are left, and returns None for the others.
+            treatments: list[Callable[[list[Any]], list[Any]]] = []
             if compression is not None:
                 variables = keras_optimizers.built_for(self, trainable_variables)
-                added = compression.add_up(grads, variables, context)
-                left = [g if a is None else None for g, a in zip(grads, added, strict=True)]
-            addends: list[Any] = [None] * len(grads)
+                treatments.append(functools.partial(compression.add_up, variables=variables, context=context))
             if sharding is not None:
-                addends = sharding.leave_addends(self, left)
-                left = [g if a is None else None for g, a in zip(left, addends, strict=True)]
-            reduced = ops.whole(left, rows_add_up=_adds_rows_up(self))
-            sums = zip(added, addends, reduced, strict=True)
-            chosen = [next((one for one in given if one is not None), None) for given in sums]
-            return apply(self, chosen, trainable_variables, **kwargs)
+                treatments.append(functools.partial(sharding.leave_addends, self))
+            treatments.append(functools.partial(ops.whole, rows_add_up=_adds_rows_up(self)))
+            treated: list[Any] = [None] * len(grads)
+            for treat in treatments:
+                left = [g if t is None else None for g, t in zip(grads, treated, strict=True)]
+                treated = [t if n is None else n for t, n in zip(treated, treat(left), strict=True)]
+            return apply(self, treated, trainable_variables, **kwargs)
         finally:
             _nested.apply = False
 

@@ -26,8 +26,8 @@ def gradient_moments(observer: Observer) -> tf.Tensor | None:
     negative. All gradients of the step form one vector.
 
     Returns:
-        float32, [2], the same on all towers: tr, the trace of the covariance of one sample's gradient, and
-        |true|^2, both without bias. Not finite if one tower has all samples. None if there is no gradient.
+        float32, [2], the same on all towers: tr, the trace of the covariance of a sample's gradient, and |true|^2, both
+        without bias. Not finite if one tower has all samples. None without gradients.
     """
     context = ops.current_context()
     if not observer.gradients or context is None:
@@ -58,15 +58,11 @@ def _squared_norm(gradient: Any, scale: tf.Tensor | None) -> tf.Tensor:
 
 
 class NoiseAverages:
-    """Keep running averages of `gradient_moments` over steps.
-
-    Attributes:
-        active: whether steps update them.
-    """
+    """Keep running averages of `gradient_moments` over steps."""
 
     def __init__(self) -> None:
         """Begin inactive, without variables: most runs never start."""
-        self.active = False
+        self.active = False  # whether steps update the averages
 
     @functools.cached_property
     def _averages(self) -> tf.Variable:  # of tr and |true|^2; and the number of steps
@@ -84,10 +80,6 @@ class NoiseAverages:
         self._decay.assign(decay)
         self.active = True
 
-    def stop(self) -> None:
-        """Let steps leave the averages out."""
-        self.active = False
-
     def update(self, moments: tf.Tensor) -> tf.Operation:
         """Add a step's moments to the averages, if they are finite, by an op of its graph that the step must run."""
         decay, before = self._decay.read_value(), self._averages.read_value()
@@ -96,7 +88,7 @@ class NoiseAverages:
         return self._averages.assign(kept, read_value=False)
 
     def ratio(self) -> float | None:
-        """Return tr / |true|^2, in samples; NaN if the average of |true|^2 is not above 0; None if none."""
+        """Return tr / |true|^2, in samples; NaN if the average of |true|^2 is not above 0; None before any step."""
         # Both averages start from 0, and are too small by the same factor.
         trace, square, steps = self._averages.numpy().tolist()
         if not steps:

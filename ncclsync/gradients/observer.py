@@ -15,15 +15,7 @@ from ncclsync.compat import tensorflow as tf_compat
 
 
 class Observer:
-    """Collect the gradients of one step with respect to variables, while it is traced.
-
-    Attributes:
-        names: of the variables; their Keras paths where known.
-        gradients: the batch's, tensors and `tf.IndexedSlices` of a floating dtype, in the same order; `ops.parts`
-            gives a tower's addends.
-        scales: the scalar that each gradient's loss was multiplied by; None: it was not.
-        scale: the last scale.
-    """
+    """Collect the gradients of one step with respect to variables, while it is traced."""
 
     def __init__(self) -> None:
         """Observe nothing yet: see `hooks` and `around`."""
@@ -31,10 +23,11 @@ class Observer:
         self._clear()
 
     def _clear(self) -> None:
-        self.names: list[str] = []
+        self.names: list[str] = []  # of the variables: their Keras paths if known
+        # The batch's, tensors and `tf.IndexedSlices` of a floating dtype; `ops.parts` gives a tower's addends.
         self.gradients: list[Any] = []
-        self.scales: list[tf.Tensor | None] = []
-        self.scale: tf.Tensor | None = None
+        self.scales: list[tf.Tensor | None] = []  # the scalar that each gradient's loss was multiplied by, if any
+        self.scale: tf.Tensor | None = None  # the last of them
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:

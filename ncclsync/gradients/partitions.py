@@ -13,23 +13,16 @@ from ncclsync.semantics.holders import Holder
 
 
 class Place(NamedTuple):
-    """Hold where a weight lies in a partition.
+    """Hold where a weight lies in a partition."""
 
-    Attributes:
-        begin: index in every tower's partition.
-        length: the elements of it that each tower holds: the N-th part, rounded up. Zeros follow the weight's last.
-        elements: of the whole weight.
-        towers: N.
-    """
-
-    begin: int
-    length: int
-    elements: int
-    towers: int
+    begin: int  # index in every tower's partition
+    length: int  # elements that each tower holds: the N-th part, rounded up; zeros follow the weight's last element
+    elements: int  # of the whole weight
+    towers: int  # N
 
     @property
     def end(self) -> int:
-        """Return the index after it."""
+        """Return the index after the weight's part."""
         return self.begin + self.length
 
     def rows(self, tensor: tf.Tensor) -> tf.Tensor:
@@ -55,40 +48,29 @@ class Place(NamedTuple):
 
 
 class Processes(NamedTuple):
-    """Hold which towers are this process', if there are several processes.
+    """Say which towers are this process', and how it gets the parts of the others."""
 
-    Attributes:
-        ranks: [n] their numbers.
-        gather: `gather(rows, name)` returns all towers' rows, [N, length], given this process' [n, length] and a name
-            for messages.
-    """
-
-    ranks: Sequence[int]
-    gather: Callable[[tf.Tensor, str], tf.Tensor]
+    ranks: Sequence[int]  # [n] the numbers of this process' towers
+    # Returns all towers' rows, [N, length], given this process', [n, length], and a name for messages. None: all towers
+    # are this process'.
+    gather: Callable[[tf.Tensor, str], tf.Tensor] | None
 
 
 class PartitionedSlot(Holder):
     """Hold an optimizer's own variable, whose parts the towers hold.
 
-    The variable takes memory only from a read or a write of it until the next step.
+    The variable takes memory only from a read or a write until the next step.
     """
 
     def __init__(
-        self, variable: tf.Variable, place: Place, partitions: Sequence[tf.Variable], processes: Processes | None
+        self, variable: tf.Variable, place: Place, partitions: Sequence[tf.Variable], processes: Processes
     ) -> None:
-        """Take over an optimizer's variable, with its value.
+        """Take over an optimizer's variable, with its value; it is not kept alive.
 
-        Args:
-            variable: is not kept alive.
-            place: of its weight.
-            partitions: [n] the variables of this process' towers.
-            processes: if there are several; else None.
+        `place` is that of its weight in `partitions`, [n] variables of this process' towers.
         """
         super().__init__(variable)
-        self._place = place
-        self._partitions = partitions
-        self._ranks = range(len(partitions)) if processes is None else processes.ranks
-        self._gather = None if processes is None else processes.gather
+        self._place, self._partitions, self._processes = place, partitions, processes
         self._is_whole = self._is_written = True
         self.track(reads=True, keeps=True)
 
@@ -99,7 +81,7 @@ class PartitionedSlot(Holder):
             return
         if self._is_written:
             value = variable.value()
-            for tower, partition in zip(self._ranks, self._partitions, strict=True):
+            for tower, partition in zip(self._processes.ranks, self._partitions, strict=True):
                 with tf.device(partition.device):
                     part = self._place.part(tf.identity(value), tower)
                     before, after = partition[: self._place.begin], partition[self._place.end :]
@@ -124,8 +106,8 @@ class PartitionedSlot(Holder):
         with tf.device(variable.device):
             held = [tf.identity(partition.value()) for partition in self._partitions]
             rows = tf.stack([partition[self._place.begin : self._place.end] for partition in held])
-            if self._gather is not None:
-                rows = self._gather(rows, variable.name)
+            if self._processes.gather is not None:
+                rows = self._processes.gather(rows, variable.name)
             whole = self._place.whole(rows, variable.shape)
             tf.raw_ops.AssignVariableOp(resource=variable.handle, value=whole)
         self._is_whole = True

@@ -1,9 +1,9 @@
 """Divide an optimizer's state among the towers: each updates its part of every weight, and sends it.
 
 This is stage 1 of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
-SC 2020. Weights of one dtype and treatment, up to a bucket's bytes, lie one after the other in one flat variable, of
-which each tower holds its partition. A twin of the optimizer updates the partition as if it were a weight, and keeps
-the tower's part of the optimizer's state.
+SC 2020. Weights of one dtype, device and weight decay, up to a bucket's bytes, lie one after the other in a flat
+variable, of which each tower holds its partition. A twin of the optimizer updates the partition as if it were a weight,
+and keeps the tower's part of the optimizer's state.
 """
 
 import contextlib
@@ -78,23 +78,20 @@ class _Sharded:
         return {id(weight) for weight in weights} == self._dense
 
     def update(self, gradients: dict[int, Any], addends: set[int], context: ops.Context) -> None:
-        """Update the weights, in a step that is traced.
+        """Update the weights, given gradients by their ids, in a step that is traced.
 
-        Args:
-            gradients: by the weights' ids.
-            addends: ids of the weights whose gradients the towers are to add up.
-            context: the step's.
+        `addends` are the ids of weights whose gradients are this tower's addends.
         """
         tower = context.share.tower
         pairs = [pair for group in self.groups for pair in group.pairs]
-        added = [(weight, place) for weight, place in pairs if id(weight) in addends]
-        rows = [place.rows(gradients[id(weight)]) for weight, place in added]
-        sums = context.exchange(rows, SCATTERED) if rows else []
-        pairs_of_rows = zip(added, sums, strict=True)
-        parts = {id(weight): tf.reshape(row, [place.length]) for (weight, place), row in pairs_of_rows}
+        rows = [place.rows(gradients[id(weight)]) for weight, place in pairs if id(weight) in addends]
+        sums = iter(context.exchange(rows, SCATTERED) if rows else [])
+        parts = {}
         for weight, place in pairs:
-            part = parts.get(id(weight))
-            part = place.part(gradients[id(weight)], tower) if part is None else part
+            if id(weight) in addends:
+                part = tf.reshape(next(sums), [place.length])
+            else:
+                part = place.part(gradients[id(weight)], tower)
             parts[id(weight)] = tf.cast(part, weight.dtype)
         flat_gradients = [tf.concat([parts[id(w)] for w, _ in group.pairs], 0) for group in self.groups]
         for group in self.groups:
@@ -110,13 +107,10 @@ class _Sharded:
 class OptimizerSharding:
     """Divide the state of a model's or a step's optimizers among its towers."""
 
-    def __init__(self, towers: int, bucket_bytes: int, processes: Processes | None = None) -> None:
+    def __init__(self, towers: int, bucket_bytes: int, processes: Processes) -> None:
         """Divide nothing yet: an optimizer is divided when a step that it updates is first traced.
 
-        Args:
-            towers: how many.
-            bucket_bytes: the most that the weights of one flat variable take together.
-            processes: see `PartitionedSlot`.
+        `towers` is N, in all processes; the weights of a flat variable take up to `bucket_bytes` together.
         """
         self.towers = towers
         self.bucket_bytes = bucket_bytes
@@ -125,16 +119,9 @@ class OptimizerSharding:
         self._addends: dict[int, tf.Tensor] = {}  # by their ids
 
     def leave_addends(self, optimizer: keras.Optimizer, gradients: Sequence[Any]) -> list[Any]:
-        """Return a tower's addends of the gradients that `optimizer.apply` may get before they are added up.
+        """Return a tower's addends of the gradients that `optimizer` first uses in the update of its state.
 
-        These are added up where the optimizer's state is updated. The optimizer must not use them before.
-
-        Args:
-            optimizer: about to be called.
-            gradients: the batch's.
-
-        Returns:
-            An addend for each gradient; None for a gradient that `apply` must get whole.
+        They are added up there. None stands for a gradient that `apply` must get whole.
 
         Raises:
             ValueError: `LargeBatch` updates the optimizer in its own way.
@@ -159,7 +146,7 @@ class OptimizerSharding:
             is_twin = any(optimizer is sharded.twin for sharded in self._sharded.values())
             if context is None or tf.executing_eagerly() or is_twin:
                 return update(optimizer, grads, trainable_variables)
-            with tf_compat.unobserved():  # a check's op, between these, would run on one tower for all
+            with tf_compat.unobserved():  # an op of `enable_check_numerics` would run on one tower for all
                 return self._update(optimizer, update, grads, trainable_variables, copies, context)
 
         return keras_optimizers.updates_wrapped(sharding)
@@ -251,7 +238,7 @@ def _check_scalars(optimizer: keras.Optimizer, weight: Any) -> None:
 
 
 def _groups(optimizer: keras.Optimizer, weights: Sequence[Any], bucket_bytes: int, towers: int) -> list[_Group]:
-    """Put weights of one dtype, device and treatment into flat variables, in the order of the weights."""
+    """Put weights of one dtype, device and weight decay into flat variables, in the order of the weights."""
     kinds: dict[Any, list[list[tuple[Any, Place]]]] = {}  # the pairs of each flat variable
     for weight in weights:
         value = tf_compat.backend_variable(weight)
@@ -275,12 +262,8 @@ def _groups(optimizer: keras.Optimizer, weights: Sequence[Any], bucket_bytes: in
 def find_coupling(optimizer: keras.Optimizer, ranks: set[int]) -> str | None:
     """Return what couples the elements of a weight in an optimizer's update, in words; None if nothing does.
 
-    A twin of it is traced on one small weight of each rank, since an optimizer may treat ranks differently. Every op
+    Its twin is traced on one small weight of each of the `ranks`, which an optimizer may treat differently. Every op
     that computes with an array is checked.
-
-    Args:
-        optimizer: of any class; it is not changed.
-        ranks: of the weights that it will update.
     """
     twin = keras_optimizers.twin_of(optimizer)
     twin.ema_overwrite_frequency = None  # a branch that copies averages to weights
@@ -311,7 +294,7 @@ def _coupling_of(op: tf.Operation) -> str | None:
     if not arrays or op.type in _APART:
         return None
     results = {tuple(t.shape) for t in op.outputs}
-    # A check has a state for TensorFlow, and would run on one tower for all.
+    # A check is stateful for TensorFlow, and would run on one tower for all.
     alone = ELEMENTWISE.union({"ReadVariableOp"}) - {"CheckNumerics", "CheckNumericsV2"}
     if op.type in alone and len(arrays) == 1 and results == arrays:
         return None

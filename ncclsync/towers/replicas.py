@@ -45,12 +45,12 @@ class Copies(Holder):
         self.role = role  # how the copies relate now; `role_of`: how the next step needs them
         self.copies = copies  # [N - 1] those of the other towers
         self._pending = pending  # the variable's id is added when the copies are stale
-        self._shared = shared  # the variable's id is added when other towers hold copies of it too
-        self._is_whole = False  # what this process' first tower holds, of parts
+        self._shared = shared  # the variable's id is added when other `Towers` hold copies of it, too
+        self._is_whole = False  # of parts: whether this process' first tower holds the whole
         self.track(reads=role is Role.PARTIAL or session.communicator.enqueues, keeps=role is Role.PARTIAL)
 
     def take_role(self, role: Role) -> None:
-        """Give the copies another role from the next step on, since a trace uses them so."""
+        """Give the copies another role from the next step on, that of a new trace."""
         self.gather_parts()
         self.role = role
         if role is Role.PARTIAL:
@@ -71,12 +71,12 @@ class Copies(Holder):
     def gather_parts(self) -> None:
         """Add up the towers' parts in tower 0's variable, so that it holds the whole.
 
-        Where there are several processes, each one's first tower then holds it, until `keep_part`.
+        With several processes the first tower of each then holds the whole, until `keep_part`.
         """
         if self.role is not Role.PARTIAL or self._is_whole:
             return
         if self._session.layout.meets_processes:
-            # Nobody hears of these reads.
+            # Raw reads, which are not tracked.
             both = (self.variable, *self.copies)
             parts = [tf.raw_ops.ReadVariableOp(resource=one.handle, dtype=one.dtype) for one in both]
             total = self._session.total(parts, self.variable.name)
@@ -91,7 +91,7 @@ class Copies(Holder):
             copy.assign(tf.zeros_like(copy))
 
     def keep_part(self, is_root: bool) -> None:
-        """Let the first tower of this process hold its part again, before a step: nothing, unless it is tower 0."""
+        """Let the first tower of this process hold its part again, before a step: zeros, unless it is tower 0."""
         if self._is_whole:
             self._is_whole = False
             if not is_root:
@@ -107,41 +107,36 @@ class Copies(Holder):
 
     def mark_stale(self) -> None:
         """Send the variable before the next step."""
-        # Metric state stays zero on the other towers, whatever tower 0 starts from. A partition
-        # differs from tower to tower.
+        # Metric state stays zero on the other towers, whatever tower 0 starts from. A partition differs from tower to
+        # tower.
         if self.role not in (Role.SUM, Role.PARTITION):
             self._pending.add(self._key)
 
     def mark_shared(self) -> None:
-        """Mark the others' copies as stale, from now on, when a step writes the variable."""
+        """From now on mark the copies of other `Towers` as stale when a step writes the variable."""
         self._shared.add(self._key)
 
 
 class Replicas:
-    """Say who holds which copy of a variable, and which copies are stale. Tower 0's variables are the user's.
-
-    Attributes:
-        sharding: what divides the optimizers' state among the towers, if it is divided.
-        shared: ids of the variables that other towers of the process hold copies of, too.
-    """
+    """Say who holds which copy of a variable, and which copies are stale. Tower 0's variables are the user's."""
 
     def __init__(self, session: Session) -> None:
         """Begin without variables."""
         self._session, options, layout = session, session.options, session.layout
-        divides = options.shard_optimizer and layout.towers > 1
-        joined = Processes(layout.ranks, session.rows_of_all) if layout.meets_processes else None
-        self.sharding = OptimizerSharding(layout.towers, options.bucket_bytes, joined) if divides else None
+        self.sharding: OptimizerSharding | None = None  # divides the optimizers' state among the towers
+        if options.shard_optimizer and layout.towers > 1:
+            processes = Processes(layout.ranks, session.rows_of_all if layout.meets_processes else None)
+            self.sharding = OptimizerSharding(layout.towers, options.bucket_bytes, processes)
         self._held: dict[int, Copies] = {}  # by id of tower 0's variable
-        self._pending: set[int] = set()  # ids of those to be sent before the next step
-        self.shared: set[int] = set()
+        self._pending: set[int] = set()  # ids of the variables to be sent before the next step
+        self.shared: set[int] = set()  # ids of the variables of which other `Towers` hold copies, too
 
     def of(self, variable: tf.Variable) -> list[tf.Variable]:
         """Return [n] the copies of tower 0's `variable`, one on each tower of this process, itself first.
 
-        What belongs to a shard (metrics, random state, accumulated gradients) has a copy for each shard.
-
-        Creates the copies on first use, with tower 0's value (a metric's state starts from zero, a random
-        seed from another one for each tower).
+        State of a shard (metrics, random state, accumulated gradients) has a copy for each shard. The copies are
+        created on first use, with tower 0's value; but a metric's state starts from zero, and each tower has another
+        random seed.
         """
         self._session.require_open()
         held, role = self._held.get(id(variable)), self.role_of(variable)
@@ -167,7 +162,7 @@ class Replicas:
         return [variable, *held.copies]
 
     def of_shards(self, variable: tf.Variable) -> list[tf.Variable]:
-        """Return [s] the variable that each shard uses, a tower's weights or the shard's own; see `of`."""
+        """Return [s] the copy that each shard uses, its own or its tower's; see `of`."""
         copies, towers = self.of(variable), self._session.layout.tower_places
         return copies if len(copies) == len(towers) else [copies[tower] for tower in towers]
 
@@ -186,15 +181,15 @@ class Replicas:
         return [[held.variable, *held.copies] for held in list(self._held.values()) if held.role is Role.SAME]
 
     def lies_where_joined(self, variable: tf.Variable) -> bool:
-        """Return whether the communicator takes the copies of a variable of one role, and its dtype."""
+        """Return whether the communicator takes a variable's dtype, and the memory of its copies, one on each tower."""
         devices = [self._device_of(variable, place) for place in range(len(self._session.layout.devices))]
         kinds = [kind for kind, code in _MEMORY.items() if code in self._session.communicator.memory]
         return variable.dtype.name in native.DTYPES and all(any(kind in one for kind in kinds) for one in devices)
 
     def sync(self) -> None:
-        """Send to all towers what Python, or a step on other towers, wrote into tower 0 since the last step.
+        """Send to all towers what Python, or a step on other `Towers`, wrote into tower 0 since the last step.
 
-        Joins them anew if a collective had failed.
+        Join the towers anew if a collective had failed.
 
         Raises:
             NcclError: a collective of an earlier step has failed, which has not been reported yet.
@@ -224,7 +219,7 @@ class Replicas:
         self._pending.update(self._held)
 
     def send_unused(self, variables: Sequence[tf.Variable]) -> None:
-        """Let variables of which no step has made copies hold tower 0's values in all processes. Collective."""
+        """Send tower 0's values of variables without copies, which no step has used, to all processes. Collective."""
         session, is_chief = self._session, self._session.layout.is_chief
         unused = [variable for variable in variables if id(variable) not in self._held]
         own = [variable.numpy() for variable in unused] if is_chief else None
@@ -234,14 +229,14 @@ class Replicas:
                 variable.assign(value)
 
     def add_up_parts(self) -> None:
-        """Let the first tower of each process hold what is divided among all towers. Collective, if there are such."""
+        """Let the first tower of each process hold the whole of what towers hold parts of. Collective."""
         for held in list(self._held.values()):
             held.gather_parts()
         if self._session.layout.meets_processes and self.sharding is not None:
             self.sharding.make_whole()
 
     def forget_shards(self) -> None:
-        """Drop the copies of what each shard has of its own: there will be others."""
+        """Drop the copies that belong to shards: their number is about to change."""
         for key, held in list(self._held.items()):
             if held.role is not Role.SAME:
                 self._forget_copies(key)
@@ -257,15 +252,15 @@ class Replicas:
     def send(self, keys: Sequence[int] | None = None) -> None:
         """Send tower 0's values of the variables with these ids; None: of all.
 
-        A variable stays pending until its value has arrived; for good if a `tf.function` writes it, which may do so
-        again. Where several processes only enqueue, values are written when all have launched all of them.
+        A variable stays pending until its value has arrived; and for good if a `tf.function` writes it, unseen. If
+        several processes only enqueue, values are written when all processes have launched all broadcasts.
         """
         meets, is_chief = self._session.layout.meets_processes, self._session.layout.is_chief
         agrees, arriving, sent = self._session.launches and meets, [], []
         for key in list(self._held) if keys is None else keys:
             held = self._held[key]
             if (not held.copies and not meets) or held.role in (Role.PARTIAL, Role.PARTITION):
-                # Whoever holds parts of it, these towers or others, adds them up when it is read.
+                # Its holders, these `Towers` or others, add up their parts when it is read.
                 held.variable.value()
                 held.keep_part(is_chief)
                 self._pending.discard(key)
@@ -290,9 +285,9 @@ class Replicas:
         self._pending.difference_update(sent)
 
     def _values(self, variable: tf.Variable, role: Role) -> Iterator[tuple[int, tf.Tensor]]:
-        """Yield (place, value) for this process' towers, by their place among them, except tower 0, from its value.
+        """Yield (place, value) for each of this process' towers but tower 0, from tower 0's value.
 
-        Identical values are broadcast into fresh tensors, which the copies then own: no staging buffer.
+        Equal values are broadcast into fresh tensors, which the copies then own: no staging buffer.
         """
         session, meets = self._session, self._session.layout.meets_processes
         value, (_, ranks) = variable.value(), self._holders(role)
@@ -322,7 +317,7 @@ class Replicas:
         yield from itertools.islice(enumerate(buffers), 1 if ranks[0] == 0 else 0, None)
 
     def _holders(self, role: Role) -> tuple[Sequence[str], range]:
-        """Return the devices and numbers of who has a copy of a variable of this role: of towers, or of shards."""
+        """Return the devices and numbers of the towers, or shards, that have a copy of a variable of this role."""
         layout = self._session.layout
         return (layout.devices, layout.ranks) if role is Role.SAME else (layout.shard_devices, layout.own_shards)
 
@@ -345,10 +340,10 @@ class Replicas:
 
 
 def _forget(borrowed: "weakref.ref[Replicas]", key: int) -> None:
-    """Let replicas, if they are there, free the copies of a variable that was deleted."""
+    """Let replicas, if they still exist, free the copies of a variable that was deleted."""
     replicas = borrowed()
     if replicas is not None:
         replicas._held.pop(key, None)
         replicas._pending.discard(key)
-        replicas._session.in_flight.before_write(key)  # its id may become another's, that no step has written
+        replicas._session.in_flight.before_write(key)  # another variable, written by no step, may get its id
         replicas.shared.discard(key)

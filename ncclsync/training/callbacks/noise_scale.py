@@ -22,7 +22,7 @@ class NoiseScale(keras.callbacks.Callback):
     `noise_scale`, in samples, is the variance of a sample's gradient over the squared length of the true gradient,
     tr(covariance) / |gradient|^2. While batches are much smaller, doubling the batch halves the steps; once they are
     much larger, it saves few steps. With batches of this size training takes about twice the fewest possible steps, and
-    twice the fewest possible samples. `suggested_batch_size` is this size, as a multiple of the number of towers. Both
+    twice the fewest possible samples. `suggested_batch_size` is the nearest multiple of the number of towers. Both
     usually grow during training.
 
     Both are NaN while the average of |gradient|^2 is not above 0, as in the first steps or in pure noise. Without an
@@ -42,7 +42,7 @@ class NoiseScale(keras.callbacks.Callback):
         """Prepare.
 
         Args:
-            decay: the factor of the averages of tr and |gradient|^2 in each step, from 0 to below 1: 0.99 averages
+            decay: by which each step multiplies the averages of tr and |gradient|^2, from 0 to below 1: 0.99 averages
                 over about the last hundred steps. Each `fit` begins new averages.
 
         Raises:
@@ -82,7 +82,7 @@ class NoiseScale(keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         """Let steps leave the estimate out."""
         if (averages := self._averages()) is not None:
-            averages.stop()
+            averages.active = False
 
     def _averages(self) -> NoiseAverages | None:
         towers = towers_of(self.model)

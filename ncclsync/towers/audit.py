@@ -1,9 +1,9 @@
-"""Find a GPU that computes wrong numbers: others compute its shards once more, and what they send is compared.
+"""Find a GPU that computes wrong numbers: other GPUs compute its shards once more, and the sent tensors are compared.
 
-A wrong number that a tower computes enters the sum of gradients, and all towers then hold the same wrong weights: who
-compares weights sees nothing. Here towers compute, besides their own shards, those of their neighbours, up to the last
-exchange of the step. On their way they read and write copies of their own, except weights that are not written before.
-So the step's results are unchanged.
+A wrong number that a tower computes enters the sum of gradients, and all towers then hold the same wrong weights:
+comparing weights finds nothing. Here towers also compute their neighbours' shards, up to the last exchange of the step.
+These repeats read and write copies of their own, except weights that nothing has written before. So the step's results
+are unchanged.
 """
 
 import dataclasses
@@ -21,18 +21,18 @@ from ncclsync.program.program import Exchange, Outcome, Program, Segment, Sent
 from ncclsync.semantics.roles import Role
 from ncclsync.towers.state import TowerState
 
-_MOST_COMPUTED = 3  # how often each shard is computed; of two results that differ, the wrong one would not be known
+_MOST_COMPUTED = 3  # times that a shard is computed: of two results that differ, nobody knows which is wrong
 
 
 class SegmentCall(NamedTuple):
-    """Hold what one call of a segment was given besides values by name, and what it sends."""
+    """Hold what one call of a segment has received and what it sends."""
 
     incoming: Sent
     sent: Sent
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
+class _Repeat:
     """A repeated computation: tower `tower` computes the shard in place `shard`, which is tower `owner`'s."""
 
     shard: int
@@ -44,18 +44,13 @@ class Audit:
     """Compute shards again in the graph of a step; between steps, hold copies of variables, and what was found."""
 
     def __init__(self, program: Program, towers: TowerState) -> None:
-        """Make the copies.
-
-        Args:
-            program: whose variables have copies on the towers.
-            towers: two at least in this process, each with a shard or more.
-        """
+        """Make copies of the program's variables; of `towers`, two at least are in this process."""
         count, owned = len(towers.layout.devices), towers.layout.places
         self._program, self._towers = program, towers
         self._segments = program.segments[:-1]
         self._times = min(_MOST_COMPUTED, count)
-        self.places = [
-            _Place(shard, owner, (owner + i) % count)
+        self.repeats = [
+            _Repeat(shard, owner, (owner + i) % count)
             for owner, own in enumerate(owned)
             for shard in own
             for i in range(1, self._times)
@@ -63,29 +58,30 @@ class Audit:
         self._owners = towers.layout.tower_places
         self._first = [own[0] for own in owned]  # [n] a place in `values` with the tower's handles
         self._pairs = list(itertools.combinations(range(self._times), 2))
-        self.left_out = self._find_left_out()
-        computed = [one for number, one in enumerate(self._segments, start=1) if number not in self.left_out]
+        self._left_out = self._find_left_out()
+        computed = [one for number, one in enumerate(self._segments, start=1) if number not in self._left_out]
         used = {name for segment in computed for name in segment.sources}
         written = {name for segment in computed for name in segment.written}
-        # By what is copied and for which tower: what a tower's shards share, their copies share.
+        # (source, copy), by the source's id and the tower: what a tower's shards share, their repeats share, too.
         self._copies: dict[tuple[int, int], tuple[tf.Variable, tf.Variable]] = {}
-        self._kept: list[dict[TensorName, tf.Variable]] = [{} for _ in self.places]
+        self._kept: list[dict[TensorName, tf.Variable]] = [{} for _ in self.repeats]  # their copies, by name
         for name, variable in program.variables:
             shared = towers.replicas.role_of(variable) is Role.SAME
             if name in written or (name in used and not shared):
                 each = towers.replicas.of_shards(variable)
-                for place, kept in zip(self.places, self._kept, strict=True):
-                    kept[name] = self._copy(each[place.shard], each[self._first[place.tower]].device, place)
+                for repeat, kept in zip(self.repeats, self._kept, strict=True):
+                    device = each[self._first[repeat.tower]].device
+                    kept[name] = self._copy(each[repeat.shard], device, repeat.tower)
         self._sent = [one for segment in computed for one in _sent(segment)]
         with tf.device("/CPU:0"):
-            # By tensor that is sent, shard and pair of those who compute it: the first element that differs.
+            # The first element that differs, by sent tensor, shard, and pair of computations.
             shape = [len(self._sent), len(self._owners), len(self._pairs)]
             self._found = tf.Variable(tf.fill(shape, tf.constant(EQUAL, tf.int64)), trainable=False)
 
     def _find_left_out(self) -> set[int]:
         """Return the numbers, from 1, of segments that must not run again, or that read what these write; warn once.
 
-        A repeated computation takes the results of these segments as they are.
+        Repeats take the results of these segments as they are.
         """
         found: set[int] = set()
         written: set[TensorName] = set()
@@ -104,10 +100,10 @@ class Audit:
             )
         return found
 
-    def _copy(self, source: tf.Variable, device: str, place: _Place) -> tf.Variable:
-        key = id(source), place.tower
+    def _copy(self, source: tf.Variable, device: str, tower: int) -> tf.Variable:
+        key = id(source), tower
         if key not in self._copies:
-            with tf.device(device):  # a step takes the value: to read it here would add up towers' parts
+            with tf.device(device):  # `begin` copies the value: a read here would add up towers' parts
                 copy = tf.Variable(tf.zeros(source.shape, source.dtype), trainable=False)
             self._copies[key] = source, copy
         return self._copies[key][1]
@@ -119,12 +115,12 @@ class Audit:
             values: [s] by name in the program, each shard's tensors and handles.
         """
         self._originals = values
-        self._again: list[dict[TensorName, tf.Tensor]] = []  # [places] by name, too
+        self._again: list[dict[TensorName, tf.Tensor]] = []  # [repeats] by name, too
         self._differences: list[tf.Tensor] = []
         begun = []
-        for place, kept in zip(self.places, self._kept, strict=True):
-            handles = {name: values[self._first[place.tower]][name] for name, _ in self._program.variables}
-            self._again.append({**values[place.shard], **handles, **{name: one.handle for name, one in kept.items()}})
+        for repeat, kept in zip(self.repeats, self._kept, strict=True):
+            handles = {name: values[self._first[repeat.tower]][name] for name, _ in self._program.variables}
+            self._again.append({**values[repeat.shard], **handles, **{name: one.handle for name, one in kept.items()}})
         for source, copy in self._copies.values():
             with tf.device(source.device):
                 value = tf.raw_ops.ReadVariableOp(resource=source.handle, dtype=source.dtype)
@@ -141,27 +137,27 @@ class Audit:
             calls: [s] of it, or [n] if it runs once.
             towers: [n] (device, ops to wait for, list to which this segment's ops are added).
         """
-        if number in self.left_out:
-            for place, values in zip(self.places, self._again, strict=True):
-                values.update({name: self._originals[place.shard][name] for name in segment.fetches})
+        if number in self._left_out:
+            for repeat, values in zip(self.repeats, self._again, strict=True):
+                values.update({name: self._originals[repeat.shard][name] for name in segment.fetches})
             return
         each = [[call.sent] for call in calls]
         outcomes: dict[tuple[int, int], Outcome] = {}
-        for place, values in zip(self.places, self._again, strict=True):
-            call = place.owner if segment.once else place.shard
-            if (call, place.tower) not in outcomes:
-                device, before, ends = towers[place.tower]
+        for repeat, values in zip(self.repeats, self._again, strict=True):
+            call = repeat.owner if segment.once else repeat.shard
+            if (call, repeat.tower) not in outcomes:
+                device, before, ends = towers[repeat.tower]
                 # One call of a function after another on a device: on GPUs they meet the host under the same names.
                 with tf.device(f"/{device}"), tf.control_dependencies([*before, *ends]):
-                    outcome = outcomes[call, place.tower] = segment.run(values, calls[call].incoming)
+                    outcome = outcomes[call, repeat.tower] = segment.run(values, calls[call].incoming)
                 each[call].append(outcome.sent)
                 ends.append(outcome.token)
-            values.update(outcomes[call, place.tower].fetched)
+            values.update(outcomes[call, repeat.tower].fetched)
         if segment.outgoing:
             self._differences.append(self._compared([[list(itertools.chain(*sent)) for sent in one] for one in each]))
 
     def end(self) -> list[tf.Operation]:
-        """Return the ops that keep what was found, besides that of steps before in the same call."""
+        """Return the ops that keep what was found, in this step and in the steps before it of the same call."""
         if not self._differences:
             return []
         found = tf.concat(self._differences, 0)
@@ -169,9 +165,9 @@ class Audit:
         return [tf.raw_ops.AssignVariableOp(resource=self._found.handle, value=tf.maximum(before, found))]
 
     def _compared(self, sent: Sequence[Sequence[Sequence[tf.Tensor]]]) -> tf.Tensor:
-        """Compare, in a graph, what a shard's computations send: [s][times] lists of K tensors; [K, s, pairs].
+        """Compare, in a graph, what a shard's computations send: given [s][times] lists of K tensors, [K, s, pairs].
 
-        A tensor that a tower computes once for all of its shards is given once for each tower.
+        Of a segment that runs once for a tower's shards, [n][times] lists are given.
         """
         rows = []
         for column in zip(*(zip(*times, strict=True) for times in sent), strict=True):  # [s] of [times] tensors
@@ -180,7 +176,7 @@ class Audit:
         return found if len(sent) == len(self._owners) else tf.gather(found, self._owners, axis=1)
 
     def check(self, step: int) -> None:
-        """Raise an AuditError if a shard's computations in the last call, up to this step, differ; forget it."""
+        """Raise an AuditError if a shard's computations differ in the last call, which ended with `step`."""
         found = self._found.numpy()
         if (found == EQUAL).all():
             return

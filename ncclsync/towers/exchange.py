@@ -1,13 +1,12 @@
 """Join the towers where they meet: after a segment, in the graph of a step.
 
-On devices that only enqueue, a launch after each segment is where towers wait for each other, with whatever they send;
-what it brings is delivered to a tower where a segment takes it, after all that is to overlap with it. Elsewhere the
-towers' tensors are joined at once, and an op that waits for all of them is what the next segment waits for.
+On devices that only enqueue, the towers wait for each other at a launch after each segment, which takes all that they
+send. A tower receives a tensor where a segment takes it, after the work that overlaps with the exchange. Elsewhere the
+towers' tensors are joined at once, and the next segment waits for all of them.
 
-A tower may compute several shards. If their number was given, bits belong to it, and there is one tree, whatever tower
-has which shard: a tower adds up its own shards' part of the tree (`ops/tree.py`), and all towers compute the rest of it
-alike. If a step was split for lack of memory, a tower adds each shard to the sum of those before it, so that one sum
-takes memory.
+A tower may compute several shards. If their number was given, one tree adds them up, on any number of towers, for equal
+bits: a tower adds up its own shards' part of the tree (`ops/tree.py`), and all towers compute the rest alike. If a step
+was split for lack of memory, a tower adds each shard to the sum of its earlier shards, so that one sum takes memory.
 """
 
 import functools
@@ -57,18 +56,13 @@ class _Call(NamedTuple):
 
     @property
     def collectives(self) -> list[AnyCollective]:
-        """Return [B] the communicator's collectives for such buckets; none of a bucket for which it has none."""
+        """Return the communicator's collectives for such buckets, without buckets for which it has none."""
         made = map(_collective, self.buckets, self.labels)
         return [one for one in made if one is not None]
 
 
 class Exchanges:
-    """The exchanges of one laid out step: what was sent, until a segment takes it.
-
-    Attributes:
-        recorded: timestamps that nothing of the step waits for.
-        turns: the order in which several processes meet.
-    """
+    """The exchanges of one laid out step: what was sent, until a segment takes it."""
 
     def __init__(self, towers: TowerState, shards: Shards, meter: Meter | None) -> None:
         """Begin a step on the parts of a batch; the meter records when calls begin and end."""
@@ -76,20 +70,15 @@ class Exchanges:
         self._layout, self._divided = towers.layout, towers.layout.divided is not None
         # Outside a graph everything has happened, and nothing is enqueued.
         self._enqueues = towers.session.launches and not tf.executing_eagerly() and len(towers) > 1
-        self.recorded: list[tf.Operation] = []
-        self.turns = Turns([shards.shares[0].total, *shards.whole], _described)
-        self._called: list[Any] = []  # what has been exchanged
-        self._agreed = 0  # how much of that all processes have launched
-        # [s] by a bucket's result: its tensors, or the launch that brings them, and which of its columns.
+        self.recorded: list[tf.Operation] = []  # timestamps that nothing of the step waits for
+        self.turns = Turns([shards.shares[0].total, *shards.whole], _described)  # the order in which processes meet
+        self._called: list[Any] = []  # the exchanges so far
+        self._agreed = 0  # how many of them all processes have launched
+        # [s] by a bucket's result: its tensors; or (tower, launch that brings it, column of that launch).
         self._received: list[dict[TensorName, Any]] = [{} for _ in towers.layout.own_shards]
 
     def meet(self, done: After, anywhere: Sequence[Any] = ()) -> After:
-        """Return the ops that each tower waits for, so that it goes on when all have arrived.
-
-        Args:
-            done: [n] ops and tensors of each tower.
-            anywhere: ops of the host's.
-        """
+        """Return what each tower waits for to go on after all towers' `done`, and the host's ops `anywhere`."""
         if self._enqueues:
             return self._passed(self._launch([], [], done, anywhere))
         every = [*anywhere, *(one for each in done for one in each)]
@@ -103,14 +92,9 @@ class Exchanges:
         done: After,
         conditions: Mapping[TensorName, tf.Tensor],
     ) -> After:
-        """Join the towers' buckets after a segment; return what each tower waits for before it goes on.
+        """Join the towers' buckets, [B], after a segment; return [n] what each tower waits for before it goes on.
 
-        Args:
-            number: of the segment, from 1.
-            buckets: [B] that they send.
-            sent: [s] what each shard sends.
-            done: [n] the ops of the segment.
-            conditions: tower 0's values, for `Bucket.when`.
+        `sent`: [s] what each shard sends; `done`: [n] the segment's ops; `conditions`: tower 0's, for `Bucket.when`.
         """
         if not buckets:
             return self.meet(done)
@@ -128,7 +112,7 @@ class Exchanges:
             if when:
                 branches = [functools.partial(self._in_branch, call, joins=joins) for joins in (True, False)]
                 joined, last = tf.cond(conditions[when], *branches)
-                self.turns.last = last or tf.nest.flatten(joined)[:1]  # others are of a branch's graph
+                self.turns.last = last or tf.nest.flatten(joined)[:1]  # what the branches had is of their graphs
             else:
                 joined = self._run(call)
             for row, tensors in zip(rows, joined, strict=True):
@@ -140,14 +124,7 @@ class Exchanges:
         return self.meet(done) if after is None else after
 
     def take(self, place: int, buckets: Sequence[Bucket], after: Sequence[Any], *, waits: bool) -> Sent:
-        """Return what a shard's tower has received.
-
-        Args:
-            place: the shard's, among those of this process' towers.
-            buckets: what it takes.
-            after: what is enqueued on its device before it waits for a launch there.
-            waits: see `Launched.deliver`.
-        """
+        """Return what the shard in this place receives of these buckets, on its device; see `Launched.deliver`."""
         tensors = []
         for bucket in buckets:
             received = self._received[place].pop(bucket.result)
@@ -180,9 +157,9 @@ class Exchanges:
     def agree(self, after: After) -> After:
         """Return the ops that each tower waits for before it writes: all processes have launched the exchanges.
 
-        Else an error in one of them, after which it launches nothing more, would cost the others their weights. The
-        hosts meet, and wait for no GPU. They compare a digest of all exchanges: processes whose graphs are of another
-        program, and launch others or in another order, are told.
+        Otherwise an error in one process, which then launches nothing more, would cost the others their weights. The
+        hosts meet, and wait for no GPU. They compare a digest of all exchanges, so that a process whose graph has other
+        exchanges, or another order, is an error.
         """
         count = len(self._called)
         if not self._enqueues or not self._layout.meets_processes or count == self._agreed:
@@ -225,7 +202,7 @@ class Exchanges:
         return delay(joined, span.end(tf.nest.flatten(joined)))
 
     def _joined(self, call: _Call) -> list[list[tf.Tensor]]:
-        """Join the columns of a call: what the communicator can take grouped, or one bucket of any kind."""
+        """Join the columns of a call: the communicator's as a group, or one bucket of any kind."""
         columns, collectives, communicator = call.columns, call.collectives, self._towers.communicator
         if self._divided or not (collectives or self._layout.meets_processes):
             pairs = zip(call.buckets, columns, strict=True)
@@ -238,7 +215,7 @@ class Exchanges:
             return group_exchange(columns, communicator, collectives, self.turns)
 
     def _in_branch(self, call: _Call, *, joins: bool) -> tuple[Any, list[tf.Tensor]]:
-        """Do what `_run` does, or leave what is sent as it is; return also the last turn, where it is a token."""
+        """Return what `_run` returns, or else what was sent; and the last turn, if it is a token."""
         joined = self._run(call) if joins else call.given
         with tf.device("/CPU:0"):
             last = self.turns.last if joins else [tf.zeros([], tf.int64)]
@@ -262,7 +239,7 @@ class Exchanges:
 
 
 def _described(communicator: Communicator, rows: np.ndarray, *whole: np.ndarray) -> str:
-    """Return what processes compare of a batch: how many rows it has, and a digest, unless each reads other rows."""
+    """Return what processes compare of a batch: its number of rows, and a digest, unless each reads its own rows."""
     return f"{rows} {digest_of_rows(whole).hex() if communicator.reads_same_rows else ''}"
 
 
@@ -284,29 +261,26 @@ def together(buckets: Sequence[Bucket]) -> list[list[int]]:
 
 
 def _is_one_group(bucket: Bucket) -> bool:
-    """Return whether a bucket goes into the group that is joined whatever the step computes."""
+    """Return whether a bucket goes into the unconditional group."""
     alone = bucket.join is not None or bucket.when is not None or bucket.wire.kind == CollectiveKind.BROADCAST
     return not alone and _collective(bucket, "") is not None
 
 
 def _collective(bucket: Bucket, label: str) -> AnyCollective | None:
-    """Return the communicator's collective for a bucket of one tensor; None: of rows, it has none that fits."""
+    """Return the communicator's collective for a bucket of one tensor; None if it has none for these rows."""
     wire, exchange = bucket.wire, bucket.exchanges[0]
     if wire.kind == CollectiveKind.BROADCAST:
         return Broadcast((), wire.root, label)
     if not wire.concatenates:
         kind = ReduceScatter if wire.kind == CollectiveKind.REDUCE_SCATTER else AllReduce
         return kind((), (), wire.op, label)
-    # Rows are gathered so where all towers are known to send as many: one of each, and of one size.
+    # It gathers equally many rows of each tower: one, of a known size.
     same = wire.kind == CollectiveKind.STACK and wire.empty_too and exchange.shape[1:].is_fully_defined()
     return AllGather((), (), label) if same and exchange.dtype.name in native.DTYPES else None
 
 
 def add_up(buckets: Sequence[Bucket], total: Sent, given: Sent) -> Sent:
-    """Return what a tower's shards give together: the `total` of some, and what the next one has `given`.
-
-    What is not reduced is of the next shard.
-    """
+    """Add what a tower's next shard has `given` to the `total` of those before; what is not reduced replaces it."""
     return [
         list(map(_COMBINE[bucket.wire.op], before, new)) if _adds_up(bucket) else new
         for bucket, before, new in zip(buckets, total, given, strict=True)
@@ -319,12 +293,12 @@ def _adds_up(bucket: Bucket) -> bool:
 
 
 def _sums_of_towers(values: Sequence[tf.Tensor], layout: Layout) -> list[tf.Tensor]:
-    """Return [n] what each tower has of all of its shards, of [s] what `add_up` has returned."""
+    """Return [n] the total of each tower's shards, given [s] the results of `add_up`."""
     return [values[own[-1]] for own in layout.places]
 
 
 def _nodes_of_towers(values: Sequence[tf.Tensor], op: str, layout: Layout) -> list[dict[Node, tf.Tensor]]:
-    """Reduce each tower's shards, of [s] values, as far as the tree does; return [n] the nodes of each."""
+    """Reduce each tower's shards, given [s] values, as far as the tree does; return [n] the nodes of each."""
     nodes = []
     for device, own in zip(layout.devices, layout.places, strict=True):
         with tf.device(f"/{device}"):
@@ -333,7 +307,7 @@ def _nodes_of_towers(values: Sequence[tf.Tensor], op: str, layout: Layout) -> li
 
 
 def _stacked_nodes(values: Sequence[tf.Tensor], op: str, layout: Layout) -> list[tf.Tensor]:
-    """Return [n] tensors [m, ...] of as many nodes each, of what `_nodes_of_towers` returns."""
+    """Return [n] tensors [m, ...]: the results of `_nodes_of_towers`, with zeros up to m nodes each."""
     each = [list(nodes.values()) for nodes in _nodes_of_towers(values, op, layout)]
     most = max(map(len, each))
     stacked = []
@@ -344,7 +318,7 @@ def _stacked_nodes(values: Sequence[tf.Tensor], op: str, layout: Layout) -> list
 
 
 def _total_of_gathered(gathered: tf.Tensor, op: str, layout: Layout, tower: int) -> tf.Tensor:
-    """Return, on a tower's device, the reduction of what `_stacked_nodes` has made, gathered: [n * m, ...]."""
+    """Reduce, on a tower's device, the results of `_stacked_nodes`, gathered: [n * m, ...]."""
     shards = layout.shards
     each = [nodes_within(shards, own[0], own[-1] + 1) for own in layout.places]
     most = max(map(len, each))
@@ -354,9 +328,9 @@ def _total_of_gathered(gathered: tf.Tensor, op: str, layout: Layout, tower: int)
 
 
 def _join_shard_tensors(bucket: Bucket, values: Sequence[tf.Tensor], layout: Layout) -> list[tf.Tensor]:
-    """Join one tensor of each shard, [s] in, [s] out, by TensorFlow's ops, which copy between devices where they must.
+    """Join one tensor of each shard, [s] in, [s] out, by TensorFlow's ops, once for all towers of a device.
 
-    It is computed once for all towers of one device; all towers are in this process.
+    All towers are in this process.
     """
     wire, shards = bucket.wire, len(values)
     if wire.kind == CollectiveKind.BROADCAST:

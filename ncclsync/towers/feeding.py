@@ -1,10 +1,10 @@
 """Split each batch and bring every tower its part; on GPUs ahead of the step that computes on it.
 
-A copy to a GPU waits, in TensorFlow, for all work that the GPU had when the copy was asked for, and what uses it is
-launched only when it has ended. So the copies of a batch have to be asked for before the kernels of the step that
-they are to overlap with, and while those of the batch before are still under way. A `Feeder` is `AHEAD` batches ahead
-of the one that is trained. One would do if its copies were sure to be asked for before that step's first kernel; with
-two it does not matter, and no copy waits for a kernel that waits for a copy.
+A copy to a GPU waits, in TensorFlow, for all work that the GPU had when the copy was asked for, and kernels that use
+the copy are launched only when it has ended. So the copies of a batch have to be asked for before the kernels of the
+step that they are to overlap with. A `Feeder` is `AHEAD` batches ahead of the batch that is trained. With one batch,
+its copies might be asked for only after that step's first kernel; with two that does not matter, and no copy waits for
+a kernel that waits for a copy.
 """
 
 import collections
@@ -27,7 +27,7 @@ from ncclsync.towers.layout import Layout
 
 AHEAD = 2  # batches, besides the one that is trained
 
-# A GPU's kernels take these from the host's memory.
+# Dtypes that a GPU's kernels take from the host's memory.
 _ON_HOST = (tf.int32, tf.string, tf.resource, tf.variant)
 
 
@@ -45,10 +45,9 @@ def split_batch(
     Args:
         batch: see `shard_batch`.
         layout: says which shards are made, and where.
-        meter: records how long that takes, and the copying.
-        after: what it waits for.
-        copies: whether each tower's part is copied to its device here; with a meter it is in any case. Otherwise
-            TensorFlow copies it when it is used.
+        meter: records the splitting and the copying; then parts are copied to their devices.
+        after: ops and tensors to wait for.
+        copies: whether to copy each tower's part to its device. Otherwise TensorFlow copies it when it is used.
         divided: what `layout.read` has returned for this batch; None: it is read now.
     """
     spans = [begin(meter, shard, SHARD, after) for shard in layout.own_shards]
@@ -84,25 +83,16 @@ def _copied(part: Any, tower: int, device: str, meter: Meter | None) -> Any:
 
 
 class Staging:
-    """Fetch an iterator's next batch, and bring each tower its part: two graph functions.
-
-    Attributes:
-        fetch: returns the components of the next batch of the iterator of a handle, in the host's memory. Raises an
-            OutOfRangeError if there is none, and whatever the iterator raises.
-        bring: returns what a step takes, of these components: each tower's part on its device. Waits for the copies.
-            Raises an InvalidArgumentError if the rows differ in number.
-        signature: the specs of the tensors that a step takes.
-        total: how many shards it divides a batch into.
-    """
+    """Fetch an iterator's next batch, and bring each tower its part: two graph functions."""
 
     def __init__(self, fetch: Callable[[tf.Tensor], Any], specs: Any, layout: Layout, meter: Meter | None) -> None:
-        """Make the graph functions; `fetch` returns the next batch, of these specs, of the iterator of a handle."""
+        """Make the graph functions; `fetch` returns the next batch, of these specs, given an iterator's handle."""
         self._specs, self._layout = specs, layout
-        self.total = layout.shards
+        self.total = layout.shards  # of a batch
 
         def next_batch(handle: tf.Tensor) -> list[tf.Tensor]:
             components = components_of(fetch(handle))
-            return [*components, *layout.read(components)]  # the next batch may have others
+            return [*components, *layout.read(components)]  # now: the next batch may be divided otherwise
 
         def bring(*components: tf.Tensor) -> list[tf.Tensor]:
             divided = components[len(components_of(specs)) :]
@@ -113,15 +103,19 @@ class Staging:
                 parts += [shards.shares[shard].fraction, *components_of(batch)]
             return parts
 
-        # tf.function would return copies, by ops without a device: all of them on one GPU.
+        # Given an iterator's handle, returns the components of its next batch, in the host's memory. Raises an
+        # OutOfRangeError if there is none, and whatever the iterator raises.
         self.fetch = tf.compat.v1.wrap_function(next_batch, [tf.TensorSpec([], tf.resource)])
         leaves = [tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in self.fetch.structured_outputs]
+        # Not by tf.function, which would return copies, by ops without a device: all on one GPU.
         made = tf.compat.v1.wrap_function(bring, leaves)
+        # Given these components, returns the tensors that a step takes: each tower's part on its device. Waits for the
+        # copies. Raises an InvalidArgumentError if the rows differ in number.
         self.bring = lambda components: made(*components)
-        self.signature = [tf.TensorSpec(one.shape, one.dtype) for one in made.structured_outputs]
+        self.signature = [tf.TensorSpec(one.shape, one.dtype) for one in made.structured_outputs]  # what a step takes
 
     def shards(self, parts: Sequence[tf.Tensor]) -> Shards:
-        """Return what a step's arguments, of `signature`, stand for; in the graph of the step."""
+        """Return the shards that a step's arguments, of `signature`, stand for; in the graph of the step."""
         given, *rest = parts
         with tf.device("/CPU:0"):
             sizes, shares = divide_rows(tf.reduce_sum(given), given)
@@ -134,32 +128,29 @@ class Staging:
 
 
 class CountingDataset(tf_compat.SameDataset):
-    """A dataset that counts the batches handed out to steps; batches fetched ahead do not count yet.
+    """A dataset that counts the batches handed out to steps; batches fetched ahead do not count yet."""
 
-    Attributes:
-        sizes: where processes have parts of any size, [total] rows of each tower in the batch handed out last.
-    """
-
+    # [N] int32, the rows of each tower in the batch handed out last, if each process reads its own rows.
     sizes: tf.Variable | None = None
 
     def __init__(self, batches: tf.data.Dataset, counted: Callable[..., Any]) -> None:
-        """Give what `counted` makes of each of these elements when it is handed out, after what is fetched ahead."""
+        """Map `counted` over the elements after all prefetching, so that it runs when an element is handed out."""
         options = tf.data.Options()
-        options.experimental_optimization.inject_prefetch = False  # another one, after `counted`
+        options.experimental_optimization.inject_prefetch = False  # it would come after `counted`
         super().__init__(batches.prefetch(tf.data.AUTOTUNE).map(counted).with_options(options))
 
     def fetching(self, feeder: object) -> contextlib.AbstractContextManager[Any]:
-        """Let `feeder` fetch a batch within, alone where that moves a position."""
+        """Return a context in which `feeder` fetches a batch; alone, if that moves a position."""
         return contextlib.nullcontext()
 
     def fetched(self) -> Any:
-        """Return the place after what was fetched last; None: it cannot be resumed in the middle of a pass."""
+        """Return the position after the batch fetched last; None if data cannot be resumed in the middle of a pass."""
 
     def hand_out(self, place: Any) -> None:
-        """Let a place that `fetched` has returned be what counts, until another iterator begins."""
+        """Let a position that `fetched` has returned count, until another iterator begins."""
 
     def digest(self) -> bytes | None:
-        """Return a digest by which processes compare a batch in place of its rows; None: its rows are compared."""
+        """Return a digest that processes compare in place of a batch's rows; None: they compare the rows."""
         return None
 
 
@@ -168,8 +159,8 @@ class _Ahead:
 
     def __init__(self, staging: Staging, fetch: Callable[[], tuple[list[tf.Tensor], list[Any]]]) -> None:
         self.staging = staging
-        self.fetch = fetch  # returns its components, in the host's memory, and the places after it of `_counting`
-        # Of both, and what a step takes; None: it did not fit the memory beside a step.
+        self.fetch = fetch  # returns its components, in the host's memory, and each counting dataset's place after it
+        # Both, and the tensors that a step takes; None in their stead: they did not fit the memory beside a step.
         self.result: concurrent.futures.Future[tuple[list[tf.Tensor], list[Any], list[tf.Tensor] | None]]
         self.result = concurrent.futures.Future()
 
@@ -177,8 +168,7 @@ class _Ahead:
 class Feeder:
     """Fetch an iterator's batches, in order, and bring them to the towers, ahead of the steps that train on them.
 
-    It has a thread for each batch that is under way. The step that would have had the batch raises the errors of its
-    thread.
+    `AHEAD` threads do so. Their errors are raised by the step of the batch.
     """
 
     def __init__(self, iterator: tf.data.Iterator) -> None:
@@ -189,17 +179,17 @@ class Feeder:
         self._counting = [one for one in made_of if isinstance(one, CountingDataset)]
         self._wanted: queue.SimpleQueue[_Ahead | None] = queue.SimpleQueue()
         self._ahead: collections.deque[_Ahead] = collections.deque()
-        self._name = object()  # for datasets that count, which must not keep it alive
+        self._name = object()  # stands for the feeder in datasets that count, which must not keep it alive
         order = threading.Lock()
         for _ in range(AHEAD):
-            # A daemon: a dataset that waits for ever must not keep the process from ending.
+            # Daemons: a dataset that waits for ever must not keep the process from ending.
             threading.Thread(target=_work, args=(self._wanted, order), name="ncclsync feeder", daemon=True).start()
         weakref.finalize(iterator, _end, self._wanted, self._ahead).atexit = False
 
     def take(self, staging: Staging) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Return the next batch, as `Staging.fetch` and `Staging.bring` do; let later ones be fetched. Waits for it.
+        """Wait for the next batch; return the results of `Staging.fetch` and `Staging.bring`. Later batches follow.
 
-        It is divided anew if it was divided otherwise than steps are by now, or did not fit the memory beside a step.
+        It is divided anew if steps have been split since, or if it did not fit the memory beside a step.
 
         Raises:
             Exception: what `Staging` raises for this batch.
@@ -225,9 +215,9 @@ def _work(wanted: "queue.SimpleQueue[_Ahead | None]", order: threading.Lock) -> 
 
 
 def _do_next(wanted: "queue.SimpleQueue[_Ahead | None]", order: threading.Lock) -> bool:
-    """Fetch a batch, while no other thread does, and bring it to the towers; return whether there was one to fetch.
+    """Fetch a batch, while no other thread does, and bring it to the towers; return False at the end.
 
-    A function of its own, so that a thread that waits holds nothing: by an error's traceback all of `fit` would live.
+    A separate function, so that a waiting thread holds no error, whose traceback would keep all of `fit` alive.
     """
     with order:
         ahead = wanted.get()

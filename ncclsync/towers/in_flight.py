@@ -1,8 +1,8 @@
-"""Track variables that depend on collectives under way, and refuse the use of those whose collectives have failed.
+"""Track variables that depend on collectives under way, and refuse their use if a collective has failed.
 
-A step on GPUs returns before its collectives have ended. One that fails is aborted, so that the GPUs' streams go on:
-what they then compute is not to be relied upon. From then on the variables that such a step has written are *lost*: to
-read one is an error, until all of it is written again; to read a result of such a step is one, too.
+A step on GPUs returns before its collectives have ended. A collective that fails is aborted, so that the GPUs' streams
+go on, with wrong numbers. The variables that such a step has written are then *lost*: to read a lost variable is an
+error, until all of it is written again. To read a result of such a step is an error, too.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ class _Step:
     """A step that was enqueued."""
 
     last: int  # the number of its last group
-    written: frozenset[int]  # the ids of the variables that it writes, without those that were written again since
+    written: frozenset[int]  # the ids of the variables that it writes, unless they were written again since
     failure: BaseException | None = None  # what has ended its collectives, once that was raised
 
 
@@ -38,7 +38,7 @@ class InFlight:
         self.lost: set[int] = set()  # the ids of the variables that are lost
 
     def add(self, written: frozenset[int], results: Any = None) -> None:
-        """Note that what was launched so far writes the variables of these ids, and belongs to one step.
+        """Add a step, to which all launched since the last step belongs; it writes the variables of these ids.
 
         If one of its collectives fails, so does a read of these variables, or of a tensor of `results`.
         """
@@ -53,7 +53,7 @@ class InFlight:
                     tf_compat.call_after_read(leaf, check)
 
     def _check_results(self, step: _Step) -> None:
-        """Raise the failure of a step whose result was read; it is not reported: the reader may swallow it."""
+        """Raise the failure of a step whose result was read, without `report`: the reader may swallow the error."""
         failure, current = step.failure, self._communicator.failure
         if failure is None and current is not None and step.last >= self._communicator.failed_group:
             failure = current
@@ -61,11 +61,11 @@ class InFlight:
             raise failure
 
     def put(self, error: Exception) -> None:
-        """Keep an error that Python raises within a step, in a graph, which TensorFlow turns into one of its own."""
+        """Keep an error that Python raises in the graph of a step: TensorFlow raises its own error in its place."""
         self._raised = error
 
     def take(self) -> Exception | None:
-        """Return what Python, or another process, has raised in the step that has failed, once; None if neither has."""
+        """Return, once, the error that Python or another process has raised in the failed step; None if neither has."""
         raised, self._raised = self._raised, None
         return raised or self._communicator.take_error()
 
@@ -88,7 +88,7 @@ class InFlight:
             self._steps.clear()
 
     def report(self) -> BaseException | None:
-        """Return the communicator's failure, which is about to be raised; what rests on it is lost."""
+        """Return the communicator's failure, which is about to be raised; the variables that depend on it are lost."""
         failure = self._communicator.failure
         if failure is not None:
             self._reported = failure
@@ -103,7 +103,7 @@ class InFlight:
         return failure
 
     def before_read(self, key: int) -> None:
-        """Let a variable be read: wait for what it may rest on.
+        """Wait for the collectives that a variable may depend on, before it is read.
 
         Raises:
             NcclError, NcclSyncError: a collective has failed, or the variable is lost.
@@ -120,7 +120,7 @@ class InFlight:
         self.lost.discard(key)
 
     def raise_lost(self, names: Callable[[], str]) -> None:
-        """Raise NcclSyncError, with the `names` of the lost variables, if there are such."""
+        """Raise NcclSyncError, with the `names` of the lost variables, if any are lost."""
         if self.lost:
             raise NcclSyncError(
                 f"Expected variables that are whole. Received: {names()} that a step wrote after a collective had "

@@ -1,7 +1,7 @@
 """Lay a program out on every tower: the body of the one graph that is a step.
 
-Called while a graph is built, or outside one to run the same parts one after another. `program.py` says what
-is laid out, `state.py` on what, `exchange.py` how towers meet.
+Called while a graph is built; or outside a graph, to run the same parts one after another. `program.py` says what is
+laid out, `state.py` where, `exchange.py` how towers meet.
 """
 
 import dataclasses
@@ -39,11 +39,11 @@ def lay_out(
 
     Args:
         program: a traced step, cut.
-        towers: of which n are this process', with s shards; copies of the program's variables are made as needed.
-        batch: is split; or `Shards`, which lie on the towers' devices.
+        towers: n of them are this process', with s shards; copies of the program's variables are made as needed.
+        batch: to be split; or its `Shards`, on the towers' devices.
         rollback: made for the same program.
-        meter: records when the parts of the step begin and end, if it is watched.
-        audit: lets towers compute each other's shards again, in an audited step.
+        meter: records when the parts of a watched step begin and end.
+        audit: of an audited step.
 
     Returns:
         The step's results, combined as the program says. They depend on every side effect of every tower.
@@ -59,7 +59,7 @@ def lay_out(
     after = [[*step.ops, *each] for each in run.begin(rollback)]
     for number, segment in enumerate(program.segments, start=1):
         sent, done = run.compute(number, segment, after)
-        # All of this segment, on every tower: so an error anywhere stops all of them.
+        # Wait for this segment on every tower, so that an error anywhere stops all towers.
         after = run.exchanges.join(number, segment.outgoing, sent, done, run.values[0])
     done = run.apply(rollback, run.exchanges.agree(after))
     recorded = run.recorded
@@ -69,12 +69,7 @@ def lay_out(
 
 
 class _Run:
-    """Hold what the parts of one laid out step pass on to each other.
-
-    Attributes:
-        values: [s] tensors and handles by their names in the program, of the shards of this process' towers.
-        exchanges: where the towers meet.
-    """
+    """Hold what the parts of one laid out step pass on to each other."""
 
     def __init__(
         self, program: Program, towers: TowerState, shards: Shards, meter: Meter | None, audit: Audit | None
@@ -86,7 +81,7 @@ class _Run:
             samples = [shards.sizes[0] + tf.cast(shards.shares[0].total == 0, tf.int32), *shards.sizes[1:]]
             has_samples = [tf.minimum(count, 1) for count in samples]
         handles = {name: towers.replicas.of_shards(variable) for name, variable in program.variables}
-        self.values: list[dict[TensorName, tf.Tensor]] = []
+        self.values: list[dict[TensorName, tf.Tensor]] = []  # [s] each shard's tensors and handles, by name
         layout = towers.layout
         for i, (shard, tower) in enumerate(zip(layout.own_shards, layout.tower_places, strict=True)):
             with tf.device(f"/{layout.devices[tower]}"):
@@ -98,19 +93,19 @@ class _Run:
 
     @property
     def recorded(self) -> list[tf.Operation]:
-        """Return timestamps, and what an audit keeps, that nothing of the step waits for."""
+        """Return ops that nothing of the step waits for: timestamps, and those by which an audit keeps its findings."""
         kept = [] if self._audit is None else self._audit.end()
         return [*self.exchanges.recorded, *kept]
 
     def begin(self, rollback: Rollback) -> After:
         """Check the batch and save what a failed step would need; return what every tower waits for."""
         checks = _checked_rows(self._program, self._shards)
-        # An iterator that has no batch left ends the graph: then nothing has begun. The saved state says
-        # that the step is under way, with this batch.
+        # An iterator without a batch ends the graph before anything has begun. Then the saved state says that the step
+        # is under way, with this batch.
         with tf.control_dependencies(components_of(self._shards.batches[0])):
             saved = rollback.begin()
         if self._audit is not None:
-            with tf.control_dependencies(saved):  # which empty the sums that a process keeps for process 0
+            with tf.control_dependencies(saved):  # they empty the sums that another process than 0 holds
                 saved = [*saved, *self._audit.begin(self.values)]
         others: After = [[] for _ in self._towers.layout.devices[1:]]
         if not checks and not saved:
@@ -118,19 +113,14 @@ class _Run:
         return self.exchanges.meet([saved, *others], checks)
 
     def compute(self, number: int, segment: Segment, after: After) -> tuple[list[Sent], After]:
-        """Run a segment on every tower.
-
-        Args:
-            number: of the segment, from 1.
-            segment: of the program.
-            after: [n] what each tower waits for.
+        """Run a segment, of this number from 1, on every tower; `after`: [n] what each waits for.
 
         Returns:
-            [s] what each shard sends, or, if towers add up, what a tower's shards up to it send together; and [n] the
-            tower's ops of the segment, and what else ends it.
+            [s] what each shard sends; if a tower adds up its shards, the sum up to this shard. And [n] the ops and
+            tensors by which the segment ends on each tower.
         """
         # With `emergency_checkpoint` the host waits for the sums before every write. A step may write several times: a
-        # sharded optimizer its state, then the weights; a GAN once for each optimizer.
+        # sharded optimizer first its state, then the weights; a GAN once for each optimizer.
         waits = self._towers.session.model.save is not None and bool(segment.written)
         if self._towers.layout.meets_processes and segment.written:
             after = self.exchanges.agree(after)
@@ -142,7 +132,7 @@ class _Run:
             ends: list[Any] = []
             tokens: list[Any] = []
             for place in own[:1] if segment.once else own:
-                # One after another: only what the shards before give takes memory meanwhile.
+                # One after another: of earlier shards only the results take memory meanwhile.
                 before = [*waited, *tokens]
                 incoming = self.exchanges.take(place, segment.incoming, before, waits=waits)
                 given = itertools.chain(*incoming) if number > 1 else components_of(self._shards.batches[place])
@@ -200,7 +190,7 @@ class _Run:
         return tf.nest.pack_sequence_as(program.structure, combined)
 
     def _joined(self, pieces: Sequence[Any], by_rows: bool) -> Any:
-        """Return one device's result, of [s] those of the shards of this process' towers."""
+        """Return one device's result, given [s] results of this process' shards."""
         layout = self._towers.layout
         if not by_rows or layout.shards == 1:
             return pieces[0]
@@ -220,14 +210,14 @@ class _Run:
 
 
 def _checked_rows(program: Program, shards: Shards) -> list[Any]:
-    """Check that the batch has as many rows as a state or a constant of the step that is divided like it."""
+    """Check that the batch has as many rows as each state or constant of the step that is divided like the batch."""
     total = shards.shares[0].total
     if len(shards.shares) == 1:
         return []
     with tf.device("/CPU:0"):
         checks = [
             tf.debugging.Assert(
-                tf.logical_or(tf.equal(total, rows), tf.equal(total, 1)),  # whose row is broadcast
+                tf.logical_or(tf.equal(total, rows), tf.equal(total, 1)),  # one row is broadcast
                 [
                     f"{tf_compat.OWN_WORDS}Expected a batch of {rows} rows: a stateful RNN, or a tensor of that "
                     "length, fixes them in this step. batch_size counts the rows of all towers together, as in "
@@ -241,7 +231,7 @@ def _checked_rows(program: Program, shards: Shards) -> list[Any]:
 
 
 def segment_name(program: Program, number: int) -> str:
-    """Return what a segment is called in a timeline; the last one, which writes the weights, "apply"."""
+    """Return a segment's name in a timeline; "apply" for the last segment, which writes the weights."""
     return "apply" if 1 < number == len(program.segments) else f"segment_{number}"
 
 

@@ -17,25 +17,25 @@ def is_cpu(device: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
-    """Say where a batch's shards are computed. A step that is divided further gets another layout."""
+    """Say where a batch's shards are computed. A step that is split further gets another layout."""
 
     devices: tuple[str, ...] = ("CPU:0",)  # [n] of this process' towers
     ranks: range = range(1)  # [n] the numbers of these towers
     towers: int = 1  # N, in all processes
-    # How many shards a batch has, if their number was given, or a step was split; all towers are then in one process.
-    # None: each tower has one.
+    # The number of shards of a batch, if it was given, or a step was split; all towers are then in one process. None: a
+    # shard for each tower.
     divided: int | None = None
-    # Whether a tower adds up its shards as they come, since a step was split for lack of memory. No bits belong to the
-    # number of shards then.
+    # Whether a tower adds up its shards in turn, since a step was split for lack of memory. The bits then depend on the
+    # number of towers.
     adds_up: bool = False
     weights: tf.Variable | None = None  # [N] int32, by which towers share a batch; None: evenly
-    # [N] int32, the rows of each tower in the batch that was handed out last, where each process reads its own rows
-    # alone. None: they follow from the number of rows.
+    # [N] int32, the rows of each tower in the batch that was handed out last, if each process reads its own rows. None:
+    # they follow from the number of rows.
     sizes: tf.Variable | None = None
 
     @property
     def shards(self) -> int:
-        """Return S, how many shards a batch has in all processes."""
+        """Return S, the number of shards of a batch, in all processes."""
         return self.towers if self.divided is None else self.divided
 
     @property
@@ -66,7 +66,7 @@ class Layout:
 
     @functools.cached_property
     def tower_places(self) -> tuple[int, ...]:
-        """Return [s] the place, among the n towers of this process, of the tower that computes each of its shards."""
+        """Return [s] the place, among this process' n towers, of the tower that computes each shard."""
         return tuple(tower for tower, own in enumerate(self.places) for _ in own)
 
     @property
@@ -81,7 +81,7 @@ class Layout:
 
     @property
     def owners(self) -> Sequence[int]:
-        """Return [S] the number of the tower that computes each shard, of all processes."""
+        """Return [S] the number of the tower that computes each shard, in all processes."""
         return range(self.towers) if self.divided is None else self.tower_places
 
     def sizes_of(self, rows: int) -> tuple[int, ...]:
@@ -89,7 +89,7 @@ class Layout:
         return shard_sizes(rows, self.shards, self.shares)
 
     def own_rows(self, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return, in a graph, the first row of this process' in a batch that is divided evenly, and the one after."""
+        """Return, in a graph, where this process' rows begin and end in a batch that is divided evenly."""
         first, last, sizes = self.own_shards[0], self.own_shards[-1] + 1, sizes_in_graph(rows, self.shards)
         return tf.reduce_sum(sizes[:first]), tf.reduce_sum(sizes[:last])
 
@@ -98,6 +98,6 @@ class Layout:
         return dataclasses.replace(self, divided=2 * self.shards, adds_up=True)
 
     def read(self, batch: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Return, in a graph, what there is of `weights` and `sizes`, for a batch of these components."""
-        with tf.device("/CPU:0"), tf.control_dependencies(batch):  # handing it out may write them
+        """Return, in a graph, the value of `weights` or `sizes`, if there is one, for a batch of these components."""
+        with tf.device("/CPU:0"), tf.control_dependencies(batch):  # handing out the batch may write them
             return [one.read_value() for one in (self.weights, self.sizes) if one is not None]

@@ -19,16 +19,15 @@ from ncclsync.ops.buckets import DEFAULT_BUCKET_BYTES
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# A host has up to 16 GPUs, and some hundred cores. A step is one graph with a part for each tower, and what
-# TensorFlow takes for it grows faster than their number: of a small model 5 s for 128, 15 s for 256, 47 s for
-# 512 towers on CPUs.
+# A host has up to 16 GPUs, and some hundred cores. A step is one graph with a part for each tower, which TensorFlow
+# takes ever longer to build: for a small model 5 s for 128 CPU towers, 15 s for 256, 47 s for 512.
 MOST_TOWERS = 256
 
 AUTO = "auto"  # of shares
 EXACT = ("batch_norm", "random")
 MOST_SHARE = 10**6  # times the rows of a batch, within int64
 
-# By name of an option that is a word: the words, and how a message names them.
+# The words that an option may be, and how a message names them.
 _WORDS = {
     "backend": (("nccl", "cpu", None), "one of ('nccl', 'cpu') or None"),
     "compression": (("bfloat16", None), "None or 'bfloat16'"),
@@ -37,11 +36,11 @@ _WORDS = {
     "on_oom": (("split", None), "None or 'split'"),
 }
 
-# Options of which one is given: what a message says of both.
-_WHOLE = ": what a tower gets of shards, it gets whole"
+# Options that exclude each other, and why, as a message says.
+_WHOLE = ": a tower gets whole shards, of even size"
 _EXCLUSIVE = {
     ("towers", "devices"): "",
-    ("on_oom", "shard_optimizer"): (": a tower that computes several shards has the whole of an optimizer's state"),
+    ("on_oom", "shard_optimizer"): ": a tower that computes several shards has the whole of an optimizer's state",
     ("shards", "shard_optimizer"): (
         ": which part of an optimizer's state a tower keeps depends on the number of towers, and shards must not"
     ),
@@ -49,7 +48,7 @@ _EXCLUSIVE = {
     ("shares", "on_oom"): _WHOLE,
 }
 
-# What is written in place of an option of another name.
+# What to write in place of an option's earlier name.
 _INSTEAD = {
     "sync_batch_norm": 'exact=("batch_norm",)',
     "batch_invariant_random": 'exact=("random",)',
@@ -61,7 +60,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _check_words_and_flags(options: Any) -> None:
-    """Check those of a dataclass' fields that are words or bools."""
+    """Check the fields of a dataclass that are words or bools."""
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
         allowed, words = _WORDS.get(field.name, ((value,), ""))
@@ -80,34 +79,33 @@ class Health:
     """Say what watches a run, and what happens when something is found: `nccl_parallel(health=Health(...))`.
 
     Attributes:
-        check_every: after every so many training steps, compute a checksum of the bits of each variable that
-            must be the same on all towers, where it lies, and compare. Any single flipped bit is found. A
-            `DivergenceError` names variables, towers and the step. None: never.
-        on_divergence: "raise" that error, which leaves all as it is; or "repair": log it as a warning and
-            send tower 0's values to all, unless it is tower 0 that differs from most others.
-        audit_every: after every so many training steps, make one in which towers compute each other's shards again, and
-            compare what these send to be added up, bit for bit: so a GPU that computes wrong numbers is found, which
-            `check_every` cannot see, since all weights are equal after the sum. An `AuditError` names the variables,
-            the step and, of three towers or more, the culprit; of two the pair. Such a step takes up to three times as
-            long (twice, on two towers) and memory for what it computes again, and brings that to the host.
-            `Throughput` and `Timeline` count it as any step. It needs
+        check_every: the number of training steps after which towers are compared: a checksum of the bits of each
+            variable that must be the same on all. Any single flipped bit is found. A `DivergenceError` names variables,
+            towers and the step. None: never.
+        on_divergence: "raise" that error, and change nothing; or "repair": log it as a warning and send tower 0's
+            values to all, unless tower 0 itself differs from most others.
+        audit_every: the number of training steps after which towers, in one step, compute each other's shards again and
+            compare the tensors that are added up, bit for bit. So a GPU that computes wrong numbers is found;
+            `check_every` cannot find it, since all weights are equal after the sum. An `AuditError` names the
+            variables, the step, and the tower; with only two towers both. Such a step takes up to three times as long
+            (twice, on two towers), takes memory for what it computes again, and copies the compared tensors to the
+            host. `Throughput` and `Timeline` count it as any step. It needs
             `tf.config.experimental.enable_op_determinism()`, and two towers on devices of one model in each process.
             None: never.
-        on_nonfinite: what happens if a tower's own gradient, as a tape gives it and before it is reduced,
-            holds a NaN or an infinity. "raise": a `NonFiniteError` names the tower, the variables and the
-            rows of the batch that it had, and a file with these rows. "skip": a warning with the same
-            words. Either way no weight, moving average or optimizer state of any tower changes, nor
-            `iterations`; metrics count the batch, and a loss that is NaN shows in the epoch's. It takes the
-            memory of one more copy of weights and optimizer state. A `LossScaleOptimizer` skips such steps
-            itself, and nothing is done about those. None: Keras' behaviour.
-        emergency_checkpoint: a file to save the model to (".keras"), or its weights (".weights.h5"), whenever
-            a collective has failed, before the error is raised. Of a model of `@nccl_parallel`.
-        preflight: send known numbers over each pair of GPUs' path before the first collective, so that a host
-            that corrupts them is an error.
-        timeout_s: how long a collective of NCCL's may take, and before it its GPUs' own work, in seconds
-            each. After 60 s a warning names what is pending; after `timeout_s` the step fails with a
-            `NcclTimeoutError` that names the collective and the towers that are missing. None: no limit.
-            Tower 0 keeps its weights, and the next step joins the GPUs anew.
+        on_nonfinite: what happens if a tower's own gradient, as a tape gives it and before it is reduced, holds a NaN
+            or an infinity. "raise": a `NonFiniteError` names the tower, the variables, the tower's rows of the batch,
+            and a file with these rows. "skip": a warning says the same. Either way no weight, moving average or
+            optimizer state of any tower changes, nor `iterations`; metrics count the batch, so that a NaN shows in the
+            epoch's loss. It takes the memory of one more copy of weights and optimizer state. A `LossScaleOptimizer`
+            skips such steps itself, and they are left to it. None: Keras' behaviour.
+        emergency_checkpoint: a file to save the model to (".keras"), or its weights (".weights.h5"), whenever a
+            collective has failed, before the error is raised. For models of `@nccl_parallel`.
+        preflight: send known numbers between each pair of GPUs before the first collective; corrupted numbers are an
+            error.
+        timeout_s: the limit of an NCCL collective, and of its GPUs' own work before it, in seconds each. After 60 s a
+            warning names what is pending; after `timeout_s` the step fails with a `NcclTimeoutError` that names the
+            collective and the missing towers. None: no limit. Tower 0 keeps its weights, and the next step joins the
+            GPUs anew.
 
     Raises:
         TypeError, ValueError: bad arguments.
@@ -151,47 +149,46 @@ class TowerOptions:
     """Say where towers stand and how they train.
 
     Attributes:
-        towers: the first so many GPUs, or so many CPU towers where the host has no GPU. None: every visible
-            GPU; one CPU tower where there is none. As many CPU towers as there are cores, or more, let
-            TensorFlow run an op on one thread (`tf.config.threading`), for the whole process, unless you have
-            chosen how many. If TensorFlow runs already, this is too late, and a warning says so.
-        devices: just these instead, such as `["GPU:0", "GPU:2"]`.
+        towers: train on this many GPUs, the first ones, or on this many CPU towers if the host has no GPU. None: every
+            visible GPU; without a GPU one CPU tower. As many CPU towers as there are cores, or more, let TensorFlow run
+            an op on one thread (`tf.config.threading`), for the whole process, unless you have chosen a number. If
+            TensorFlow runs already, this is too late, and a warning says so.
+        devices: train on these devices, such as `["GPU:0", "GPU:2"]`.
         backend: "nccl" or "cpu"; None follows the devices. The choice is logged once, at INFO.
-        bucket_bytes: gradients are all-reduced in buckets of up to this many bytes.
-        shards: split each batch into so many shards, at least as many as there are towers, whatever their number. A
-            tower computes its shards one after another, each with the random numbers that belong to the shard, and
-            what shards give is added up in one tree: with as many shards, any number of towers trains to the same
-            bits. It also lets a batch be larger than a GPU's memory holds at once. None: a shard for each tower.
-        shares: how many rows of each batch a tower gets beside the others, for GPUs that differ in speed: `[3, 1]`, in
-            the order of the devices, gives the first three times the rows of the second; exact as ever. "auto": this is
-            measured in the first steps, at most 20 calls of the training step, and then stays; the choice is logged
-            once, at INFO, as a list. Where bits are to be equal from run to run, give that. None: as evenly as it goes.
-            Not with `shards`, `on_oom` or several processes.
+        bucket_bytes: the most bytes of a bucket in which gradients are all-reduced.
+        shards: split each batch into this many shards, at least one for each tower. A tower computes its shards one
+            after another, each with random numbers of its own, and one tree adds up the shards' gradients: with the
+            same `shards`, any number of towers trains to the same bits. A batch may then be larger than a GPU's memory
+            holds at once. None: a shard for each tower.
+        shares: unequal parts of a batch, for GPUs that differ in speed. `[3, 1]`, in the order of the devices, gives
+            the first three times the rows of the second; results stay exact. "auto": the shares are measured in the
+            first steps, at most 20 calls of the training step, and then stay; they are logged once, at INFO, as a list.
+            For equal bits from run to run give that list. None: parts as even as possible. Not with `shards`, `on_oom`
+            or several processes.
         exact: True: training does not depend on the number of towers in what Keras leaves to each replica, for more
-            exchanges or draws; or a tuple of some of it. "batch_norm": every `BatchNormalization` normalises by the
+            exchanges or draws; or a tuple of these words. "batch_norm": every `BatchNormalization` normalises by the
             whole batch's mean and variance instead of each shard's, as with `synchronized=True`; two more exchanges per
             layer. "random": random layers and `keras.random` draw the numbers that one device would draw for these very
             samples; each tower draws for the whole batch. An op that cannot do so, such as a shuffle of the batch or
-            `tf.random.normal`, is an error that names it. Without, a warning names the layers, and each tower draws
-            other numbers: reproducible for a given seed and number of towers.
-        compression: "bfloat16": dense float32 gradients travel as bfloat16, half the bytes. The rounding
-            error of a tower's gradient is added to its next one, so that training is close to that of one
-            device, though not equal.
-        shard_optimizer: let each of N towers keep and update the N-th part of the optimizer's state, and send
-            the others the weights that it has updated: 1/N of the optimizer's memory and work, and the same
-            numbers. While towers train, the optimizer's own variables take no memory; who reads one, or
-            saves the model, finds it whole. For optimizers that update each element of a weight by itself, as
-            SGD and Adam do; others are an error. State of weights with sparse gradients stays whole on every
-            tower.
-        on_oom: what happens if a step does not fit a tower's memory (TensorFlow's `ResourceExhaustedError`).
-            "split": the step leaves no trace, and runs again with twice as many shards, which a tower computes
-            one after another, until it fits; a warning says how many, and it stays so. With `shards`, whose bits
-            belong to their number, the error is raised, as with None. It takes the memory of one more copy of
-            weights and optimizer state.
-        processes: join the other processes, if mpirun, srun, torchrun or `TF_CONFIG` makes this one of several:
-            the towers of all of them train as one device, and `towers` and `devices` are those of this process;
-            by default every visible GPU, or, of several processes on a host, the GPU of this one's number there.
-            The choice is logged once, at INFO. False: this process trains by itself.
+            `tf.random.normal`, is an error that names it. Without "random", a warning names the layers, and each tower
+            draws other numbers: reproducible for a given seed and number of towers.
+        compression: "bfloat16": dense float32 gradients travel as bfloat16, half the bytes. The rounding error of a
+            tower's gradient is added to its next gradient, so that training is close to that of one device, though not
+            equal.
+        shard_optimizer: let each of N towers keep and update the N-th part of the optimizer's state, and send the
+            others the updated weights: 1/N of the optimizer's memory and work, and the same numbers. While towers
+            train, the optimizer's own variables take no memory; a read, or a save of the model, finds them whole. For
+            optimizers that update each element of a weight by itself, as SGD and Adam do; other optimizers are an
+            error. State of weights with sparse gradients stays whole on every tower.
+        on_oom: what happens if a step does not fit a tower's memory (TensorFlow's `ResourceExhaustedError`). "split":
+            the step leaves no trace, and runs again with twice as many shards, which a tower computes one after
+            another, until it fits; a warning tells their number, and it stays so. With `shards`, whose bits belong to
+            their number, the error is raised, as with None. It takes the memory of one more copy of weights and
+            optimizer state.
+        processes: join the other processes, if mpirun, srun, torchrun or `TF_CONFIG` makes this one of several: the
+            towers of all train as one device, and `towers` and `devices` are those of this process. By default it takes
+            every visible GPU, or, if several processes of a host see the same GPUs, the GPU of its number there. The
+            choice is logged once, at INFO. False: this process trains by itself.
         health: a `Health`: what watches the run, and what happens when something is found.
     """
 
@@ -220,7 +217,7 @@ class TowerOptions:
 
     @classmethod
     def of(cls, caller: str, given: dict[str, Any]) -> "Self":
-        """Make options of `given`, the arguments of `caller`; an unknown one is an error of that."""
+        """Make options of `given`, the arguments of `caller`; an unknown argument is `caller`'s TypeError."""
         for name in given.keys() - {field.name for field in dataclasses.fields(cls)}:
             of_health = name in {field.name for field in dataclasses.fields(Health)}
             instead = f"health=ncclsync.Health({name}={given[name]!r})" if of_health else _INSTEAD.get(name)
@@ -229,7 +226,7 @@ class TowerOptions:
         return cls(**given)
 
     def __post_init__(self) -> None:
-        """Check all that needs no list of TensorFlow's devices: asking for that would start it.
+        """Check all that needs no list of devices: to ask for it would start TensorFlow.
 
         Raises:
             TypeError, ValueError: bad arguments.
@@ -267,7 +264,7 @@ class TowerOptions:
         self.check_towers(self.towers if self.devices is None else len(self.devices))
 
     def check_towers(self, towers: int | None) -> None:
-        """Raise ValueError if there are fewer shards than so many towers; None: their number is not known yet."""
+        """Raise ValueError if there are fewer shards than towers; None: their number is not known yet."""
         if self.shards is not None and towers is not None and self.shards < towers:
             raise ValueError(
                 f"Expected at least a shard for each of {towers} towers. Received: shards={self.shards}. A tower "

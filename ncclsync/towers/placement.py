@@ -33,13 +33,13 @@ class Choice:
 
 
 def own_process(devices: Sequence[str] | None) -> Process | None:
-    """Return which of several processes this one is; None: it trains by itself.
+    """Return this process' place among several; None: it trains by itself.
 
     Raises:
-        NcclSyncError: what a launcher has set contradicts itself, or is of one whose processes cannot be joined.
+        NcclSyncError: a launcher's variables contradict each other, or its processes cannot be joined.
     """
     process = find_process()
-    if process is None and devices is None:  # if they are named, it may have been started beside others
+    if process is None and devices is None:  # a process with named devices may have been started beside others
         other_libraries.check_one_process()
     return process
 
@@ -51,11 +51,10 @@ def choose_devices(
 
     Args:
         towers, devices, backend: see `TowerOptions`, which has checked them.
-        process: this one, if it is one of several that are joined.
+        process: this process, if several are joined.
 
     Raises:
-        ValueError: they name a device that is not there, or a GPU twice, or ask for more towers than there
-            are GPUs on a host that has some.
+        ValueError: they name a device that is not there, or a GPU twice; or the host has GPUs, but fewer than towers.
     """
     gpus = [_short_name(device.name) for device in tf.config.list_logical_devices("GPU")]
     if devices is not None:
@@ -82,7 +81,7 @@ def choose_devices(
 def share_cores(towers: int | None, devices: Sequence[str] | None, process: Process | None = None) -> None:
     """Let TensorFlow run an op on one thread if these towers will stand on the CPU and keep all cores busy.
 
-    To be called before `choose_devices`, which starts TensorFlow.
+    Call it before `choose_devices`, which starts TensorFlow.
     """
     if devices is not None:
         on_cpu = sum(is_cpu(str(name)) for name in devices)
@@ -95,11 +94,10 @@ def share_cores(towers: int | None, devices: Sequence[str] | None, process: Proc
 
 @functools.cache
 def _run_ops_on_one_thread() -> None:
-    """Run ops on one thread, unless the user has chosen how many or TensorFlow runs; once per process.
+    """Run an op on one thread, unless the user has chosen a number or TensorFlow runs; once per process.
 
-    By default each op divides its work among all cores. Where there are as many towers as cores, every part
-    then waits until a tower that computes on that core is interrupted. TensorFlow takes that option only before
-    it starts. (torchrun sets OMP_NUM_THREADS=1 for the same reason.)
+    By default an op divides its work among all cores. With as many towers as cores, each part then waits until the
+    tower that computes on its core is interrupted. torchrun sets OMP_NUM_THREADS=1 for the same reason.
     """
     if tf.config.threading.get_intra_op_parallelism_threads() or os.environ.get("TF_NUM_INTRAOP_THREADS"):
         return
@@ -115,7 +113,7 @@ def _run_ops_on_one_thread() -> None:
 
 
 def device_models(devices: Sequence[str]) -> list[str]:
-    """Return [n] the model of each device, as its driver names it; without such a name its kind, such as "GPU"."""
+    """Return [n] the model of each device, by its driver; if that tells none, its kind, such as "GPU"."""
     gpus, found = _physical_gpus(), []
     for device in devices:
         kind, _, number = device.partition(":")
@@ -127,9 +125,9 @@ def device_models(devices: Sequence[str]) -> list[str]:
 def connect(
     choice: Choice, process: Process | None = None, *, timeout_s: float | None, preflight: bool
 ) -> Communicator:
-    """Create the communicator that joins the chosen towers; collective if `process` is one of several.
+    """Create the communicator that joins the chosen towers; collective with several processes. The caller closes it.
 
-    Its sums are repeatable where TensorFlow's op determinism is on. The caller closes it.
+    Its sums are repeatable if TensorFlow's op determinism is on.
 
     Raises:
         NcclUnavailableError, NcclError: if NCCL was chosen and cannot be used.
@@ -151,7 +149,7 @@ def connect(
         on_host = any(map(is_cpu, choice.devices))
         if communicator.launcher(on_host=on_host).blocks and not on_host:
             logger.warning(
-                "The host waits for each collective: the driver cannot let a GPU wait for one, as of CUDA 12.5"
+                "The host waits for each collective: before CUDA 12.5 a driver cannot let a GPU wait for one"
             )
         return communicator
     if process is not None:
@@ -160,16 +158,13 @@ def connect(
 
 
 def make_target(layout: Layout, backend: str, options: TowerOptions) -> Target:
-    """Return the target that programs for these towers are cut for.
-
-    If the number of shards was given, nothing depends on the number of towers.
-    """
+    """Return what programs for these towers are cut for; with `shards=` it is the same for any number of towers."""
     # TensorFlow's ops can join the tensors of towers that are all of this process.
     joins = layout.divided is None and not layout.meets_processes
     on_host = backend == "cpu" and not layout.on_gpus
     return Target(
         home_device=layout.devices[0],
-        # Where memory is short, none is taken for the copies that buckets are packed of.
+        # Where memory is short, buckets take no memory for packed copies.
         bucket_bytes=1 if layout.adds_up else options.bucket_bytes,
         same_seeds=options.exact_random,
         many_shards=layout.divided is not None,
@@ -179,7 +174,7 @@ def make_target(layout: Layout, backend: str, options: TowerOptions) -> Target:
 
 
 def host_passes(towers: int, *, joins: bool) -> tuple[Callable[[Any], Any], ...]:
-    """Return the passes that make a program cheaper where so many towers share the host's memory."""
+    """Return the passes that make a program cheaper for towers that share the host's memory."""
     if importlib.util.find_spec("ncclsync.host_passes") is None:
         return ()
     improve = importlib.import_module("ncclsync.host_passes").improve
@@ -187,7 +182,7 @@ def host_passes(towers: int, *, joins: bool) -> tuple[Callable[[Any], Any], ...]
 
 
 def _physical_gpus() -> list[tf.config.PhysicalDevice]:
-    """Return the GPU of each logical one: TensorFlow may see only some, or make several logical ones of a GPU."""
+    """Return the GPU of each logical GPU: TensorFlow may see only some GPUs, or divide a GPU into several."""
     gpus = []
     for gpu in tf.config.get_visible_devices("GPU"):
         gpus += [gpu] * len(tf.config.get_logical_device_configuration(gpu) or [None])
@@ -195,7 +190,7 @@ def _physical_gpus() -> list[tf.config.PhysicalDevice]:
 
 
 def keep_quiet(process: Process) -> None:
-    """Let process 0 alone log what all processes log; errors are logged by each."""
+    """Let processes other than 0 log errors alone."""
     if process.rank > 0:
         logger.addFilter(_is_error)
 
@@ -205,7 +200,7 @@ def _is_error(record: logging.LogRecord) -> bool:
 
 
 def _why_no_gpu() -> str:
-    """Return why TensorFlow sees none of the host's GPUs; "" where there are none, or they are hidden."""
+    """Return why TensorFlow sees none of the host's GPUs; "" if there are none, or the user has hidden them."""
     count, value = host_gpus.count_gpus(), os.environ.get(host_gpus.VISIBLE)
     if not count or value in ("", "-1") or tf.config.list_physical_devices("GPU"):
         return ""
@@ -222,7 +217,7 @@ def _why_no_gpu() -> str:
 
 
 def _hiding() -> str:
-    """Return, for an error, the variable that leaves a process a part of the host's GPUs; "" if none is set."""
+    """Return, for an error, the variable that hides some of the host's GPUs; "" if none is set."""
     for name in (host_gpus.VISIBLE, "NVIDIA_VISIBLE_DEVICES"):
         if os.environ.get(name) not in (None, "", "all"):
             return f" {name}={os.environ[name]!r} hides all others."
@@ -230,7 +225,7 @@ def _hiding() -> str:
 
 
 def _own_gpus(gpus: list[str], towers: int | None, process: Process) -> list[str]:
-    """Return the GPUs of this process, of those that it sees: all, unless others on the host see the same."""
+    """Return this process' part of the GPUs that it sees: all, unless other processes of the host see the same."""
     if process.local_size == 1 or len(gpus) <= 1:
         return gpus
     count = towers or 1

@@ -1,6 +1,6 @@
 """Keep a step's batch, to run it again if it fails, and old values, to undo its writes.
 
-Called by `laying_out.py` and `step.py` while the graph of the step is built, and when it has failed.
+`laying_out.py` and `step.py` call this while they build the step's graph, and after a failure.
 """
 
 import functools
@@ -20,10 +20,10 @@ from ncclsync.towers.state import TowerState
 
 
 class KeptBatch:
-    """Keep the batch of the current step, in the memory that it has, for who runs it again.
+    """Keep the batch of the current step, without a copy, to run it again in more shards, or to find an error.
 
-    That is, in more shards; or to find an error: when one tower fails, TensorFlow cancels the others, and may report
-    the cancellation instead. The same step, run outside a graph, tower by tower, raises the error itself.
+    When one tower fails, TensorFlow cancels the others, and may report the cancellation instead. The same step, run
+    outside a graph, tower by tower, raises the error itself.
     """
 
     def __init__(self, specs: Any) -> None:
@@ -41,11 +41,11 @@ class KeptBatch:
     def keep(self, batch: Any) -> Any:
         """Keep a batch, in the graph of the step; return it for the step to use."""
         kept = [variable.assign(leaf) for variable, leaf in zip(self._leaves, components_of(batch), strict=True)]
-        with tf.device("/CPU:0"):  # where the leaves are: with no device given, TensorFlow would send them to a GPU
+        with tf.device("/CPU:0"):  # where the leaves are: without a device, TensorFlow would send them to a GPU
             return delay(batch, _ops(kept))
 
     def keep_components(self, components: list[tf.Tensor]) -> None:
-        """Keep a batch that is there before the step begins: its components, in the host's memory."""
+        """Keep a batch that exists before the step begins, by its components, in the host's memory."""
         self._given = components
 
     def batch(self) -> Any:
@@ -59,23 +59,17 @@ class Rollback:
     """Undo a step that failed on one tower after it had written weights.
 
     The saved values share memory with tower 0's variables until a step writes those.
-
-    Attributes:
-        undone: whether `restore` has undone a step that was under way when it was last called.
     """
 
-    undone = False
+    undone = False  # whether the last call of `restore` has undone a step
 
     def __init__(
         self, program: Program, towers: TowerState, report: Callable[[np.ndarray, np.ndarray], None] | None = None
     ) -> None:
-        """Prepare for a program.
+        """Prepare for a program on towers.
 
-        Args:
-            program: what is run.
-            towers: where.
-            report: is called with the values of `program.finite` if one is False, and the shards' samples, before
-                the step is undone; what it raises fails the step. Needed if the program has that result.
+        If the program has the result `finite`, and a value of it is False, `report` is called with these values and the
+        shards' samples, before the step is undone; its error fails the step.
         """
         variables = dict(program.variables)
         self._report = report
@@ -89,22 +83,22 @@ class Rollback:
                     [copies] if towers.replicas.role_of(variables[name]) is Role.SAME else [[one] for one in copies]
                 )
                 self._saved += [(group[0], _saved(group[0]), group if undone else []) for group in groups]
-            # Each process' first tower holds the sum that a metric's state is, and in a step tower 0 alone.
+            # The first tower of each process holds a metric's sum; within a step tower 0 alone does.
             others = not towers.layout.is_chief
             self._sums = [one for _, one in program.variables if others and role_of(one) is Role.SUM]
             self._saved += [(variable, _saved(variable), []) for variable in self._sums]
-            # True while a step is under way; needed also for one that writes nothing, if it may run again, or takes its
-            # batch within the graph: its own iterator may end before that, and another one after it.
+            # True while a step is under way. Without saved values it is needed if the step may run again; or if its
+            # graph takes the batch: the end of that iterator comes before this is True, the end of another one after.
             needed = self._saved or towers.options.on_oom is not None or not towers.layout.on_gpus
             self._begun = tf.Variable(False, trainable=False) if needed else None
 
     @property
     def under_way(self) -> bool:
-        """Return whether a step has begun that has not ended, as far as that is recorded."""
+        """Return whether a step has begun and not ended, as far as that is recorded."""
         return self._begun is not None and bool(self._begun.numpy())
 
     def begin(self) -> list[tf.Operation]:
-        """Save, in the graph of the step; the step must wait for what is returned."""
+        """Save, in the graph of the step; return the ops that the step must wait for."""
         if self._begun is None:
             return []
         saves = [saved.assign(variable.read_value()) for variable, saved, _ in self._saved]
@@ -120,7 +114,7 @@ class Rollback:
     def end(self, done: tf.Operation, finite: tf.Tensor | None, sizes: Sequence[tf.Tensor]) -> tf.Operation:
         """Record, in its graph, that the step which `done` ends is complete; undo it first if not all is `finite`.
 
-        That is the value of `program.finite`, if the program has it; `sizes` are the samples of each shard.
+        That is the value of `program.finite`, or None; `sizes` are the samples of each shard.
         """
         if finite is not None:
             with tf.control_dependencies([done]):
@@ -132,7 +126,7 @@ class Rollback:
             return tf.group(self._begun.assign(False))
 
     def restore(self) -> None:
-        """Undo a step that failed on its way; do nothing if it failed before it began."""
+        """Undo a step that failed under way; do nothing if it failed before it began."""
         self.undone = self.under_way
         if self._begun is not None and self.undone:
             for variable, saved, _ in self._saved:

@@ -1,6 +1,6 @@
-"""Open the towers' devices and their communicator, and close them; know what has failed, and tell other processes.
+"""Open the towers' devices and their communicator; decide which error is raised, and tell other processes of it.
 
-A session keeps no variables. `replicas.py` has these, `watch.py` looks after them.
+A session holds no variables. `replicas.py` holds them, `watch.py` compares them.
 """
 
 import contextlib
@@ -38,10 +38,10 @@ logger = logging.getLogger("ncclsync")
 
 @dataclasses.dataclass(frozen=True)
 class ModelSide:
-    """Say what towers ask of the model that they are for; of `Towers` without one, the defaults."""
+    """Hold what towers ask of their model; the defaults are those of `Towers` without a model."""
 
-    weights: Callable[[], Sequence[Any]] | None = None  # of `get_weights`, in order; None: all that have copies
-    paths: Callable[[], Mapping[int, str]] = dict  # the names that messages use, by the id of tower 0's variable
+    weights: Callable[[], Sequence[Any]] | None = None  # those of `get_weights`, in order; None: all that have copies
+    paths: Callable[[], Mapping[int, str]] = dict  # the variables' names in messages, by the id of tower 0's variable
     save: Callable[[], None] | None = None  # saves tower 0's state when a collective has failed
     explain: Callable[[Any], Any] | None = None  # explains the model's training step on a batch
 
@@ -53,8 +53,9 @@ class Session:
         """Choose devices and backend, and join them.
 
         Raises:
-            ValueError: the options name a device that is not there, or more towers than there are GPUs.
-            NcclUnavailableError, NcclError: if NCCL was chosen and cannot be used.
+            ValueError: the options name a device that is not there, or more towers than there are GPUs, or exclude
+                several processes.
+            NcclUnavailableError, NcclError: NCCL was chosen and cannot be used.
         """
         self.options, health = options, options.health
         process = own_process(options.devices) if options.processes else None
@@ -69,7 +70,7 @@ class Session:
                 "processes=False"
             )
         if options.backend != "nccl":
-            # How many threads an op has may change the order of its sums: it must not depend on the towers.
+            # The number of an op's threads may change the order of its sums: it must not depend on the towers.
             divided = options.shards is not None and all(is_cpu(str(one)) for one in options.devices or ())
             share_cores(*((options.shards, None) if divided else (options.towers, options.devices)), process)
         choice = choose_devices(options.towers, options.devices, options.backend, process)
@@ -77,18 +78,18 @@ class Session:
         options.check_towers(len(devices))
         if health.audit_every is not None:
             _check_audits(devices)
-        shared = options.shares is not None and (options.shares != AUTO or len(devices) > 1)
-        # By what towers of different speed share a batch, if they do.
-        self.shares = Shares(options.shares, devices) if shared and options.shares is not None else None
+        # The unequal parts of a batch; None: they are even, as for a single tower that was to measure them.
+        self.shares: Shares | None = None
+        if options.shares is not None and (options.shares != AUTO or len(devices) > 1):
+            self.shares = Shares(options.shares, devices)
         self.communicator = connect(choice, process, timeout_s=health.timeout_s, preflight=health.preflight)
         self.launches = isinstance(self.communicator, NcclCommunicator)  # joins towers by the ops of `ops.device_ops`
         ranks = range(self.communicator.ranks[0], self.communicator.ranks[-1] + 1)
         weights = None if self.shares is None else self.shares.variable
-        # Which shard of a batch is whose, and what programs are cut for; others after `split`.
+        # `split` replaces both.
         self.layout = Layout(devices, ranks, self.communicator.world_size, options.shards, weights=weights)
         self.target = make_target(self.layout, self.backend, options)
         self.in_flight = InFlight(self.communicator)
-        # What fetches ahead of the steps, on GPUs.
         self.feeders: weakref.WeakKeyDictionary[tf.data.Iterator, Feeder] = weakref.WeakKeyDictionary()
         self.model = ModelSide()
         self.closed = False
@@ -114,7 +115,7 @@ class Session:
         return not reason
 
     def check_repeatable(self) -> None:
-        """Warn if bits that are to be equal may differ: op determinism is off, or was when NCCL joined the towers."""
+        """Warn if bits that should be equal may differ: op determinism is off, or was when NCCL joined the towers."""
         if not tf_compat.is_op_determinism_enabled():
             shards = self.options.shards
             if shards is not None and self.layout.on_gpus:
@@ -140,7 +141,7 @@ class Session:
             )
 
     def require_eager(self, what: str) -> None:
-        """Raise NcclSyncError if `what` was called within a tf.function: tensors made there are gone with its graph."""
+        """Raise NcclSyncError if `what` was called within a tf.function, whose tensors end with its graph."""
         if not tf.executing_eagerly():
             raise NcclSyncError(
                 f"Expected {what} outside any tf.function. Received: a call inside one. Call it from plain "
@@ -148,18 +149,18 @@ class Session:
             )
 
     def warn_once(self, message: str, about: str | None = None) -> None:
-        """Log a warning, unless it was logged before, or one `about` the same."""
+        """Log a warning, unless it, or a warning `about` the same, was logged before."""
         if (about or message) not in self._warned:
             self._warned.add(about or message)
             logger.warning("%s", message)
 
     def names_of(self, variables: Sequence[tf.Variable]) -> list[str]:
-        """Return the names of tower 0's variables for messages: their Keras paths where known."""
+        """Return the names of tower 0's variables for messages: their Keras paths if known."""
         paths = self.model.paths()
         return [paths.get(id(variable), variable.name) for variable in variables]
 
     def interruptible(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which Ctrl-C ends collectives, where they can hang."""
+        """Return a context in which Ctrl-C ends collectives, if they can hang."""
         communicator = self.communicator
         return interruptible(communicator.interrupt) if communicator.waits else contextlib.nullcontext()
 
@@ -168,14 +169,14 @@ class Session:
     def cause_of(self, error: BaseException) -> BaseException:
         """Return the error to raise for a failed step; tell other processes if it is this process' own.
 
-        TensorFlow wraps what a collective or Python raises within a graph, or reports what that cancelled. Returned is
-        what was raised itself, or ncclsync's sentence about it, or else `error`.
+        TensorFlow wraps an error that a collective or Python raises within a graph, or reports an op that was cancelled
+        by it. The result is the original error, or an NcclSyncError with ncclsync's sentence about it, or else `error`.
 
         Args:
             error: that the step has raised.
         """
         raised = self.in_flight.take()
-        if not isinstance(error, Exception):  # Ctrl-C, of which this may have been made on the way
+        if not isinstance(error, Exception):  # Ctrl-C, which may have caused `raised`
             raised = None
             self.in_flight.report()
         if isinstance(raised, ProcessError):
@@ -195,12 +196,12 @@ class Session:
 
     def tell(self, error: BaseException) -> None:
         """Report an error that a call raises to the other processes."""
-        if isinstance(error, ProcessError):  # not always within a step, which saves by itself
+        if isinstance(error, ProcessError):  # within a step this is done already
             self._failed_collective()
         self.communicator.report_failure(error)
 
     def _failed_collective(self) -> BaseException | None:
-        """Return the failure that ended the communicator, if any; save tower 0's state first; see `InFlight.report`."""
+        """Save tower 0's state if a failure has ended the communicator; return the failure, by `InFlight.report`."""
         failure, save = self.in_flight.report(), self.model.save
         if failure is None or failure is self._saved_after or save is None:
             return failure
@@ -209,11 +210,11 @@ class Session:
         if peers is None or peers.leads:
             try:
                 save()
-            except Exception:  # whatever it is: the failure itself must be raised
+            except Exception:  # of any kind: the failure itself must be raised
                 logger.exception("Tower 0 could not be saved after a failed collective")
         return failure
 
-    # What processes give each other. Collective, where there are several.
+    # Exchanges between processes, collective if there are several; `what` names the values in messages.
 
     def of_tower_0(self, variable: tf.Variable, what: str) -> tf.Tensor:
         """Return tower 0's value, whichever process has it."""
@@ -224,14 +225,14 @@ class Session:
         return tf.convert_to_tensor(self.communicator.exchange(own, what)[0], value.dtype)
 
     def total(self, parts: Sequence[tf.Tensor], what: str) -> tf.Tensor:
-        """Return the sum of what the towers of all processes hold; `parts` are this process'."""
-        if self.communicator.failure is not None:  # a file with the rest is better than none
+        """Return the sum over the towers of all processes, given [n] this process' parts."""
+        if self.communicator.failure is not None:  # a file with the rest is better than no file
             self.warn_once("Other processes' parts of the gradients that an optimizer accumulates are lost")
             return tf.add_n(list(parts))
         return group_exchange([parts], self.communicator, [AllReduce((), (), "sum", what)])[0][0]
 
     def rows_of_all(self, rows: tf.Tensor, what: str) -> tf.Tensor:
-        """Return [N, length] rows of all towers; `rows` are this process'."""
+        """Return [N, length] the rows of all towers, given [n, length] this process' rows."""
         towers = self.layout.towers
         if self.communicator.failure is not None:  # as in `total`
             self.warn_once("Other processes' parts of the optimizers' state, which shard_optimizer divides, are lost")
@@ -240,11 +241,11 @@ class Session:
         return tf.concat(self.communicator.exchange(rows.numpy(), what), 0)
 
     def broadcast(self, values: Sequence[tf.Tensor], what: str, *, in_place: bool = False) -> list[tf.Tensor]:
-        """Return tower 0's value on each tower, where these only enqueue; by a graph that is traced for each dtype.
+        """Return tower 0's value on each tower, by a launch from a graph that is traced for each dtype.
 
         Args:
             values: [n] of this process' towers.
-            what: they are, for messages.
+            what: names them in messages.
             in_place: see `device_ops.launch`.
 
         Raises:
@@ -270,18 +271,18 @@ class Session:
 def _check_audits(devices: Sequence[str]) -> None:
     if len(devices) < 2:
         raise ValueError(
-            "Expected two towers in each process at least with audit_every: one computes the shard of the other. "
+            "Expected two towers in each process, or more, with audit_every: each computes shards of others, too. "
             f"Received: {devices}"
         )
     kinds = set(device_models(devices))
     if len(kinds) > 1:
         raise ValueError(
-            "Expected devices of one model with audit_every: others may round otherwise, and nothing is wrong. "
+            "Expected devices of one model with audit_every: another model may round differently, without a fault. "
             f"Received: {', '.join(sorted(kinds))}"
         )
     if not tf_compat.is_op_determinism_enabled():
         raise ValueError(
-            "Expected deterministic ops with audit_every: else towers may differ in the last bits, and nothing is "
-            "wrong. Received: TensorFlow without them. Call tf.config.experimental.enable_op_determinism() first, "
+            "Expected deterministic ops with audit_every: otherwise towers may differ in the last bits, without a "
+            "fault. Received: TensorFlow without them. Call tf.config.experimental.enable_op_determinism() first, "
             "and keras.utils.set_random_seed(...)"
         )

@@ -1,6 +1,6 @@
 """Share a batch among towers that differ in speed: by weights that are given, or measured over the first steps.
 
-The weights lie in a variable, which the graphs that split batches read: other ones need no new trace.
+The weights lie in a variable, which the graphs that split batches read: new weights need no new trace.
 """
 
 import logging
@@ -16,25 +16,22 @@ from ncclsync.towers.options import AUTO
 
 logger = logging.getLogger("ncclsync")
 
-MOST_CALLS = 20  # of a step, that are watched
-_ROUNDS, _STEPS = 4, 3  # of measuring, the steps of each
-_GAIN = 1.05  # times that differ by less are as good
-_SUM = 1000  # of the weights that are measured
+MOST_CALLS = 20  # of a step, to be watched
+_ROUNDS, _STEPS = 4, 3  # rounds of measuring, steps of a round
+_GAIN = 1.05  # times of a smaller ratio count as equal
+_SUM = 1000  # of measured weights
 
 
 class Shares:
-    """Hold by what weights the towers share each batch; measure them, if asked.
+    """Hold the weights by which the towers share each batch; measure them, if asked.
 
-    A round of measuring is of a few steps of as many rows. Each tower's rows in a second are its weight in the next
-    round: what takes a tower as long for any rows, such as launches, distorts them less each time. When all towers take
-    as long, or after `_ROUNDS`, the weights of the round whose slowest tower was the fastest stay.
-
-    Attributes:
-        variable: [towers] int32, the weights, in the host's memory.
+    A round of measuring is a few steps of equally many rows. Each tower's rows per second are its weight in the next
+    round: costs that do not depend on the rows, such as launches, distort the weights less each time. When all towers
+    take equally long, or after `_ROUNDS`, the weights with which the slowest tower was fastest stay.
     """
 
     def __init__(self, given: Sequence[int] | str, devices: Sequence[str]) -> None:
-        """Begin with the weights that are given for the towers on these devices, or for "auto" with equal ones.
+        """Begin with the given weights of the towers on these devices, or with equal weights for "auto".
 
         Raises:
             ValueError: there are not as many weights as towers.
@@ -48,10 +45,10 @@ class Shares:
         self._left = MOST_CALLS if given == AUTO else 0
         self._skipped = self._rows = 0
         self._times: list[list[int]] = []  # [steps][towers] ns, of this round
-        self._rounds: list[tuple[float, tuple[int, ...]]] = []  # what the slowest tower took, in ns, and the weights
+        self._rounds: list[tuple[float, tuple[int, ...]]] = []  # the slowest tower's time, in ns, and the weights
         weights = (1,) * len(devices) if isinstance(given, str) else tuple(given)
         with tf.device("/CPU:0"):
-            self.variable = tf.Variable(weights, dtype=tf.int32, trainable=False)
+            self.variable = tf.Variable(weights, dtype=tf.int32, trainable=False)  # [towers]
 
     @property
     def weights(self) -> tuple[int, ...]:
@@ -64,7 +61,7 @@ class Shares:
         return self._left == 0
 
     def measure(self, measured: Measured) -> None:
-        """Take in what was recorded of a call of a training step; change the weights when that is enough."""
+        """Take in the timestamps of a call of a training step; change the weights when a round is complete."""
         self._left -= 1
         for step in measured.steps[1:] if measured.traced else measured.steps:
             if self._skipped:
@@ -77,7 +74,7 @@ class Shares:
             self._settle()
 
     def _add(self, step: MeasuredStep) -> None:
-        """Take in a step of as many rows as those before; one of more rows begins anew."""
+        """Take in a step of as many rows as before; a step of more rows begins anew."""
         if not all(shard_sizes(step.samples, len(self.weights), self.weights)):
             return
         if step.samples > self._rows:
@@ -94,7 +91,7 @@ class Shares:
         sizes = shard_sizes(self._rows, len(times), self.weights)
         rates = [rows / time for rows, time in zip(sizes, times, strict=True)]
         self.variable.assign([max(1, round(_SUM * rate / sum(rates))) for rate in rates])
-        self._skipped = AHEAD  # batches that are there already, split by the weights before
+        self._skipped = AHEAD  # batches that are split by the old weights already
 
     def _settle(self) -> None:
         if self._rounds:
@@ -105,10 +102,10 @@ class Shares:
 
 
 def tower_times(step: MeasuredStep, towers: int) -> list[int]:
-    """Return how long each tower has computed in a step, in ns, without the update, which has no rows.
+    """Return how long each tower has computed in a step, in ns, without the update, whose time no rows change.
 
-    On GPUs a segment's begin is recorded when it is enqueued. It runs after the tower's segment before; and after that
-    of all towers, where it takes what they have sent.
+    On GPUs a segment's begin is recorded when it is enqueued. It runs after the tower's previous segment; if it takes
+    an exchange, after the previous segment of all towers.
     """
     by_tower: list[list[TimedSpan]] = [[] for _ in range(towers)]
     for one in step.spans:

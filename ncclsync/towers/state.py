@@ -1,4 +1,4 @@
-"""Put towers together: a session, in which replicas of one model's state are held, and what watches them."""
+"""Put towers together: a session, the replicas of one model's state, and the watch over them."""
 
 import contextlib
 import logging
@@ -24,9 +24,9 @@ logger = logging.getLogger("ncclsync")
 
 
 class TowerState:
-    """Hold N replicas of one model's state, one per device: what `Towers` have without the steps that they run."""
+    """Hold N replicas of one model's state, one per device: `Towers` without the steps that they run."""
 
-    # What gives the batches that steps take from no iterator, if each process reads other rows.
+    # The data of steps that are given their batches, if each process reads its own rows.
     own_rows_given: CountingDataset | None = None
 
     def __init__(self, options: TowerOptions) -> None:
@@ -44,13 +44,13 @@ class TowerState:
 
     @property
     def layout(self) -> Layout:
-        """Return which shard of a batch is whose, now."""
+        """Return the layout of the next step's batch."""
         return self.session.layout
 
     def split_further(self, rows: int) -> bool:
-        """Divide steps into twice as many shards from now on, since a batch of `rows` did not fit the memory.
+        """Split steps into twice as many shards from now on, since a batch of `rows` did not fit the memory.
 
-        Return whether they are; if not, a warning has said why.
+        Return False, after a warning that says why, if they cannot be split further.
         """
         count, why = self.layout.shards, ""
         if count >= rows:
@@ -78,7 +78,7 @@ class TowerState:
         return f"<Towers {len(self)} on {', '.join(self.layout.devices)}, backend {self.session.backend}{state}>"
 
     def __enter__(self) -> "Self":
-        """Return these towers, which are closed where the `with` ends.
+        """Return these towers; the end of the `with` closes them.
 
         Raises:
             NcclSyncError: an earlier `with` has closed them.
@@ -107,7 +107,7 @@ class TowerState:
         session.closed = True
         if replicas.sharding is not None:
             replicas.sharding.release()
-        # Other processes may have ended, or may not close theirs now.
+        # Other processes may have ended, or may not close their towers now.
         with contextlib.suppress(ProcessError) if self.layout.meets_processes else contextlib.nullcontext():
             replicas.add_up_parts()
         replicas.close()
@@ -116,10 +116,10 @@ class TowerState:
             raise failure
 
     def get_weights(self, tower: int) -> list[np.ndarray]:
-        """Return tower `tower`'s weights as arrays, in the order of `model.get_weights()`.
+        """Return a tower's weights as arrays, in the order of `model.get_weights()`.
 
         Raises:
-            ValueError: if there is no such tower in this process.
+            ValueError: this process has no such tower.
         """
         ranks, model = self.layout.ranks, self.session.model
         if isinstance(tower, bool) or not isinstance(tower, (int, np.integer)) or tower not in ranks:
@@ -141,16 +141,16 @@ class TowerState:
     def divergence(self) -> float:
         """Return the largest absolute difference between any tower and tower 0; 0.0 in health.
 
-        Over all variables that must be identical: weights, optimizer state, moving statistics; not over
-        metric state and random seeds, which differ by design. Values that Python wrote into tower 0 since the
-        last step are sent first. Equal NaNs do not differ; a NaN against a number is infinitely far.
+        All variables that must be identical are compared: weights, optimizer state, moving statistics; not metric state
+        and random seeds, which differ by design. Values that Python wrote into tower 0 since the last step are sent
+        first. Equal NaNs do not differ; a NaN is infinitely far from a number.
         """
         with self.telling():
             return self.watch.divergence()
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
-        """Report errors raised within to the other processes; all of them can go on from tower 0's state."""
+        """Report errors of the body to the other processes; all can go on from tower 0's state."""
         try:
             yield
         except (Exception, KeyboardInterrupt) as error:

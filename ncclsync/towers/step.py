@@ -35,8 +35,8 @@ from ncclsync.towers.watch import Watcher
 
 logger = logging.getLogger("ncclsync")
 
-# Where no call within a step does, processes compare the first batches of an iterator, or of none, and then every 50th:
-# it takes about a millisecond.
+# Batches of an iterator, or of single calls, that processes compare if their step itself does not: the first two, and
+# every 50th. A comparison takes about a millisecond.
 _COMPARED, _EVERY = 2, 50
 
 
@@ -46,14 +46,14 @@ class TowerStep(TracedStep):
     def __init__(self, towers: TowerState, trains: bool) -> None:
         """Prepare; see `TracedStep`."""
         super().__init__(towers, trains)
-        self._meter: Meter | None = None  # of all graphs that are watched
-        self._compared: Any = None  # the iterator, or None, whose batches are compared among processes
-        self._number = 0  # of the last of these
+        self._meter: Meter | None = None  # of all watched graphs
+        self._compared: Any = None  # a weak reference to the iterator whose batches processes compare; None: calls'
+        self._number = 0  # of the last of these batches
         self._read: weakref.ref[CountingDataset] | None = None  # see `_own_rows`
         self._functions: dict[Key, StepFunction] = {}
 
     def run_on_iterator(self, iterator: tf.data.Iterator, steps: int = 1) -> Any:
-        """Run so many steps, or as many as there are batches for; return the last results.
+        """Run this many steps, or fewer if the batches end; return the last results.
 
         Raises:
             NoBatchLeft: an OutOfRangeError of the iterator.
@@ -70,7 +70,7 @@ class TowerStep(TracedStep):
             self._read = next((weakref.ref(one) for one in counting if one.digest() is not None), None)
         kind = OnFed if towers.layout.on_gpus else OnIterator
         watchers = towers.watch.take_watchers() if self.trains else ()
-        at_once = steps if towers.options.on_oom is None else 1  # each by itself, where one may have to run again
+        at_once = steps if towers.options.on_oom is None else 1  # a step that may run again is a call of its own
         done = 0
         while done < steps:
             try:
@@ -96,17 +96,17 @@ class TowerStep(TracedStep):
         return self._run(OnGiven, batch, self.towers.watch.take_watchers() if self.trains else ())
 
     def _run(self, kind: type[StepFunction], batches: Any, watchers: Sequence[Watcher], steps: int = 1) -> Any:
-        """Run the function for an iterator or a batch, and count its steps; return the last one's results.
+        """Run the function for an iterator or a batch, and count its steps; return the last step's results.
 
-        The watchers get the timestamps of the steps, which a function of its own records.
+        With watchers, a separate function records timestamps, which the watchers get.
         """
         towers = self.towers
-        # Before anything is kept: the variables of another function's graph would be found by later steps.
+        # First: variables that are made in another function's graph would be of no use to later steps.
         towers.session.require_eager("fit, evaluate, predict and the _on_batch methods of a model on towers")
         self._forget_other_layouts()
         towers.communicator.reads_same_rows = self._own_rows is None
         audits = self.trains and towers.watch.is_audit_due(steps)
-        if audits and towers.session.shares is not None:  # towers' times without what they compute again
+        if audits and towers.session.shares is not None:  # whose times must not include what is computed again
             watchers = [one for one in watchers if one != towers.session.shares.measure]
         function = self._function_for(kind, batches, watched=bool(watchers), audits=audits)
         is_new = function.key not in self._functions
@@ -144,7 +144,7 @@ class TowerStep(TracedStep):
                 self._warn_of_costs(function)
             self.count(done, function.audit)
             return results
-        del function  # what it keeps on the towers
+        del function  # frees its variables on the towers
         return self._run(OnGiven, batch, ())
 
     def _forget_other_layouts(self) -> None:
@@ -153,20 +153,20 @@ class TowerStep(TracedStep):
             self.programs.pop(key, None)
             self._functions.pop(key, None)
         if old:
-            gc.collect()  # what the programs before kept on the towers, such as old weights, is in cycles
+            gc.collect()  # frees the old programs' variables on the towers, which are in cycles
 
     def _function_for(self, kind: type[StepFunction], batches: Any, *, watched: bool, audits: bool) -> StepFunction:
-        """Return the function for what comes next, whose graph is not traced yet if it is new; make its program first.
+        """Return the function for the next batch; of a new function the program is made, and no graph traced yet.
 
-        First, since a step that is traced while another function is being traced records no gradients.
+        The program comes before the graph: a step that is traced within another trace records no gradients.
         """
         other_libraries.check_outside_strategy()
         self.version = self.version_for(batches if kind is OnGiven else batches.element_spec)
         specs = self.specs_of(batches) if kind is OnGiven else batches.element_spec
-        readers, sizes = tuple(self.readers()), id(self._sizes)  # a function keeps its variable: no other gets its id
+        readers, sizes = tuple(self.readers()), id(self._sizes)  # unique, since a function keeps its variable
         key = Key(repr(specs), readers, self.version, watched, self.towers.layout, kind, sizes, audits)
         if key in self._functions:
-            self._functions[key] = self._functions.pop(key)  # the last one is what runs; see `last`
+            self._functions[key] = self._functions.pop(key)  # to the end; see `last`
             return self._functions[key]
         if watched:
             self._meter = self._meter or Meter()
@@ -180,12 +180,12 @@ class TowerStep(TracedStep):
 
     @property
     def _own_rows(self) -> CountingDataset | None:
-        """Return what gives the batches, if each process reads other rows; who reads it keeps it alive."""
+        """Return the dataset of the batches, if each process reads its own rows; its reader keeps it alive."""
         return None if self._read is None else self._read()
 
     @property
     def _sizes(self) -> tf.Variable | None:
-        """Return `CountingDataset.sizes` for the batches that come."""
+        """Return `CountingDataset.sizes` of the next batches."""
         return None if self._own_rows is None else self._own_rows.sizes
 
     def _make_function(self, key: Key, batch_specs: Any, meter: Meter | None) -> StepFunction:
@@ -201,7 +201,7 @@ class TowerStep(TracedStep):
             kept, rollback = other.kept, other.rollback
         else:
             kept = KeptBatch(specs)
-            # TensorFlow keeps every py op's function for good, and what that refers to.
+            # TensorFlow never frees the function of a py op, nor what it refers to.
             borrowed = weakref.ref(self.towers), weakref.ref(kept)
             rollback = Rollback(
                 program, self.towers, functools.partial(_report_nonfinite, *borrowed, program.gradients)
@@ -222,15 +222,18 @@ class TowerStep(TracedStep):
 
     @contextlib.contextmanager
     def guarded(self, function: StepFunction | None) -> Iterator[None]:
-        """Send tower 0's state to all towers; let a step run within, by a function or Python; mend what fails.
+        """Send tower 0's state to all towers; then undo a failure of the step that runs in the body.
+
+        Args:
+            function: of the step; None: Python runs it.
 
         Raises:
-            Exception: what `Session.cause_of` says of the step's error.
+            Exception: the cause of the step's error, by `Session.cause_of`.
         """
         session, replicas = self.towers.session, self.towers.replicas
         if function is not None:
             function.rollback.undone = False
-        session.in_flight.take()  # what was raised before, outside a step
+        session.in_flight.take()  # forget what was raised outside a step
         begun = None
         try:
             replicas.sync()
@@ -253,7 +256,7 @@ class TowerStep(TracedStep):
                 replicas.report_writes(function.written)
 
     def _mend(self, function: StepFunction | None) -> None:
-        """Undo what a failed step wrote on its way, and let all towers start anew from tower 0."""
+        """Undo the writes of a failed step, and let all towers start anew from tower 0."""
         with held_back():
             try:
                 if function is not None:
@@ -274,7 +277,7 @@ class TowerStep(TracedStep):
         return None
 
     def count(self, steps: int, audit: Audit | None = None) -> None:
-        """Report `steps` that have run to the towers, if they train; see what `audit` has found.
+        """Count training steps that have run, after a look at the findings of their `audit`.
 
         Raises:
             AuditError, DivergenceError: towers have computed, or hold, different numbers.
@@ -286,7 +289,7 @@ class TowerStep(TracedStep):
         self.towers.watch.count(steps)
 
     def _compare_batches(self, function: StepFunction) -> None:
-        """See that all processes have run a step on the same batch, where the step itself does not.
+        """Check that all processes have run a step on the same batch, unless the step itself checks it.
 
         Raises:
             ProcessError: they have not.
@@ -307,7 +310,7 @@ class TowerStep(TracedStep):
             )
 
     def _warn_of_costs(self, function: StepFunction) -> None:
-        """Warn if towers lose much of a step, since each needs the rows of all; exact it is."""
+        """Warn if towers, though exact, lose much of a step, since each needs the rows of all."""
         rows, towers, program = rows_of(function.kept.batch()) or 0, len(self.towers), function.program
         losses = losses_of(program.work, program.gradient_bytes(towers, rows), rows, towers)
         if rows < towers and has_groups(function.kept.batch()):
@@ -321,9 +324,9 @@ class TowerStep(TracedStep):
             self.towers.session.warn_once(str(losses), about=str(sorted(one.place for one in losses.places)))
 
     def last(self) -> tuple[Program, Any] | None:
-        """Return the program that ran last, and the last batch that it got; None if none ran.
+        """Return the program that ran last, and its last batch; None if none ran.
 
-        If another step did not fit the memory since, it is the program of more shards that will run next.
+        If steps have been split further since, return the program that will run next.
         """
         if not self._functions:
             return None
@@ -334,7 +337,7 @@ class TowerStep(TracedStep):
 
 @contextlib.contextmanager
 def _collecting_no_garbage() -> Iterator[None]:
-    """Let Python search for no garbage within: a graph that is built keeps nearly all, and searches take 12 % of it."""
+    """Turn Python's garbage collector off in the body: of a graph that is built nearly all is kept; it saves 12 %."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -351,11 +354,11 @@ def _report_nonfinite(
     finite: np.ndarray,
     sizes: np.ndarray,
 ) -> None:
-    """Report gradients that are not finite; called by the graph of a step, whose batch is kept."""
+    """Report gradients that are not finite; the graph of a step, whose batch is kept, calls this."""
     state, batch = towers(), kept()
     assert state is not None and batch is not None  # the step that calls it is theirs
     given, total = batch.batch(), int(sizes.sum())
-    if rows_of(given) != total:  # it has this process' rows alone: copies stand in the others' places
+    if rows_of(given) != total:  # only this process' rows: fill the places of the others with copies
         rows = tf.range(total) - int(sizes[: state.layout.own_shards[0]].sum())
         rows = tf.clip_by_value(rows, 0, (rows_of(given) or 1) - 1)
         given = tf.nest.map_structure(lambda one: tf.gather(one, rows), given)

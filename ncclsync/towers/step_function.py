@@ -1,6 +1,6 @@
-"""Make the one graph of a step on batches of a kind, and run it: batches that are given, of an iterator, or fed ahead.
+"""Make the one graph of a step, and run it: on batches that are given, of an iterator, or fed ahead.
 
-`step.py` chooses the function for a batch and mends what fails; `laying_out.py` says what the graph consists of.
+`step.py` chooses the function for a batch and undoes failures; `laying_out.py` says what the graph consists of.
 """
 
 import abc
@@ -29,15 +29,15 @@ from ncclsync.towers.traced_step import Key
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class StepFunction(abc.ABC):
-    """Hold the graph of a step on batches of one kind, and what it needs if it fails."""
+    """Hold the graph of a step on batches of one kind, and what is needed if it fails."""
 
-    key: Key  # what it is made for
+    key: Key
     towers: TowerState
-    layout: Layout  # of the batches that come
-    batch_specs: Any  # of the batches, as they come
+    layout: Layout  # of its batches
+    batch_specs: Any  # of the batches as the user gives them
     specs: Any  # of the batches that a step gets
     program: Program
-    rollback: Rollback  # several functions of the program share it, as they do `kept`
+    rollback: Rollback  # all functions of the program share it, and `kept`
     kept: KeptBatch  # the batch of the current step
     meter: Meter | None  # records timestamps, if the step is watched
     audit: Audit | None  # of an audited step
@@ -55,7 +55,7 @@ class StepFunction(abc.ABC):
             if self.towers.session.launches:
                 # tf.function would add control dependencies: between ops that use the same variable, and from all side
                 # effects to the results. Between devices these go through a GPU's memory, and TensorFlow waits for the
-                # GPU. The layout itself gives all ops the order that they need.
+                # GPU. `lay_out` itself gives all ops the order that they need.
                 return tf.compat.v1.wrap_function(self._body, self._signature)
             # tf.function itself looks at every variable in each call, to choose a trace.
             function = tf.function(self._body, input_signature=self._signature, autograph=False)
@@ -63,7 +63,7 @@ class StepFunction(abc.ABC):
 
     @abc.abstractmethod
     def run(self, batches: Any) -> Any:
-        """Run a step on what comes next; return its results.
+        """Run a step on the next batch; return its results.
 
         Raises:
             NoBatchLeft: an iterator has no batch left.
@@ -83,7 +83,7 @@ class StepFunction(abc.ABC):
         batch = self._batch(*given)
         if not isinstance(batch, Shards):
             batch = self.kept.keep(batch)
-            if self.layout.sizes is not None:  # which only this layout knows
+            if self.layout.sizes is not None:  # which `towers.layout` lacks
                 batch = split_batch(batch, self.layout, self.meter)
         return lay_out(self.program, self.towers, batch, self.rollback, self.meter, self.audit)
 
@@ -92,7 +92,7 @@ class OnGiven(StepFunction):
     """Run one step on a batch that is given."""
 
     def run(self, batches: Any) -> Any:
-        """Run a step on this batch."""
+        """See `StepFunction.run`; `batches` is one batch."""
         return self.graph(*components_of(batches))
 
     @property
@@ -108,12 +108,12 @@ class OnIterator(StepFunction):
 
     def run(self, batches: tf.data.Iterator) -> Any:
         """See `StepFunction.run`."""
-        # Its handle, since tf.function looks at whatever else it is called with, in Python.
+        # The handle alone: tf.function examines an iterator in Python at each call.
         (handle,) = tf.nest.flatten(batches, expand_composites=True)
         try:
             return self.graph(handle)
         except tf.errors.OutOfRangeError as error:
-            if self.rollback.under_way:  # another iterator, within the step
+            if self.rollback.under_way:  # an iterator of the step's own
                 raise
             raise NoBatchLeft(error) from None
 
@@ -158,18 +158,17 @@ class OnFed(StepFunction):
 
 
 def _next_batch(batch_specs: Any, handle: tf.Tensor) -> Any:
-    """Return the next batch of the iterator of that handle, in a graph, as a step gets it."""
+    """Return the next batch, as a step gets it, of the iterator of that handle, in a graph."""
     iterator = tf.nest.pack_sequence_as(tf.data.IteratorSpec(batch_specs), [handle], expand_composites=True)
     return grouped(without_optionals(iterator.get_next()))
 
 
 def without_optionals(batch: Any) -> Any:
-    """Return a batch, or its specs, with None where it holds a `tf.experimental.Optional`, as Keras does.
+    """Return a batch, or its specs, with None in place of each `tf.experimental.Optional` or spec of None.
 
-    Keras puts one in place of a None that a generator yields. A None of arrays stays None in a
-    `tf.data.Dataset`, whose spec of it is another.
+    Keras yields an Optional for a generator's None; a `tf.data.Dataset` has a spec for the None of arrays.
     """
-    of_none = type(tf.type_spec_from_value(None))  # tf.NoneTensorSpec, as TensorFlow 2.21 calls it
+    of_none = type(tf.type_spec_from_value(None))  # tf.NoneTensorSpec in TensorFlow 2.21
     missing = (tf.experimental.Optional, tf.OptionalSpec, of_none)
     return tf.nest.map_structure(lambda leaf: None if isinstance(leaf, missing) else leaf, batch)
 
@@ -188,5 +187,5 @@ def to_tensor(leaf: Any) -> Any:
         )
     if leaf is None or tf.is_tensor(leaf) or isinstance(leaf, tf.experimental.Optional):
         return leaf
-    with tf.device("/CPU:0"):  # where it is split; else TensorFlow takes it to a GPU, and back
+    with tf.device("/CPU:0"):  # where it is split; otherwise TensorFlow copies it to a GPU and back
         return tf.convert_to_tensor(leaf)

@@ -41,20 +41,20 @@ class Source:
     function: Callable[[Any], Any]  # of a batch
     results: Results = Results.COMBINED
     jit_compile: bool = False  # whether XLA compiles it
-    autograph: bool = False  # whether Python's conditions and loops over tensors are converted, where it has such
+    autograph: bool = False  # whether to convert Python's conditions and loops over tensors, if the trace meets any
 
 
 class Key(NamedTuple):
     """Say what a program, or a function of its graph, was made for."""
 
-    specs: str  # of a shard; of a function, of its batches
-    readers: tuple[str, ...]  # the names of what reads the gradients
+    specs: str  # of a shard; in a function's key of its batches
+    readers: tuple[str, ...]  # the names of the gradients' readers
     version: int  # see `TracedStep.version_for`
-    watched: bool  # whether there are timestamps; in a program, if it packs
-    layout: Layout  # a split for lack of memory makes another, of which everything is made anew
-    # Of a function:
+    watched: bool  # whether there are timestamps; in a program only if it packs
+    layout: Layout  # a split for lack of memory makes a new layout, and for it new programs
+    # In a function's key alone:
     kind: Any = None  # its class
-    sizes: int = 0  # the id of the variable with each tower's rows, where processes read their own
+    sizes: int = 0  # the id of `Layout.sizes`
     audits: bool = False  # whether towers compute each other's shards again
 
 
@@ -65,9 +65,9 @@ class TracedStep(abc.ABC):
         """Prepare; nothing is traced before the first batch."""
         self.towers = towers
         self.trains = trains  # whether it counts as a training step
-        self.programs: dict[Key, Program] = {}  # that were made
-        self.version = 0  # of what the trace for the last batch has seen; see `version_for`
-        self._traced = False  # whether the user's Python has given the trace that is being placed
+        self.programs: dict[Key, Program] = {}
+        self.version = 0  # of the last batch; see `version_for`
+        self._traced = False  # whether the user's Python was traced without an error, and the trace is being placed
         self._fixed_rows: set[str] = set()  # specs of shards that cannot be traced with an open number of rows
 
     @abc.abstractmethod
@@ -75,11 +75,11 @@ class TracedStep(abc.ABC):
         """Return the function to trace for batches of these specs; make what it needs first."""
 
     def version_for(self, batch: Any) -> int:
-        """Return the number of a version of the step: batches, or specs, of one number run what was traced for it."""
+        """Return the number of the step's version for a batch, or specs; a trace serves batches of its number."""
         return 0
 
     def find_inexact(self) -> Sequence[Inexact]:
-        """Return why the step, once traced, is not one device's, as far as the model shows."""
+        """Return why the traced step is not exact, as far as the model shows."""
         return ()
 
     def make_program(self, specs: Any, meter: Meter | None) -> Program:
@@ -141,7 +141,7 @@ class TracedStep(abc.ABC):
                 meter=meter,
             )
         if program.fixed and not opened:
-            # What knows so many rows is computed for all of them: it is traced once more, and does not.
+            # A part with a fixed number of rows would be computed for the whole batch: trace again, with it left open.
             try:
                 return self._trace_and_cut(source, specs, meter, program.fixed)
             except (TypeError, ValueError) as error:
@@ -160,7 +160,7 @@ class TracedStep(abc.ABC):
         return program
 
     def _warn_of_inexact(self, program: Program) -> None:
-        """Warn of why the step is not one device's: of the model, and of lines that a choice makes inexact."""
+        """Warn of why the step is not exact: by the model, or by lines that draw or normalise."""
         layout, found = self.towers.layout, [*self.find_inexact()]
         known = {part.reason for part in found}
         for lines, cause in ((program.draws, DRAWS), (program.normalized, NORMALISES)) if layout.shards > 1 else ():
@@ -171,7 +171,7 @@ class TracedStep(abc.ABC):
             self.towers.session.warn_once(f"{layout.shards} {what} do not train as one device: {part}")
 
     def readers(self) -> dict[str, Callable[[Observer], tf.Tensor | None]]:
-        """Return the readers of this step's gradients, by the names that `Program` has for their results."""
+        """Return the readers of this step's gradients, by the attribute of `Program` that holds their result."""
         wanted = {
             "finite": (self.towers.options.health.on_nonfinite, finite_flags),
             "noise": (self.towers.watch.noise.active, gradient_moments),
@@ -179,15 +179,15 @@ class TracedStep(abc.ABC):
         return {name: reader for name, (active, reader) in wanted.items() if self.trains and active}
 
     def specs_of(self, batch: Any) -> Any:
-        """Return the specs of a batch: a last, smaller one is no reason to trace again, unless the step must know."""
+        """Return the specs of a batch, with an open number of rows unless the step must know it."""
         opened = open_specs(batch)
         return fixed_specs(batch) if repr(opened) in self._fixed_rows else opened
 
     def program_of(self, specs: Any, meter: Meter | None = None) -> Program:
         """Return the program for batches of these specs, with timestamps in its segments if a meter is given.
 
-        The number of rows is left open while it is traced, so that it is known what depends on it. Only where
-        a step cannot be traced so, the shard's is given.
+        The number of rows is left open in the trace, which shows what depends on it. If a step cannot be traced so, the
+        number is fixed.
         """
         shard = open_specs(specs)
         if repr(shard) in self._fixed_rows:
@@ -210,7 +210,7 @@ class TracedStep(abc.ABC):
             self._fixed_rows.add(repr(shard))
             try:
                 program = self.program_of(specs, meter)
-            except Exception:  # raised again, once it is forgotten that rows were fixed
+            except Exception:  # raised again, after the fixed rows are forgotten
                 self._fixed_rows.discard(repr(shard))
                 raise
             self.towers.session.warn_once(
@@ -224,7 +224,7 @@ class TracedStep(abc.ABC):
 
 
 def _with_gradients(program: Program, names: tuple[str, ...]) -> Program:
-    """Return a program whose last results, of gradients with these names, are no results of the step."""
+    """Take the readings of the gradients, whose names are given, out of a program's results."""
     structure, read = program.structure
     known = sorted(name for name, leaf in read.items() if leaf is not None)
     split = len(program.outputs) - len(known)

@@ -1,4 +1,4 @@
-"""Watch the training of some towers: count its steps, compare what must be identical, and pass on what is measured."""
+"""Watch the training of some towers: count steps, compare variables that must be identical, register watchers."""
 
 import collections
 import itertools
@@ -22,16 +22,16 @@ Watcher = Callable[[Measured], None]
 
 
 class Watch:
-    """Do what `Health` asks for after a step, and hold what callbacks ask of the next steps."""
+    """Do what `Health` asks for after a step, and hold what callbacks ask for in the next steps."""
 
     def __init__(self, session: Session, replicas: Replicas) -> None:
         """Begin before the first step."""
         self._session, self._replicas, self._health = session, replicas, session.options.health
-        self.on_nonfinite = OnNonFinite(self._health.on_nonfinite)  # acts when a gradient is not finite
-        self.noise = NoiseAverages()  # how much the towers' gradients differ, if a callback asks for it
-        self.traces: list[Any] | None = None  # to which training steps' traces are added; None: they are not kept
+        self.on_nonfinite = OnNonFinite(self._health.on_nonfinite)
+        self.noise = NoiseAverages()  # inactive until a callback asks for the gradient noise scale
+        self.traces: list[Any] | None = None  # of training steps, in order; None: they are not kept
         self.steps = 0  # of training
-        self._audited = 0  # steps, up to the last audit
+        self._audited = 0  # steps up to the last audit
         self._watchers: list[Watcher] = []
 
     def watch_next(self, watcher: Watcher) -> None:
@@ -42,7 +42,7 @@ class Watch:
         self._watchers.append(watcher)
 
     def take_watchers(self) -> list[Watcher]:
-        """Return who watches the training step about to run: who has asked to, this once, and what measures shares."""
+        """Return the watchers of the training step about to run: of `watch_next`, and the measuring of shares."""
         watchers, self._watchers = self._watchers, []
         shares = self._session.shares
         return watchers if shares is None or shares.settled else [*watchers, shares.measure]
@@ -53,7 +53,7 @@ class Watch:
         return every is not None and (self.steps + steps) // every > self._audited // every
 
     def audited(self, steps: int) -> int:
-        """Record that a call of so many steps, not counted yet, has been an audit; return the count with them."""
+        """Record that a call of so many steps, to be counted next, was an audit; return the count with them."""
         self._audited = self.steps + steps
         return self._audited
 
@@ -61,7 +61,7 @@ class Watch:
         """Count training steps that have run; compare the towers if that is due.
 
         Raises:
-            DivergenceError: towers differ, and are not to be repaired or cannot be.
+            DivergenceError: towers differ, and shall not be repaired, or tower 0 is wrong itself.
         """
         before, every = self.steps, self._health.check_every
         self.steps += steps
@@ -70,7 +70,7 @@ class Watch:
         self._replicas.sync()
         self._session.in_flight.settle()
         kept = self._replicas.identical
-        # All are started before the first is waited for, each on its own device.
+        # Start all, each on its own device, before waiting for the first.
         checksums = [[_on_device_of(copy, checksum, copy.value()) for copy in copies] for copies in kept]
         each = self._session.communicator.exchange([[int(one) for one in row] for row in checksums], "checksums")
         found = [outliers(list(itertools.chain(*rows))) for rows in zip(*each, strict=True)]
@@ -85,7 +85,7 @@ class Watch:
         self._replicas.send([id(variable) for variable, _ in differing])
 
     def divergence(self) -> float:
-        """Return what `TowerState.divergence` does; see there."""
+        """See `TowerState.divergence`."""
         session = self._session
         self._replicas.sync()
         session.in_flight.settle()
@@ -99,14 +99,14 @@ class Watch:
                 firsts = session.broadcast(values, "divergence")
             else:
                 firsts = [session.of_tower_0(variable, "divergence")] * len(values)
-            # All are started before the first is waited for, each where the value lies.
+            # As in `count`.
             found = [_on_device_of(copy, distance, *pair) for copy, *pair in zip(copies, firsts, values, strict=True)]
             largest = max(largest, *map(float, found))
         return max(session.communicator.exchange(largest, "divergence"))
 
 
 def outliers(checksums: Sequence[int]) -> tuple[int, ...]:
-    """Return the towers that differ from most others, or from tower 0 where no value is that of most; given [N]."""
+    """Return the towers that differ from the majority, or, without a majority, from tower 0; given [N] checksums."""
     common, count = collections.Counter(checksums).most_common(1)[0]
     expected = common if 2 * count > len(checksums) else checksums[0]
     return tuple(tower for tower, one in enumerate(checksums) if one != expected)

@@ -187,7 +187,7 @@ def break_calls(deterministic, monkeypatch):
     def break_them(is_wrong, element=0):
         def wrongly(program, towers, batch, rollback, meter=None, audit=None):
             by = [(tower, shard) for tower, own in enumerate(towers.layout.places) for shard in own]
-            by += [] if audit is None else [(place.tower, place.shard) for place in audit.places]
+            by += [] if audit is None else [(one.tower, one.shard) for one in audit.repeats]
             calls = {call for call, (tower, shard) in enumerate(by) if is_wrong(tower, shard)}
             *audited, last = program.segments
             changed = [

@@ -1,4 +1,4 @@
-"""Check arguments and arrays; bind arguments of a method that takes callbacks, such as `fit`, or an override."""
+"""Check arguments and arrays; bind the arguments of `fit` and other methods that take callbacks, overridden or not."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ _REST, _NAMED = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 def named_arguments(
     method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return positional arguments, which only the `*args` of an override needs, and arguments by name.
+    """Return a method's arguments by name; as given, positional ones apart, if it is an override with `*args`.
 
     Raises:
         TypeError: the method takes no callbacks.
@@ -47,7 +47,7 @@ def check_whole(name: str, value: Any, least: int) -> None:
 
 
 def count_samples(arrays: Any) -> int:
-    """Return how many samples the arrays of a nested structure have; None within it is no array.
+    """Return the number of samples of the arrays of a nested structure, whose Nones are left out.
 
     Raises:
         ValueError: there are no arrays, no samples, or arrays of different numbers of samples.

@@ -9,26 +9,26 @@ import secrets
 import time
 from collections.abc import Iterator
 
-# Errors of file systems that cannot sync a folder, such as some network file systems, and of folders that may be
-# written but not read. Other errors are the disk's.
+# Errors of file systems that cannot sync a folder, as over some networks, and of folders that may be written but not
+# read. Other errors are the disk's.
 _NO_SYNC_OF_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)
 _ABANDONED_S = 3600.0  # a part unchanged for this long was left by a killed process
 
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
-    """Yield a new, empty file of the same folder and suffix, to be written; then let that take `path`'s place.
+    """Yield a new, empty file of the same folder and suffix, to be written; then rename it to `path`.
 
-    Its name is random, so that it is neither a planted link nor another run's file. The file is flushed to the disk
-    before it takes the name, and its folder after that: after a crash of the machine the name stands for the old
-    content or for the new content, never for a part. If the body raises, the old file stays and the new one is removed.
+    Its own name is random, so that it is neither a planted link nor another run's file. The file is flushed to the disk
+    before it is renamed, and its folder afterwards: after a crash of the machine `path` has the old content or the new
+    content, never a part. If the body raises, the old file stays and the new file is removed.
 
     Raises:
         OSError: it cannot be written.
     """
     path = pathlib.Path(path)
     part = path.with_name(f"part-{secrets.token_hex(8)}-{path.name}")
-    os.close(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))  # by its owner's umask; follows no link
+    os.close(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))  # less the umask; follows no link
     try:
         _remove_abandoned(path)
         yield part
@@ -42,7 +42,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
 
 
 def _remove_abandoned(path: pathlib.Path) -> None:
-    """Remove the parts that kills have left beside `path`."""
+    """Remove the parts beside `path` that killed processes have left."""
     with contextlib.suppress(OSError):  # a folder may be written, not read
         for part in path.parent.glob(f"part-{'[0-9a-f]' * 16}-{glob.escape(path.name)}"):
             if time.time() - part.lstat().st_mtime > _ABANDONED_S:

@@ -1,7 +1,7 @@
 """Run Keras on towers: the functions that `fit`, `evaluate`, `predict` and the `_on_batch` methods call.
 
-A model keeps its class and its loops. Only its `make_train_function`, `make_test_function` and
-`make_predict_function` are replaced, on the object: the functions that they make run the model's step on all towers.
+A model keeps its class and its loops. Only its `make_train_function`, `make_test_function` and `make_predict_function`
+are replaced, on the object: the functions that they make run the model's step on all towers.
 """
 
 import contextlib
@@ -40,8 +40,7 @@ logger = logging.getLogger("ncclsync")
 
 def attach(model: keras.Model, towers: Towers) -> None:
     """Let a model, of any class, train, evaluate and predict on towers. Tower 0 is the model itself."""
-    # It may have had towers, which are closed.
-    keras_compat.restore_methods(model)
+    keras_compat.restore_methods(model)  # it may have had towers, now closed
     model.train_function = model.test_function = model.predict_function = None
     give_towers(model, towers)
     path = towers.options.health.emergency_checkpoint
@@ -52,7 +51,7 @@ def attach(model: keras.Model, towers: Towers) -> None:
         save=None if path is None else functools.partial(_save, weakref.ref(model), pathlib.Path(path)),
         explain=functools.partial(_explain, model, towers),
     )
-    # Writes are tracked from here on, before the first step; on one tower, too, whose weights other towers may share.
+    # Track writes from here on, before the first step; also on one tower: other towers may share its weights.
     for variable in model.weights:
         towers.replicas.of(tf_compat.backend_variable(variable))
     if is_plain(towers):
@@ -107,7 +106,7 @@ def maker(model: keras.Model, towers: Towers, kind: str) -> Callable[..., Any]:
 
 
 def step_of(model: keras.Model) -> "ModelStep | None":
-    """Return the towers' step that a model's `train_function` runs; None: it is Keras' own, or an override's."""
+    """Return the step that a model's `train_function` runs; None if the function is Keras' or an override's."""
     step = getattr(model.train_function, "__self__", None)
     return step if isinstance(step, ModelStep) else None
 
@@ -164,9 +163,9 @@ class ModelStep(TowerStep):
         self._model = model
         self._name = name
         self._settings: dict[tuple[Any, ...], int] = {}  # numbers of the settings that the model has had
-        self._seen: dict[tuple[bool, str], int] = {}  # by source and specs, its trace's settings
-        # In place of Keras' functions of a batch, and of an iterator, which calls that of a batch: TensorFlow decides
-        # when it traces them anew. A trace returns the number of the settings that it has met.
+        self._seen: dict[tuple[bool, str], int] = {}  # the number of a trace's settings, by `is_iterator` and specs
+        # They stand for Keras' function of a batch, and its function of an iterator, which calls the former: TensorFlow
+        # decides when to trace them anew. A trace returns the number of the settings that it has met.
         traced = functools.partial(tf.function, autograph=False, reduce_retracing=True)
         number_of = self._settings
         self._of_batches = traced(lambda batch: number_of.setdefault(keras_compat.settings_of(model), len(number_of)))
@@ -192,7 +191,7 @@ class ModelStep(TowerStep):
 
         Raises:
             StopIteration: no batch is left in a Python iterator.
-            NcclSyncError: data that the step itself reads have ended within it.
+            NcclSyncError: an iterator within the step has ended.
             Exception: see `TowerStep.run_on_iterator`.
         """
         if isinstance(iterator, tf.data.Iterator) and not self._model.run_eagerly:
@@ -210,7 +209,7 @@ class ModelStep(TowerStep):
         return logs
 
     def _warn_of_keras_count(self) -> None:
-        """Warn if updates depend on Keras' counting the step that finds no batch, which towers do not count."""
+        """Warn if updates depend on `iterations`: Keras counts the step that finds no batch, and towers do not."""
         model = self._model
         optimizer = getattr(model, "optimizer", None)
         counts = self._name == "train_step" and model.steps_per_execution == 1 and not model.jit_compile
@@ -220,8 +219,8 @@ class ModelStep(TowerStep):
             return  # it does not use `iterations`
         self.towers.session.warn_once(
             "Towers and plain Keras differ from the second epoch on: the length of the data is not known beforehand, "
-            "and Keras adds the step that finds no batch to optimizer.iterations. Towers do not, as a device that "
-            "knows the length. Remedy: steps_per_epoch=, or "
+            "and Keras counts the step that finds no batch in optimizer.iterations. Towers do not, nor does Keras if "
+            "the length is known. Remedy: steps_per_epoch=, or "
             "dataset.apply(tf.data.experimental.assert_cardinality(batches))"
         )
 
@@ -253,7 +252,7 @@ class ModelStep(TowerStep):
         return results
 
     def _run_eagerly(self, batch: Any) -> Any:
-        """Run the step as one device does, on tower 0, line by line; all towers get its writes."""
+        """Run the step on tower 0, line by line, as one device does; all towers get its writes."""
         variables = keras_compat.variables_of(self._model)
         before = [variable.value() for variable in variables]
         try:
@@ -265,13 +264,13 @@ class ModelStep(TowerStep):
             raise
 
     def source(self, specs: Any) -> Source:
-        """Build the variables that the step needs; return the model's method."""
+        """See `TracedStep.source`; the variables that the step needs are built first."""
         model = self._model
         _build_state(model, self._name, specs)
         return Source(getattr(model, self._name), Results.COMBINED, bool(model.jit_compile))
 
     def make_program(self, specs: Any, meter: Meter | None) -> Program:
-        """Trace the step; after a failure remove the traces of a failed build from the model."""
+        """Trace the step; clean the model after a failed build."""
         try:
             return super().make_program(specs, meter)
         except Exception:  # raised again
@@ -279,12 +278,12 @@ class ModelStep(TowerStep):
             raise
 
     def find_inexact(self) -> Sequence[Inexact]:
-        """Return why the model does not train as on one device; some layers are made only when built."""
+        """See `TracedStep.find_inexact`."""
         return find_inexact(self._model, self.towers.options.exact_batch_norm, self.towers.options.exact_random)
 
 
 def _result_for(function: Any, batch: Any) -> int:
-    """Return the constant that a function's trace for such a batch returns."""
+    """Return the number that a function's trace for such a batch returns."""
     return int(tf.get_static_value(function.get_concrete_function(batch).outputs[0]))
 
 
@@ -303,7 +302,7 @@ def _ending_no_epoch() -> Iterator[None]:
         raise NcclSyncError(
             f"Expected the data alone to end an epoch. Received: {type(error).__name__} within a step, as of an "
             "iterator of the step's own that has ended. The step is undone; plain Keras would end the epoch there, and "
-            "keep what the step had written. Let such an iterator's dataset repeat, or shorten the data"
+            "keep the step's writes. Let such an iterator's dataset repeat, or shorten the data"
         ) from error
 
 

@@ -1,7 +1,7 @@
 """Let each process read its own part of the data: `Local`.
 
-The batch stays the global one. In several processes each has the rows of its own towers alone; how many each tower has
-comes along.
+The batch stays the global batch. Each of several processes has the rows of its own towers alone, and the number of rows
+of every tower.
 """
 
 import contextlib
@@ -37,9 +37,9 @@ class Local(tf_compat.SameDataset):
     model.fit(ncclsync.Local(samples, batch_size=256), epochs=5)
     ```
 
-    A batch has the rows of all processes, in the order of the processes: of each as many as its towers get of
+    A batch has the rows of all processes, in the order of the processes, each of which gives its towers' share of
     `batch_size`. So `fit`, `evaluate` and `predict` do what one device does with the batches of all processes
-    concatenated. A process whose part ends earlier than others' has no rows in the last batches. In one process it is
+    concatenated. A process whose part ends earlier has no rows in the last batches. In one process this is
     `dataset.batch(batch_size)`.
 
     Attributes:
@@ -50,12 +50,12 @@ class Local(tf_compat.SameDataset):
         """Take the samples.
 
         Args:
-            dataset: of this process' samples, not batched: dense tensors, in any structure that Keras takes. In several
-                processes it knows how many there are, or has no end.
+            dataset: of this process' samples, not batched: dense tensors, in any structure that Keras takes. With
+                several processes it must know their number, or have no end.
             batch_size: rows of the global batch.
 
         Raises:
-            TypeError: no dataset of dense tensors, or no whole number.
+            TypeError: `dataset` is no dataset of dense tensors, or `batch_size` no whole number.
             ValueError: `batch_size` is below 1.
         """
         given = dataset if isinstance(dataset, tf.data.Dataset) else type(dataset)
@@ -68,11 +68,11 @@ class Local(tf_compat.SameDataset):
         check_whole("batch_size", batch_size, 1)
         super().__init__(dataset.batch(batch_size))
         self.batch_size, self._samples = int(batch_size), dataset
-        self._made: dict[Any, LocalRows] = {}  # by the parts of all processes: steps are traced for its variable
+        self._made: dict[Any, LocalRows] = {}  # by the parts of all processes; kept, since steps read their variables
 
     @property
     def samples(self) -> int:
-        """Return how many samples this process has in a pass; very many, where they have no end.
+        """Return the number of this process' samples in a pass; `_ENDLESS` if they have no end.
 
         Raises:
             ValueError: the dataset does not know.
@@ -89,8 +89,8 @@ class Local(tf_compat.SameDataset):
 
         Args:
             process: its number.
-            parts: of each process, how many samples it has in a pass, how many towers, and its batch size.
-            is_given: whether steps are given the batches, and take none from an iterator.
+            parts: for each process, its number of samples in a pass, its number of towers, and its batch size.
+            is_given: whether steps are given the batches, in place of an iterator.
 
         Raises:
             ProcessError: these parts do not make batches.
@@ -122,26 +122,25 @@ class Local(tf_compat.SameDataset):
 
 
 def check_alone(data: Any) -> None:
-    """Raise ValueError if data for Keras is a dataset that is made of a `Local`."""
+    """Raise ValueError if data for Keras is a dataset made of a `Local`, and not the `Local` itself."""
     made_of = tf_compat.datasets_of(data)[1:] if isinstance(data, tf.data.Dataset) else []
     if any(isinstance(one, Local) for one in made_of):
         raise ValueError(
-            "Expected, in several processes, the Local itself, which Keras batches, and not what is made of it by "
-            f"prefetch(), map() or batch(). Received: {data!r}. Give the Local itself to fit, and map, shuffle or "
-            "prefetch the samples before: ncclsync.Local(samples.map(parsed), batch_size=...)"
+            "Expected, in several processes, the Local itself, and no dataset that prefetch(), map() or batch() makes "
+            f"of it. Received: {data!r}. Give the Local itself to fit, and map, shuffle or prefetch the samples "
+            "before: ncclsync.Local(samples.map(parsed), batch_size=...)"
         )
 
 
 def _batches(samples: int, rows: int) -> int:
-    """Return how many batches a process' samples make; very many, where they have no end."""
+    """Return the number of batches of a process' samples; `_ENDLESS` if these have no end."""
     return _ENDLESS if samples == _ENDLESS else math.ceil(samples / rows)
 
 
 class LocalRows(CountingDataset):
-    """Give this process' rows of each batch, and say how many each tower has; a row to compute on, where it has none.
+    """Give this process' rows of each batch, and in `sizes` each tower's number of rows.
 
-    Attributes:
-        sizes: [towers] int32, rows of each tower in the batch that was handed out last.
+    A process without rows in a batch gets one row to compute on.
     """
 
     def __init__(
@@ -151,9 +150,9 @@ class LocalRows(CountingDataset):
 
         Args:
             samples: of this process.
-            process: its number, p.
+            process: its number.
             is_given: see `Local.of_process`.
-            parts: [P] of each process, how many samples it has in a pass, rows in a full batch, and towers.
+            parts: [processes] numbers of samples in a pass, rows in a full batch, and towers.
         """
         given, rows, towers = zip(*parts, strict=True)
         self._parts, self._batches = parts, _batches(given[0], rows[0])
@@ -161,12 +160,12 @@ class LocalRows(CountingDataset):
         self.sizes = held
 
         def rows_of(number: tf.Tensor) -> tf.Tensor:
-            """Return [P] how many rows each process has in a batch."""
+            """Return [processes] the rows of each in a batch."""
             left = tf.constant(given, tf.int64) - number * tf.constant(rows, tf.int64)
             return tf.cast(tf.clip_by_value(left, 0, tf.constant(rows, tf.int64)), tf.int32)
 
         def with_rows(kept: Any, numbered: Any) -> Any:
-            """Return the last row that was read, and the batch; in place of a batch that is not there, that row."""
+            """Return the last row that was read, and the batch; if the samples have ended, that row in its place."""
             number, batch = numbered
             has_rows = rows_of(number)[process] > 0
             batch = tf.nest.map_structure(lambda one, row: tf.cond(has_rows, lambda: one, lambda: row), batch, kept)
@@ -189,24 +188,24 @@ class LocalRows(CountingDataset):
         super().__init__(numbered, handed_out)
 
     def cardinality(self) -> tf.Tensor:
-        """Return how many batches a pass has."""
+        """Return the number of batches of a pass."""
         return tf.constant(tf.data.INFINITE_CARDINALITY if self._batches == _ENDLESS else self._batches, tf.int64)
 
     def digest(self) -> bytes:
-        """Return what stands for a batch where processes compare theirs, of which each has other rows."""
+        """Return a digest of all processes' parts; see `CountingDataset`."""
         return repr(self._parts).encode()
 
     def fetching(self, feeder: object) -> contextlib.AbstractContextManager[Any]:
-        """Let one feeder fetch a batch within, and read its `sizes`; see `CountingDataset`."""
+        """Let one feeder at a time fetch a batch, and read its `sizes`; see `CountingDataset`."""
         return self._lock
 
 
 @functools.cache
 def _held_sizes(towers: int, is_given: bool) -> tuple[tf.Variable, threading.Lock]:
-    """Return the `sizes` of all `LocalRows` of as many towers: graphs read the variable.
+    """Return the `sizes` of all `LocalRows` of equally many towers, which graphs read, and its lock.
 
-    Who fetches a batch, and reads these, holds the lock. Steps that are given batches, as of `predict`, hold none:
-    they have a variable of their own, which no feeder writes.
+    A feeder holds the lock while it fetches a batch and reads the variable. Steps that are given batches, as those of
+    `predict`, have another variable, which no feeder writes.
     """
     return tf.Variable(tf.zeros([towers], tf.int32), trainable=False), threading.Lock()
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ncclsync")
 
-# Of one function in the source; more traces mean that a new function is made for each step.
+# Of functions of one name: so many traces mean that a new function is made for each step.
 _TRACES_BEFORE_WARNING = 8
 
 _HELD_AS = "_ncclsync_towers"  # an attribute of the model
@@ -50,7 +50,7 @@ class Towers(TowerState):
         Args:
             {options}
 
-        The devices' names may take the place of `towers`.
+        A list of devices may take the place of `towers`.
 
         Raises:
             TypeError, ValueError: bad arguments.
@@ -61,7 +61,7 @@ class Towers(TowerState):
         chosen = TowerOptions.of("Towers", {"towers": towers, **options})
         if chosen.health.emergency_checkpoint is not None:
             raise ValueError(
-                "Expected no emergency_checkpoint: Towers know of no model to save; one of @nccl_parallel's has it. "
+                "Expected no emergency_checkpoint: Towers know of no model to save. Give it to @nccl_parallel. "
                 f"Received: {str(chosen.health.emergency_checkpoint)!r}"
             )
         self._begin(chosen)
@@ -95,7 +95,7 @@ class Towers(TowerState):
 
     @property
     def is_chief(self) -> bool:
-        """Return whether this process is to write files, and to print: the first, or the only one."""
+        """Return whether this process is the first, or the only process: it should write files and print."""
         return self.layout.is_chief
 
     @property
@@ -105,7 +105,7 @@ class Towers(TowerState):
 
     @property
     def processes(self) -> int:
-        """Return how many processes train together."""
+        """Return the number of processes that train together."""
         return 1 if self.communicator.peers is None else self.communicator.peers.size
 
     def run(self, step: Callable[[Any], Any], batch: Any, *, per_tower: bool = False) -> Any:
@@ -146,7 +146,7 @@ class Towers(TowerState):
             if key not in self._steps:
                 self._steps[key] = _FunctionStep(self, step, results)
                 self._warn_of_new_functions(step)
-            self._steps[key] = self._steps.pop(key)  # the last one is what runs; see `explain`
+            self._steps[key] = self._steps.pop(key)  # to the end; see `explain`
             batch = grouped(tf.nest.map_structure(to_tensor, batch))
             outcome = self._steps[key].run_on_batch(batch)
         if not per_tower:
@@ -158,20 +158,20 @@ class Towers(TowerState):
     def explain(self, batch: Any = None) -> Explanation:
         """Explain a training step on these towers: the last step that ran, or the first step to come.
 
-        For each variable its bytes, its bucket, and how the towers' parts of its update are joined; the cuts of the
-        step, with the lines that cause them; the rows of a batch that each tower gets. Nothing is trained.
+        It tells each variable's bytes, its bucket, and how the towers' parts of its update are joined; the cuts of the
+        step, with the lines that cause them; and each tower's rows of a batch. Nothing is trained.
 
         Args:
-            batch: of a model of the decorator's: a batch size, for a model whose input shapes are known; or a
-                batch, `(x, y)` or `(x, y, sample_weight)` of arrays. None: the last step's batch; before the first
-                step, the size that the model's inputs declare, or 32.
+            batch: for a model of the decorator's: a batch size, if its input shapes are known; or a batch, `(x, y)` or
+                `(x, y, sample_weight)` of arrays. None: the last step's batch; before the first step, the size that
+                the model's inputs declare, or 32.
 
         Returns:
             Tables that can be printed; their rows are dataclasses.
 
         Raises:
-            TypeError, ValueError: no batch of this model.
-            NcclSyncError: the towers are closed, or there is no step to explain: no compiled model, and none
+            TypeError, ValueError: `batch` is no batch of this model.
+            NcclSyncError: the towers are closed; or there is no step to explain: neither a compiled model, nor a step
                 that `run` has run.
         """
         self.session.require_open()
@@ -208,12 +208,12 @@ class Towers(TowerState):
 
 
 def towers_of(model: keras.Model) -> Towers | None:
-    """Return the towers that a model of an `@nccl_parallel` factory trains on; None: it has none."""
+    """Return the towers on which a model of an `@nccl_parallel` factory trains; None for any other model."""
     return vars(model).get(_HELD_AS)
 
 
 def give_towers(model: keras.Model, towers: Towers) -> None:
-    """Let `towers_of` return these towers for a model; `model.towers`, too, unless the model uses that name."""
+    """Let `towers_of` return these towers for a model, and `model.towers`, unless the model uses that name."""
     members = vars(model)
     members[_HELD_AS] = towers
     own = inspect.getattr_static(model, "towers", towers)

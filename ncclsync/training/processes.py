@@ -1,7 +1,7 @@
 """Keep a model in step with the processes that train it together: one writes files and the screen, all see the same.
 
-Every process runs the same script. The others would miss what is done in rank 0 alone, and anything else would be done
-as often as there are processes: here a model's methods, and its callbacks, are made to fit.
+Every process runs the same script. Without this module each would write the same files, and a file read in process 0
+alone would not reach the others. A model's methods, and its callbacks during `fit`, are replaced.
 """
 
 import collections
@@ -27,27 +27,23 @@ from ncclsync.training.callbacks.timeline import Timeline
 from ncclsync.training.local import Local, LocalRows, check_alone
 from ncclsync.training.loop import Towers, towers_of
 
-# Callbacks that write files or send what others send as well.
+# Callbacks that write files or send logs, for which one process is enough.
 _WRITERS = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard, keras.callbacks.RemoteMonitor, Timeline)
 _SHOWS = keras.callbacks.ProgbarLogger
 _DECIDE_NOTHING = (*_WRITERS, _SHOWS, keras.callbacks.History, keras.callbacks.ModelCheckpoint)
 
 
 def keep_in_step(model: keras.Model, towers: Towers) -> None:
-    """Let a model's methods do in each process what they are to do there.
+    """Replace the methods of a model on the towers of several processes.
 
-    `fit`, `evaluate` and `predict` print in process 0, which alone runs callbacks that write; `save`, `save_weights`
-    and `export` write there, and Keras' functions that save a model;
-    `load_weights` and a restored backup are read there, and all get what was read.
-
-    Args:
-        model: of any class, on towers.
-        towers: of several processes.
+    In process 0 alone `fit`, `evaluate` and `predict` print and run callbacks that write, and `save`, `save_weights`,
+    `export` and Keras' functions that save a model write. There `load_weights`, and the restoring of a backup, read;
+    all processes get what was read.
     """
     read = model.load_weights
     methods: dict[str, Callable[..., Any]] = {"load_weights": _read_once(model, towers, read)}
     for name in ("fit", "evaluate", "predict"):
-        methods[name] = _in_step(model, towers, getattr(model, name), read)
+        methods[name] = _telling(towers, _in_step(model, towers, getattr(model, name), read))
     for name in ("train_on_batch", "test_on_batch", "predict_on_batch"):
         methods[name] = _telling(towers, getattr(model, name))
     for name in ("save", "save_weights", "export"):
@@ -63,6 +59,8 @@ def _peers(towers: Towers) -> Peers:
 
 
 def _telling(towers: Towers, method: Callable) -> Callable:
+    """Let the other processes know of an error of the method."""
+
     @functools.wraps(method)
     def telling(*args, **kwargs):
         towers.session.require_open()
@@ -73,11 +71,12 @@ def _telling(towers: Towers, method: Callable) -> Callable:
 
 
 def _in_step(model: keras.Model, towers: Towers, method: Callable, read: Callable) -> Callable:
+    """Let a method run with this process' callbacks and its part of the data; all processes meet at its end."""
+
     @functools.wraps(method)
     def in_step(*args, **kwargs):
-        towers.session.require_open()
         peers = _peers(towers)
-        with towers.telling(), contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack:
             within = f", within {peers.place}" if peers.place else ""
             stack.callback(peers.at, *peers.at(f"`{method.__name__}`{within}"))
             args, kwargs = named_arguments(method, args, kwargs)
@@ -93,13 +92,13 @@ def _in_step(model: keras.Model, towers: Towers, method: Callable, read: Callabl
                     kwargs[name] = kwargs[name].of_process(towers.layout)
             is_list = isinstance(callbacks, keras.callbacks.CallbackList)
             each = callbacks.callbacks if is_list else keras.tree.flatten(callbacks)
-            if method.__name__ == "fit" or not is_list:  # else it may be that of the `fit` which validates
+            if method.__name__ == "fit" or not is_list:  # `evaluate` may be given the list of the `fit` that calls it
                 _arrange(each, method.__name__, model, towers)
             if method.__name__ == "fit":
-                stack.callback(setattr, peers, "remark", "")  # what stopped it says nothing of later calls
+                stack.callback(setattr, peers, "remark", "")  # what stopped this `fit` says nothing of later calls
                 for one in each:
                     if isinstance(one, (_Watch, _Compare)):
-                        one.set_model(model)  # which a CallbackList does only when it is made
+                        one.set_model(model)  # a CallbackList does this only when it is made
                     stack.enter_context(_written_by_first(one, model, towers, read))
             if not towers.is_chief:
                 if takes(method, "verbose"):
@@ -115,7 +114,7 @@ def _in_step(model: keras.Model, towers: Towers, method: Callable, read: Callabl
 
 
 def _local_rows(data: Local, name: str, model: keras.Model, towers: Towers, given: Mapping[str, Any]) -> LocalRows:
-    """Return the batches of all processes' parts, of which this process reads its own. Collective."""
+    """Return this process' rows of the batches of all processes' parts. Collective."""
     refused = {
         "run_eagerly=True": model.run_eagerly,
         "class_weight=, in whose place Local takes sample weights": given.get("class_weight") is not None,
@@ -130,7 +129,7 @@ def _local_rows(data: Local, name: str, model: keras.Model, towers: Towers, give
 
 
 def _arrange(callbacks: list[Any], name: str, model: keras.Model, towers: Towers) -> None:
-    """Change a list of callbacks to those that are to run here, each followed by what watches it in `fit`. Collective.
+    """Reduce a list of callbacks to those that run in this process; in `fit` add their watches. Collective.
 
     Raises:
         ProcessError: other processes have other callbacks.
@@ -143,8 +142,8 @@ def _arrange(callbacks: list[Any], name: str, model: keras.Model, towers: Towers
 
 
 def _compare_classes(callbacks: Sequence[Any], name: str, model: keras.Model, towers: Towers) -> None:
-    """See that all processes have callbacks of the same classes, except those that only write."""
-    # A save of state that towers hold parts of needs all processes.
+    """Check that all processes have callbacks of the same classes, except those that only write."""
+    # To save state of which towers hold parts takes all processes.
     optimizers = [one for one in vars(model).values() if isinstance(one, keras.optimizers.Optimizer)]
     accumulates = any(getattr(one, "gradient_accumulation_steps", None) for one in optimizers)
     divides = towers.replicas.sharding is not None or accumulates
@@ -164,17 +163,17 @@ def _compare_classes(callbacks: Sequence[Any], name: str, model: keras.Model, to
         ]
         what = " and ".join(alone) or f"{', '.join(decide[0])} in process 0, {', '.join(decide[1])} in process {rank}"
         raise ProcessError(
-            f"Expected the same callbacks for {name} in all processes. Received: {what}. Give all the same list; in "
-            f"process 0 alone may be what only writes: {', '.join(one.__name__ for one in writers)}"
+            f"Expected the same callbacks for {name} in all processes. Received: {what}. Give all the same list; "
+            f"process 0 alone may have callbacks that only write: {', '.join(one.__name__ for one in writers)}"
         )
 
 
 def _written_by_first(
     callback: Any, model: keras.Model, towers: Towers, read: Callable
 ) -> contextlib.AbstractContextManager[None]:
-    """Let a callback that saves the model do so in process 0, and go on elsewhere with what it has read there."""
+    """Let a callback that saves the model write and read in process 0 alone; all go on with what it has read."""
     if isinstance(callback, keras.callbacks.ModelCheckpoint) and not towers.is_chief:
-        # It decides what is saved, and calls the model's methods: but it would make the folder by itself.
+        # Its decisions, and its calls of the model's methods, stay; only the folder would be made here.
         return tf_compat.members_replaced(callback, filepath=os.path.basename(callback.filepath))
     if not isinstance(callback, keras.callbacks.BackupAndRestore):
         return contextlib.nullcontext()
@@ -193,16 +192,16 @@ def _written_by_first(
 def _restore(
     callback: Any, model: keras.Model, towers: Towers, read: Callable, restore: Callable, logs: Any = None
 ) -> None:
-    """Restore a backup as process 0 finds it.
+    """Restore the backup that process 0 finds.
 
     Raises:
-        ProcessError: process 0 cannot.
-        Exception: there, why.
+        ProcessError: another process cannot.
+        Exception: this process cannot.
     """
     data = callback.data if isinstance(callback, BackupAndRestore) else None
 
     def restore_here() -> tuple[Any, ...]:
-        # Of its own: it may read one file after the other.
+        # Process 0's own `load_weights`, not the collective: it may read one file after the other.
         with tf_compat.members_replaced(model, load_weights=read) if towers.is_chief else contextlib.nullcontext():
             restore(logs)
         built = model.optimizer is not None and model.optimizer.built
@@ -219,19 +218,13 @@ def _restore(
 
 
 def _of_first(towers: Towers, read: Callable[[], Any], what: str, *, everywhere: bool = False) -> Any:
-    """Return what process 0 reads.
-
-    Args:
-        towers: of several processes.
-        read: may fail.
-        what: it does, for messages.
-        everywhere: whether it is called in the other processes, too.
+    """Return what `read` returns in process 0; `everywhere`: call it in the other processes, too.
 
     Raises:
-        ProcessError: it has failed in another process.
+        ProcessError: it has failed in another process; `what` names it.
         Exception: it has failed here.
     """
-    towers.replicas.add_up_parts()  # it may write variables, which is no collective then
+    towers.replicas.add_up_parts()  # now, so that writes of `read` to variables are no collectives
     failed, found = None, None
     if everywhere or towers.is_chief:
         try:
@@ -261,8 +254,8 @@ _is_writing: contextvars.ContextVar[bool] = contextvars.ContextVar("ncclsync_is_
 
 @contextlib.contextmanager
 def _file(towers: Towers) -> Iterator[bool]:
-    """Yield whether this process writes a file, within; else wait for process 0, if it writes one now as well."""
-    if _is_writing.get():  # a part of one
+    """Yield whether this process is to write a file; if not, wait for process 0 to write it, unless it never will."""
+    if _is_writing.get():  # a part of that file
         yield True
         return
     towers.replicas.add_up_parts()
@@ -280,7 +273,7 @@ def _file(towers: Towers) -> Iterator[bool]:
 
 
 def _model_file(model: Any) -> contextlib.AbstractContextManager[bool]:
-    """Return `_file` of a model, also of one that `keras.saving.save_model` writes."""
+    """Return `_file` for a model; True for a model of one process."""
     towers = towers_of(model)
     if towers is not None and towers.layout.meets_processes:
         return _file(towers)
@@ -309,7 +302,7 @@ def _read_once(model: keras.Model, towers: Towers, read: Callable) -> Callable:
 
 
 def _watched(callbacks: Sequence[Any], towers: Towers) -> list[Any]:
-    """Return the callbacks, each followed by one that sees what it has decided."""
+    """Return the callbacks, each followed by a `_Watch`, and at the end `_Compare`."""
     watched: list[Any] = []
     decisions: list[tuple[str, bool, float]] = []
     for callback in callbacks:
@@ -320,7 +313,7 @@ def _watched(callbacks: Sequence[Any], towers: Towers) -> list[Any]:
 
 
 class _Watch(keras.callbacks.Callback):
-    """Record what a callback has decided: whether training stops, and the learning rate."""
+    """Record the decisions of the callback before it: whether training stops, and the learning rate."""
 
     def __init__(self, name: str, decisions: list[tuple[str, bool, float]], peers: Peers) -> None:
         super().__init__()
@@ -332,22 +325,22 @@ class _Watch(keras.callbacks.Callback):
         self._decisions.append((self._name, bool(self.model.stop_training), _learning_rate(self.model)))
 
     def _remark(self, *_: Any, **__: Any) -> None:
-        """Name the first callback after which training is to stop; the watches of all others see that as well."""
+        """Name the first callback after which training is to stop, for messages of other processes."""
         before = self._peers.remark
         self._peers.remark = (before or f"{self._name} has set stop_training") if self.model.stop_training else ""
 
-    on_train_begin = on_train_batch_end = _remark  # the former forgets the fit before
+    on_train_begin = on_train_batch_end = _remark  # at the begin it forgets the fit before
 
 
 class _Compare(keras.callbacks.Callback):
-    """Compare, after each epoch, what the callbacks have decided in all processes."""
+    """Compare, after each epoch, the decisions of the callbacks in all processes."""
 
     def __init__(self, decisions: list[tuple[str, bool, float]], towers: Towers) -> None:
         super().__init__()
         self._decisions, self._towers = decisions, towers
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Let other processes say where this one is."""
+        """Tell other processes where this process is, for their messages."""
         _peers(self._towers).at(f"`fit`, at epoch {epoch + 1}")
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -365,7 +358,7 @@ class _Compare(keras.callbacks.Callback):
                 raise ProcessError(
                     f"Expected the callback {rows[0][0]} to decide the same in all processes. Received, at the end of "
                     f"epoch {epoch + 1}: {words[0]} in process 0, {words[1]} in process {rank}. Let it decide by "
-                    "what it is given, the epoch and the logs, and not by random numbers or the time"
+                    "the epoch and the logs, and not by random numbers or the time"
                 )
 
 

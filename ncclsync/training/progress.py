@@ -1,7 +1,7 @@
 """Report to a supervisor how far training has come; see `python -m ncclsync run`.
 
-`NCCLSYNC_PROGRESS` names a file. After storing a state to resume from, a program appends a line: a position and a name.
-A position is a list of numbers, compared from the first on.
+`NCCLSYNC_PROGRESS` names a file. After storing a state to resume from, a program appends a line: a position, which is a
+list of numbers compared from the first on, and a name.
 """
 
 import logging
@@ -31,9 +31,9 @@ def report(name: str, *position: int) -> None:
 
 
 def read(path: pathlib.Path) -> dict[str, tuple[int, ...]]:
-    """Return the furthest position of each name; an empty dict if none was reported.
+    """Return the furthest position of each name.
 
-    Lines of another form are skipped, and so is a last line without an end, whose writer was killed.
+    Lines of another form are skipped, and so is an incomplete last line, whose writer was killed.
     """
     furthest: dict[str, tuple[int, ...]] = {}
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""

@@ -29,7 +29,7 @@ def random_data(
     Args:
         model: compiled, with known input shapes.
         rows: samples to make.
-        batch_size: samples that the model predicts here to get the shapes of its outputs.
+        batch_size: samples that the model predicts here, to show the shapes of its outputs.
         seed: of the numbers.
         open_size: of each dimension that an input leaves open.
 
@@ -87,7 +87,10 @@ def _random_input(model: keras.Model, tensor: Any, rows: int, open_size: int, rn
 
 
 def _ids(model: keras.Model, tensor: Any) -> int | None:
-    """Return how many ids an input may have: of the Embedding it feeds, or of any if the way is not plain."""
+    """Return the number of an input's ids: that of the Embedding it feeds, or, if that is not plain, the least of all.
+
+    None: it feeds none.
+    """
     embeddings = [one for one in keras_compat.layers_of(model) if isinstance(one, keras.layers.Embedding)]
     direct = [one.input_dim for one in embeddings if _first_input(one) is tensor]
     if not direct and "int" in tensor.dtype and tensor.dtype != "uint8":
@@ -103,7 +106,7 @@ def _first_input(layer: keras.Layer) -> Any:
 
 
 def _losses_by_output(model: keras.Model, outputs: Any) -> list[Any]:
-    """Return the loss of each flat output, None where there is none."""
+    """Return the loss of each flat output; None for an output without a loss."""
     paths = [path for path, _ in keras.tree.flatten_with_path(outputs)]
     if isinstance(model.loss, dict):
         names = getattr(model, "output_names", None) or [None] * len(paths)
@@ -117,7 +120,7 @@ def _losses_by_output(model: keras.Model, outputs: Any) -> list[Any]:
 
 
 def _random_target(loss: Any, shape: tuple[int, ...], rows: int, rng: Any) -> np.ndarray:
-    """Return targets [rows, ...] for an output of this `shape`, without that of the batch."""
+    """Return targets [rows, ...] for an output whose `shape`, without the batch's axis, is given."""
     names = _names(loss)
     if names & _CLASS_IDS:
         return rng.integers(0, shape[-1], (rows, *shape[:-1]))

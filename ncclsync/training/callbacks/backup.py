@@ -1,7 +1,7 @@
 """Back up training, with the position in the data, to the sample: `BackupAndRestore`.
 
-The file of the weights holds everything, and is complete or not there, also after a crash of the machine, so that
-weights and position are of the same moment. The metadata beside it is for Keras' own callback.
+The file of the weights holds everything. It is complete or absent, also after a crash of the machine, so that weights
+and position are of the same moment. The metadata beside it is for Keras' own callback.
 """
 
 import hashlib
@@ -27,8 +27,8 @@ logger = logging.getLogger("ncclsync")
 
 _STATE = "ncclsync"  # the attribute of the weights' file that holds the other state, as JSON
 
-# A true `stop_training` that other callbacks do not set. Otherwise Keras would ask for the batches of a whole pass, and
-# count its step that gets none as an iteration, which draws random numbers.
+# Our own true value of `stop_training`. Without it Keras would ask for as many batches as a whole pass has, and count
+# the step that gets none as an iteration, which draws random numbers.
 _PASS_ENDED = object()
 
 
@@ -64,12 +64,12 @@ class BackupAndRestore(keras_compat.BackupMethods):
             backup_dir: a local folder.
             save_freq: "epoch", or the number of batches between backups, at least 1.
             double_checkpoint, delete_checkpoint: Keras'.
-            data: the data given to `fit`. None: the position is not stored, as by Keras' callback; backups are then
-                possible only at the end of epochs.
+            data: the data given to `fit`. None: the position is not stored, as by Keras' callback, and backups are made
+                only at the end of epochs.
 
         Raises:
             TypeError: `data` is neither a `Shuffled` nor None.
-            ValueError: `save_freq` is neither of these, or a number without `data`.
+            ValueError: `save_freq` is something else, or a number without `data`.
         """
         if data is not None and not isinstance(data, Shuffled):
             raise TypeError(f"Expected data to be an ncclsync.Shuffled or None. Received: {data!r}")
@@ -82,7 +82,7 @@ class BackupAndRestore(keras_compat.BackupMethods):
             )
         super().__init__(os.fspath(backup_dir), save_freq, double_checkpoint, delete_checkpoint)
         self.data = data
-        self._epoch = 0  # of fit: the current epoch, or, between two, the next
+        self._epoch = 0  # of `fit`: the current epoch, or the next one
         self._begun = Position(0, 0)  # the position when that epoch began
         self._expected: Position | None = None  # the position that the number of batches implies
 
@@ -101,7 +101,7 @@ class BackupAndRestore(keras_compat.BackupMethods):
                 f"{len(self.data)} batches an epoch. Received: {steps}"
             )
         if self.data is not None and not self.model.built:
-            # Keras would build it in the first step, and a backup is restored before.
+            # Now, before the backup is restored: Keras would build it in the first step.
             keras_compat.build_symbolically(self.model, self.data.element_spec)
         towers = towers_of(self.model)
         if towers is not None and towers.backend == "nccl" and not tf_compat.is_op_determinism_enabled():
@@ -182,7 +182,7 @@ class BackupAndRestore(keras_compat.BackupMethods):
         return state
 
     def read_backup(self) -> None:
-        """Restore a backup; Keras calls this, and after an `OSError` again for the backup before."""
+        """Restore a backup; Keras calls this, and after an `OSError` again for the previous backup."""
         weights, _, metadata = keras_compat.backup_files(self)
         state, variables = _read_state(weights), _seeds(self.model)
         if state is not None:
@@ -192,7 +192,7 @@ class BackupAndRestore(keras_compat.BackupMethods):
                     f"Expected a backup of the same model, with {len(variables)} random states. "
                     f"Received: {len(state['seeds'])} in {weights}"
                 )
-            # The metadata may be of the backup before, if a kill came between the two files.
+            # A kill between the two files leaves the metadata of the previous backup.
             _write_metadata(metadata, state["epoch"])
         super().read_backup()
         if state is None:

@@ -9,11 +9,11 @@ from ncclsync.ops.spans import Measured
 from ncclsync.training.keras_model import is_plain, maker
 from ncclsync.training.loop import Towers, towers_of
 
-_PLAIN = "_ncclsync_plain"  # an attribute of a model: its own train function, and the one that is there to be watched
+_PLAIN = "_ncclsync_plain"  # a model's attribute: its own train function, and the watched function in its place
 
 
 class StepWatcher(keras.callbacks.Callback, abc.ABC):
-    """Watch when the parts of training steps begin and end; a base of callbacks.
+    """A base of callbacks that watch when the parts of training steps begin and end.
 
     A single tower, otherwise trained by plain Keras, is trained by a step of towers while it is watched.
     """
@@ -22,7 +22,7 @@ class StepWatcher(keras.callbacks.Callback, abc.ABC):
         """Prepare.
 
         Raises:
-            ValueError: the model's steps cannot be watched: it is not on towers, or it runs eagerly.
+            ValueError: the model is not on towers, or runs eagerly.
             NcclSyncError: its towers are closed.
         """
         name, model = type(self).__name__, self.model
@@ -32,7 +32,7 @@ class StepWatcher(keras.callbacks.Callback, abc.ABC):
         towers.session.require_open()
         if model.run_eagerly:
             raise ValueError(f"Expected a step that is traced for {name}. Received: run_eagerly=True")
-        # Another watcher may have put it there, of this fit or of an interrupted one.
+        # Unless another watcher, of this `fit` or an interrupted one, has replaced it already.
         if is_plain(towers) and model.train_function is not model.__dict__.get(_PLAIN, ("", ""))[1]:
             plain = model.train_function
             maker(model, towers, "train")(force=True)
@@ -52,12 +52,12 @@ class StepWatcher(keras.callbacks.Callback, abc.ABC):
         return towers
 
     def watch_next(self) -> None:
-        """Let `measure` receive the recording of the step's next call."""
+        """Let `measure` receive the timestamps of the step's next call."""
         self.towers.watch.watch_next(self._measure)
 
     @abc.abstractmethod
     def measure(self, measured: Measured) -> None:
-        """Receive the recording of a watched call, in the thread of `fit`, also if the call failed."""
+        """Receive the timestamps of a watched call, in the thread of `fit`, also if the call failed."""
 
     def _measure(self, measured: Measured) -> None:
         self.measure(measured)

@@ -1,8 +1,8 @@
 """Train with large batches by a recipe: `LargeBatch`, a callback or `nccl_parallel(recipe=...)`.
 
-The optimizer keeps the reference rate, for schedules, callbacks and files: the recipe's factor is never written into a
-variable of Keras', but multiplied, in the graph of each step, where a step uses the rate. `compat.keras_optimizers`
-knows Keras' methods.
+The optimizer keeps the reference rate, for schedules, callbacks and files. The recipe's factor is never written into a
+variable of Keras': the graph of each step multiplies the rate where it is used. `compat.keras_optimizers` knows Keras'
+methods.
 """
 
 import functools
@@ -36,14 +36,14 @@ class LargeBatch(keras.callbacks.Callback):
 
     Files are Keras' own and unscaled (without momentum correction velocities are scaled). A run that is saved and
     loaded goes on as without the stop, bit for bit, and continues the warm-up, by the optimizer's `iterations`. Without
-    this recipe it goes on at the reference rate. A warm-up that has ended is not repeated when the batch size changes;
-    a new process knows of it if it goes on counting epochs, by `BackupAndRestore` or `fit(initial_epoch=...)`.
-    Compiling the model again begins anew.
+    this recipe it goes on at the reference rate. A warm-up that has ended is not repeated when the batch size changes,
+    nor in a new process that continues to count epochs, by `BackupAndRestore` or `fit(initial_epoch=...)`. Compiling
+    the model again begins anew.
 
-    The model must have one optimizer, that of `compile`. As a callback the recipe holds for its `fit` (after a `fit`
-    that an exception has ended, until the end of the next). As `nccl_parallel(recipe=...)` it holds for every step of
-    the model: `train_on_batch` before the first `fit` then needs `steps_per_epoch` or `warmup_epochs=0`, and your own
-    loop, such as `Towers.run`, needs `batch_size`, too.
+    The model must have one optimizer, that of `compile`. As a callback the recipe holds for its `fit`; after a `fit`
+    that an exception has ended it holds until the end of the next `fit`. As `nccl_parallel(recipe=...)` it holds for
+    every step of the model: `train_on_batch` before the first `fit` then needs `steps_per_epoch` or `warmup_epochs=0`,
+    and your own loop, such as `Towers.run`, needs `batch_size`, too.
 
     After each epoch the logs hold, as "effective_learning_rate", the rate of the last update.
 
@@ -71,11 +71,11 @@ class LargeBatch(keras.callbacks.Callback):
             rule: "linear": k is the ratio of the batch sizes; "sqrt": its square root.
             momentum_correction: whether the velocity of `SGD` and `RMSprop`, which contains the rate, is multiplied by
                 the new rate / the old rate whenever the warm-up, a schedule or a callback changes the rate. The moments
-                of other optimizers do not contain it, and are not changed.
+                of other optimizers do not contain the rate, and are not changed.
             exclude_from_weight_decay: whether the optimizer's own `weight_decay` leaves out gamma and beta of every
                 `BatchNormalization`, and all biases, in addition to the variables that you have excluded. A layer's
                 regularizer is a part of the loss, and stays.
-            batch_size: samples of a batch. None: those of the largest batch of this `fit` so far.
+            batch_size: samples of a batch. None: as many as the largest batch of this `fit` so far has.
             steps_per_epoch: batches of an epoch, for the length of the warm-up. None: as Keras finds from `fit`'s
                 data.
 
@@ -122,7 +122,7 @@ class LargeBatch(keras.callbacks.Callback):
         self._begins = True
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Begin, after all callbacks' `on_train_begin`, in which one may have loaded the optimizer's state."""
+        """Begin the scaling, after all callbacks' `on_train_begin`: one may have loaded the optimizer's state."""
         if self._begins:
             self._begins = False
             self._rate().begin(self.warmup_epochs, self._steps() or 0, epoch)
@@ -141,7 +141,7 @@ class LargeBatch(keras.callbacks.Callback):
         return scale_rate(self.model, self)
 
     def _steps(self) -> int | None:
-        """Return the batches of an epoch; 0 without a warm-up; None if not known."""
+        """Return the number of batches of an epoch; 0 without a warm-up; None if it is not known."""
         if self.warmup_epochs == 0:
             return 0
         return self.steps_per_epoch or self.params.get("steps")
@@ -153,32 +153,23 @@ class ScaledRate:
     With k for the batch size and W updates of warm-up, update t takes the reference rate times
     k - (k - 1) * (W - t) / W, and after the warm-up times k; for k < 1 there is no warm-up. t is the optimizer's own
     count, which files hold.
-
-    Attributes:
-        recipe: whose traced arguments hold.
-        optimizer: whose rate it scales.
-        active: a bool variable.
-        effective: a float32 variable, the rate of the last update; NaN before the first.
-        always: whether steps outside a `fit` are scaled, too.
-        known: whether the length of the warm-up is known.
-        variables: all of its variables, which files do not hold.
     """
 
     def __init__(self, model: keras.Model, recipe: LargeBatch) -> None:
         """Wrap the update of a compiled model's optimizer; steps traced from now on are scaled."""
-        self.recipe = recipe
-        self.always = False
-        self.known = False
+        self.recipe = recipe  # of the traced steps
+        self.always = False  # whether steps outside a `fit` are scaled, too
+        self.known = False  # whether the length of the warm-up is known
         self._model = model
         self.optimizer = keras_optimizers.innermost(model.optimizer)
         self._open = 0  # steps of the model that are being traced
         self.active = _variable(False, "active")
-        self.effective = _variable(float("nan"), "effective")
+        self.effective = _variable(float("nan"), "effective")  # the rate of the last update; NaN before the first
         self._largest = _variable(0.0, "batch_size")
         self._warmup = _variable(tf.constant(0, tf.int64), "warmup_updates")
         self._skipped = _variable(tf.constant(0, tf.int64), "skipped_updates")  # of the warm-up
-        # The reference rate of the velocities.
-        self._previous = _variable(self._reference(), "previous_rate")
+        self._previous = _variable(self._reference(), "previous_rate")  # the reference rate of the velocities
+        # Files hold none of these.
         self.variables = [self.active, self.effective, self._largest, self._warmup, self._skipped, self._previous]
         keras_optimizers.wrap_update(self.optimizer, self._wrap)
         outer = model.optimizer
@@ -186,10 +177,7 @@ class ScaledRate:
         vars(outer)["load_own_variables"] = tf_compat.wrapped(outer.load_own_variables, self._load_and_note)
 
     def begin(self, warmup_epochs: float, steps_per_epoch: int, epoch: int = 0) -> None:
-        """Set the warm-up; a warm-up that has ended, or a part of it, is not repeated.
-
-        `epoch` is the number of epochs trained before, as far as known.
-        """
+        """Set the warm-up, of which no part is repeated; `epoch`: how many epochs were trained before, if known."""
         made, length = int(self._updates()), int(self._warmup.numpy())
         updates = round(warmup_epochs * steps_per_epoch / self._batches_per_update())
         done = made + int(self._skipped.numpy())
@@ -259,7 +247,7 @@ class ScaledRate:
         return scaled_update
 
     def _correct(self, reference: tf.Tensor, previous: tf.Tensor) -> None:
-        """Multiply velocities by r'/r. A rate of zero has left zeros, and the ratio is 0."""
+        """Multiply velocities by r'/r; after a rate of zero they are zero, and the ratio is 0."""
         ratio = tf.where(self.active, tf.math.divide_no_nan(reference, previous), 1.0)
         for velocity in keras_optimizers.velocities(self.optimizer):
             velocity.assign(velocity * tf.cast(ratio, velocity.dtype))
@@ -271,7 +259,7 @@ class ScaledRate:
         schedule = keras_optimizers.schedule_of(self.optimizer)
         if schedule is None:
             return self._previous
-        # By the optimizer's count, which a file holds, unlike a variable of ours.
+        # By the optimizer's count, which a file holds; it does not hold `_previous`.
         last = keras_optimizers.batches_applied(self.optimizer) - self._batches_per_update()
         return tf.cast(schedule(tf.maximum(last, 0)), tf.float32)
 
@@ -305,7 +293,7 @@ def scaled_rate_of(model: keras.Model) -> ScaledRate | None:
 
 
 def scale_rate(model: keras.Model, recipe: LargeBatch) -> ScaledRate:
-    """Scale the rate of a model's optimizer by this recipe; further calls do not scale it again.
+    """Scale the rate of a model's optimizer by this recipe, once for any number of calls.
 
     Raises:
         ValueError: the model is not compiled, or has several optimizers.
@@ -364,7 +352,7 @@ def _not_decayed(model: keras.Model) -> Sequence[keras.Variable]:
 
 
 def leave(model: keras.Model) -> None:
-    """Let a model no longer follow a recipe that it was built with, before its towers were closed."""
+    """Let a model no longer follow the recipe of towers that were closed."""
     rate = scaled_rate_of(model)
     if rate is not None:
         rate.always = False
@@ -372,7 +360,7 @@ def leave(model: keras.Model) -> None:
 
 
 def follow(model: keras.Model, recipe: LargeBatch) -> None:
-    """Let every step of a model, compiled by its first step, follow a recipe in `fit` and `train_on_batch`."""
+    """Let every step of a model follow a recipe in `fit` and `train_on_batch`; it may be compiled later."""
     fit, train_on_batch = model.fit, model.train_on_batch
 
     @functools.wraps(fit)

@@ -27,7 +27,7 @@ def zero_last_gamma(model: keras.Model) -> list[keras.layers.BatchNormalization]
 
     Raises:
         TypeError: no Keras model.
-        ValueError: there is no such block.
+        ValueError: the model has no such block.
     """
     if not isinstance(model, keras.Model):
         raise TypeError(f"Expected a keras.Model. Received: {model!r}")

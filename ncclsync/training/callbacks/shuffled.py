@@ -22,7 +22,7 @@ from ncclsync.training.arguments import check_whole, count_samples
 
 
 class Position(NamedTuple):
-    """Name a place in the data: `samples` of pass `epoch` were handed out, fewer than all."""
+    """Name a position in the data: `samples` of pass `epoch` were handed out, but not all."""
 
     epoch: int
     samples: int
@@ -53,8 +53,8 @@ class Shuffled(CountingDataset):
     ```
 
     If several processes train together, each then loads only its own towers' rows. Put other changes to the batches
-    into the model. `data.map(...)` keeps the order, too, but each process makes the whole batch, and the result cannot
-    be resumed in the middle of a pass; nor can `fit(class_weight=...)`: give `sample_weight` here instead.
+    into the model. `data.map(...)` keeps the order, too, but each process makes the whole batch, and a run cannot be
+    resumed in the middle of a pass; nor can a run with `class_weight`: give `sample_weight` here instead.
 
     Attributes:
         batch_size, seed: as given.
@@ -99,9 +99,9 @@ class Shuffled(CountingDataset):
         with tf.device("/CPU:0"):
             arrays = _map_arrays(tf.convert_to_tensor, keras.tree.lists_to_tuples(given))
             self.rows = count_samples(arrays)
-            self._epoch, self._first = 0, 0  # of the current or next pass: its number, and where it begins
-            self._seen = tf.Variable(0, dtype=tf.int64, trainable=False)  # samples of the pass, counted from its first
-            self._pass = tf.Variable(0, dtype=tf.int64, trainable=False)  # its number; only the last pass is counted
+            self._epoch, self._first = 0, 0  # of the current or next pass: its number, and the sample it begins at
+            self._seen = tf.Variable(0, dtype=tf.int64, trainable=False)  # samples of the pass that were handed out
+            self._pass = tf.Variable(0, dtype=tf.int64, trainable=False)  # the number of the iteration that counts
             # If a feeder fetches ahead: the place that steps have reached; the feeder; the feeder that is fetching now.
             self._taken: tuple[int, int, int] | None = None
             self._feeder: object = None
@@ -111,7 +111,7 @@ class Shuffled(CountingDataset):
             super().__init__(self._pipeline(Layout()), self.counted)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle, and copy, the arrays and the place in them; the tf.data pipeline is made anew."""
+        """Pickle or copy the arrays and the place in them; the tf.data pipeline is made anew."""
         arrays = _map_arrays(lambda array: array.numpy(), self._arrays)
         made = functools.partial(type(self), batch_size=self.batch_size, seed=self.seed, load=self._load)
         return made, arrays, self._place()
@@ -124,9 +124,8 @@ class Shuffled(CountingDataset):
     def order(self, epoch: int) -> np.ndarray:
         """Return the order of pass `epoch`: int64 indices of the samples, [rows].
 
-        64 random bits are drawn per sample, and sorted. NumPy promises to keep the streams of its bit generators;
-        neither NumPy nor TensorFlow promises to keep its shuffles.
-        Source: NEP 19, numpy.org/neps/nep-0019-rng-policy.html.
+        It sorts 64 random bits per sample: NumPy promises to keep the streams of its bit generators, but neither NumPy
+        nor TensorFlow promises to keep its shuffles. Source: NEP 19, numpy.org/neps/nep-0019-rng-policy.html.
         """
         bits = np.random.Philox(np.random.SeedSequence(self.seed, spawn_key=(epoch,)))
         return np.argsort(bits.random_raw(self.rows), kind="stable")
@@ -143,7 +142,7 @@ class Shuffled(CountingDataset):
         return self._upcoming(self._place())
 
     def seek(self, epoch: int, samples: int = 0) -> None:
-        """Let the next iteration begin in pass `epoch`, after `samples` of its samples.
+        """Let the next iteration begin in pass `epoch`, after its first `samples` samples.
 
         Raises:
             ValueError: there is no such place.
@@ -159,7 +158,7 @@ class Shuffled(CountingDataset):
 
     @contextlib.contextmanager
     def fetching(self, feeder: object) -> Iterator[None]:
-        """Let `feeder` fetch a batch within, alone; see `CountingDataset`."""
+        """Let one feeder at a time fetch a batch; see `CountingDataset`."""
         with self._lock:
             self._fetching = feeder
             try:
@@ -179,7 +178,7 @@ class Shuffled(CountingDataset):
         return self._taken or self.fetched()
 
     def _go(self, epoch: int, first: int, seen: int) -> np.int64:
-        """Begin to count a pass; return its number among all passes."""
+        """Begin an iteration; return its number."""
         self._epoch, self._first = epoch, first
         number = self._pass.assign_add(1)
         self._seen.assign(seen)
@@ -190,7 +189,7 @@ class Shuffled(CountingDataset):
         return Position(epoch + 1, 0) if seen == self.rows else Position(epoch, first)
 
     def of_process(self, layout: Layout) -> CountingDataset:
-        """Return the same batches, of which only the rows of one process' towers are read; they count here."""
+        """Return the same batches, of which only one process' rows are read; they move this object's position."""
         with tf.device("/CPU:0"):
             own = CountingDataset(self._pipeline(layout), self.counted)
         counting = {name: getattr(self, name) for name in ("fetching", "fetched", "hand_out", "cardinality")}
@@ -198,16 +197,16 @@ class Shuffled(CountingDataset):
         return own
 
     def digest_of_place(self) -> bytes:
-        """Return a digest of some rows, the seed and the begin of the pass: equal in processes that run the same pass.
+        """Return a digest of some rows, the seed and the begin of the pass, equal in processes that run the same pass.
 
-        It leaves out the position in the pass: a later stage, as for `class_weight`, may fetch ahead of the step.
+        The position in the pass is left out: a dataset made of this one, as for `class_weight`, may fetch ahead.
         """
         epoch, first, _ = self._place()
         place = repr((self.batch_size, self.seed, epoch, first)).encode()
         return hashlib.blake2b(digest_of_rows(self._arrays) + place, digest_size=16).digest()
 
     def _pipeline(self, layout: Layout) -> tf.data.Dataset:
-        """Return the numbered batches of a pass; in them copies stand for the rows of other processes' towers."""
+        """Return the numbered batches of an iteration, with copies in the places of other processes' rows."""
 
         def rest_of_pass(_):
             order, begun = tf.numpy_function(self._begin, [], [tf.int64, tf.int64])
@@ -215,14 +214,14 @@ class Shuffled(CountingDataset):
             total = tf.size(order, tf.int64)
 
             def rows_read(begin):
-                """Return a batch's first row that is read, the row after the last, and the number of its rows."""
+                """Return where the rows begin and end that are read of a batch, and its number of rows."""
                 rows = tf.minimum(total - begin, self.batch_size)
                 own, end = layout.own_rows(rows)
-                has_none = own == end  # towers without rows, which compute on the first
+                has_none = own == end  # towers without rows compute on the batch's first row
                 return tf.where(has_none, tf.zeros_like(own), own), tf.where(has_none, tf.ones_like(end), end), rows
 
             def stand_ins(begin):
-                """Return for each row of a batch the nearest row that is read."""
+                """Return, for each row of a batch, the nearest row that is read."""
                 own, end, rows = rows_read(begin)
                 return tf.clip_by_value(tf.range(rows), own, end - 1)
 
@@ -249,7 +248,7 @@ class Shuffled(CountingDataset):
                 places = stand_ins(begin) - rows_read(begin)[0]
                 return begun, _map_arrays(lambda array: tf.gather(array, places), batch)
 
-            # All batches but the last have equally many rows that are read, and the last has no more.
+            # The number of rows read of each batch but the last, of which no more are read.
             sizes = layout.sizes_of(self.batch_size)
             rows = sum(sizes[shard] for shard in layout.own_shards)
             samples = begins.flat_map(samples_of).map(loaded, num_parallel_calls=tf.data.AUTOTUNE)
@@ -258,7 +257,7 @@ class Shuffled(CountingDataset):
         return tf.data.Dataset.from_tensors(0).flat_map(rest_of_pass)
 
     def counted(self, begun: tf.Tensor, batch: Any) -> Any:
-        """Count a batch that is handed out, of the pass of this number."""
+        """Count a batch that is handed out by the iteration of this number."""
         first = next(leaf for leaf in tf.nest.flatten(batch) if leaf is not None)
         rows = tf.shape(first, tf.int64)[0]
         rows = tf.where(begun == self._pass, rows, 0)  # an abandoned iterator may still fetch
@@ -266,10 +265,7 @@ class Shuffled(CountingDataset):
             return _map_arrays(tf.identity, batch)
 
     def _begin(self) -> tuple[np.ndarray, np.int64]:
-        """Begin a pass; return the order of its remaining samples, and its number among all passes.
-
-        An iterator calls it for its first batch.
-        """
+        """Begin an iteration, for its first batch; return the order of the pass' remaining samples, and its number."""
         if self._fetching is not self._feeder:  # another iterator: batches fetched for the earlier one are dropped
             if self._taken is not None:
                 self._go(*self._taken)

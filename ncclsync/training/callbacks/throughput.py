@@ -20,11 +20,11 @@ class Throughput(StepWatcher):
 
     - `samples_per_second`: rows of the batches, over the time that `fit` takes for them, without validation.
     - `waiting_for_data`: the share of the steps' time spent waiting for the next batch.
-    - `communicating`: the share in which towers exchanged tensors; on GPUs, from when the last tower has computed its
-      tensors.
+    - `communicating`: the share in which towers exchanged tensors; on GPUs an exchange begins when the last tower has
+      computed its tensors.
     - `computing`: the rest: splitting the batch, forward, backward and update of all towers.
 
-    The three shares add up to 1. They cover the steps alone: Keras' work between two steps, with callbacks, counts only
+    The three shares add up to 1. They cover the steps alone: Keras' work between two steps, and callbacks, count only
     in the first figure.
     """
 
@@ -37,7 +37,7 @@ class Throughput(StepWatcher):
         self._start()
 
     def _start(self) -> None:
-        # By whether a call traced: sums by the names of `Measured`, and the time since the call before.
+        # By whether a call traced: sums of `Measured`'s attributes, and the time from call to call.
         self._sums = {traced: collections.Counter[str]() for traced in (True, False)}
         self._last_ns = time.monotonic_ns()
 

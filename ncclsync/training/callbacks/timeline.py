@@ -23,8 +23,7 @@ class Timeline(StepWatcher):
     model.fit(x, y, callbacks=[ncclsync.Timeline("trace.json")])  # then open it at ui.perfetto.dev
     ```
 
-    Spans, which TensorFlow's profiler and `keras.callbacks.TensorBoard` record under the same names, each on the row of
-    a thread:
+    TensorFlow's profiler and `keras.callbacks.TensorBoard` record the same spans, on the rows of threads:
 
     - `step`, and before it `wait_for_data`, for the next batch;
     - `tower_0/shard`: the tower's rows are cut off the batch; `tower_0/copy_to_device`, if the tower is not on CPU:0;
@@ -39,12 +38,12 @@ class Timeline(StepWatcher):
     work and a scalar computed after it has arrived in the host's memory; a segment begins when its inputs are there,
     perhaps before it is launched.
 
-    Recorded steps run a graph with ops that record the time, traced when the first of them begins. All other steps run
-    the graph that they run without this callback.
+    Recorded steps run a graph of their own, with ops that record the time. All other steps run the graph that they run
+    without this callback.
 
     The file is written in one piece when all steps are recorded, when `fit` ends or a step fails, and at the latest
-    when this object or the process ends. Several `fit`s go on counting, into the same file. If the file cannot be
-    written then, that is logged, and training goes on.
+    when this object or the process ends. Several `fit`s count on, into the same file. A file that cannot be written
+    then is logged, and training goes on.
     """
 
     def __init__(self, path: str | os.PathLike, steps: tuple[int, int] = (1, 100)) -> None:
@@ -70,7 +69,7 @@ class Timeline(StepWatcher):
         weakref.finalize(self, self._trace.save)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Prepare, and see that the file can be written, before anything is trained.
+        """Prepare, and check that the file can be written, before anything is trained.
 
         Raises:
             ValueError: it cannot; or the model cannot be watched, see `StepWatcher`.
@@ -127,7 +126,7 @@ class _Trace:
             ) from error
 
     def save(self) -> None:
-        """Write the file, unless it holds everything already; an older file stays until this one is complete.
+        """Write the file, unless it is complete; an older file stays until then.
 
         A failure, such as a full disk, is logged and does not end training. The next call tries again.
         """

@@ -1,4 +1,4 @@
-"""Describe and parse command-line arguments that several commands have."""
+"""Describe and parse the command-line arguments of several commands."""
 
 import argparse
 import pathlib

@@ -17,14 +17,14 @@ class UsageError(Exception):
 
 
 def load(name: str) -> Callable:
-    """Import `module:function`, as if from a program in the current directory, or `file.py:function`.
+    """Import `module:function`, as a program in the current directory would, or `file.py:function`.
 
     A file is loaded by its path, even if a module has its name; its folder comes first in `sys.path`, so that it finds
     its neighbours.
 
     Raises:
         UsageError: there is no such module, file or function.
-        Exception: an error of the module while it is imported.
+        Exception: the module's own error while it is imported.
     """
     home, _, attribute = name.rpartition(":")
     if not home or not attribute:
@@ -46,7 +46,7 @@ def _import_module(name: str) -> types.ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # something that the user's module imports
+            raise  # the user's module imports something that is missing
         raise UsageError(f"Expected an importable module. Received: {name} ({error})") from error
 
 
@@ -54,7 +54,7 @@ def _load_file(path: str) -> types.ModuleType:
     if not os.path.isfile(path):
         raise UsageError(f"Expected a file {path}. Received: none there")
     path = os.path.realpath(path)
-    # Pickles and data classes look for their module by name; no other module has this one.
+    # Pickles and data classes look for their module by name: it needs a name of its own.
     name = f"ncclsync_loaded_{path}".replace(".", "_")
     if name not in sys.modules:
         sys.path.insert(0, os.path.dirname(path))
@@ -70,7 +70,7 @@ def _load_file(path: str) -> types.ModuleType:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, batch_size: str) -> None:
-    """Add what names a model and says how to make data for it; `batch_size` is the help of `--batch-size`."""
+    """Add the arguments of `model_and_data`; `batch_size` is the help of `--batch-size`."""
     parser.add_argument("factory", help="module:function or file.py:function that returns a compiled model")
     size, open_size = number("--batch-size", 1, None, batch_size), number("--open-size", 1, 32, "of open dimensions")
     add_options(parser, size, number("--seed", 0, 0), open_size)
@@ -82,16 +82,16 @@ def model_and_data(
     """Build the model of a factory, undecorated, and random data for it; imports TensorFlow.
 
     Args:
-        given: by `add_model_arguments`.
+        given: arguments of `add_model_arguments`.
         factory: from `load`.
         default: the batch size of a model that declares none.
-        batches: how many to make.
+        batches: the number of batches to make.
 
     Returns:
         The model, `(x, y)` or `(x,)`, and the batch size.
 
     Raises:
-        UsageError: it returns no compiled model, or one whose input shapes are not known.
+        UsageError: the factory returns no compiled model, or the model's input shapes are not known.
     """
     import keras
 

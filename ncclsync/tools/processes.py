@@ -9,7 +9,7 @@ from ncclsync.communicator.timeouts import DEFAULT_TIMEOUT_S
 
 
 def join() -> Peers:
-    """Return the peers of this process, which a launcher has started as one of several. Collective when first called.
+    """Return the peers of this process, one of several that a launcher has started. Collective when first called.
 
     Raises:
         NcclSyncError: they cannot be joined.

@@ -1,11 +1,11 @@
 """Run `bench all-reduce`: ncclsync, a copy of the same bytes and MPI, in turns, checked.
 
 Columns are those of nccl-tests: algbw = size / time, busbw = algbw · 2(n−1)/n, which does not depend on the
-number of ranks n where the bus is the limit.
+number of ranks n if the bus is the limit.
 Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 
-A reducer runs the libraries of its process. Input and result are known in closed form and exact, so that results are
-checked by element. TensorFlow is imported by the class that uses it.
+A reducer runs the libraries of its process. Input and result have a closed form and are exact, so that every element is
+checked. TensorFlow is imported by the class that uses it.
 """
 
 import argparse
@@ -43,13 +43,13 @@ _TURN_S = 0.05  # of one side: small collectives run by the hundred
 _FEW_BYTES = 4 * 1024 * 1024  # below, handing a copy to threads costs more than it saves
 _ITEM_BYTES = 4  # float32
 
-Ask = Callable[..., dict[str, Any]]  # has a reducer work, see `HostReducer.ask`, perhaps in other processes
+Ask = Callable[..., dict[str, Any]]  # `HostReducer.ask`, perhaps of other processes
 
 
 def bench_all_reduce(given: argparse.Namespace) -> Result:
     """Time every number of towers and every size; under a launcher, between its processes, with one tower each.
 
-    A peer that cannot be run only leaves a note.
+    If MPI cannot be run, a note says so.
     """
     process = find_process()
     if process is not None:
@@ -76,7 +76,7 @@ def bench_all_reduce(given: argparse.Namespace) -> Result:
 
 
 def _between_processes(given: argparse.Namespace, process: Process) -> Result:
-    """Do the same in all processes, which all know the joined figures. Collective."""
+    """Do the same in all processes, all of which get the joined figures. Collective."""
     if given.towers:
         raise BenchError(
             f"Expected no --towers by {process.launcher}: each of the {process.size} processes has one. "
@@ -99,7 +99,7 @@ def _between_processes(given: argparse.Namespace, process: Process) -> Result:
 
 
 def _time_case(towers: int, size: int, sides: Mapping[str, Ask], rounds: int, shown: bool = True) -> list[Row]:
-    """Time the libraries, each by what has it work, on buffers of `size` bytes."""
+    """Time the sides on buffers of `size` bytes."""
     show = about(f"{towers} towers, {size_text(size)}") if shown else lambda text: None
     count = max(1, size // _ITEM_BYTES)
     asks = {library: functools.partial(ask, "seconds", library=library, count=count) for library, ask in sides.items()}
@@ -122,14 +122,11 @@ def pattern(rank: int, count: int) -> np.ndarray:
 
 
 class HostReducer:
-    """Reduce inputs of a communicator's ranks in host memory, and copy the same bytes.
-
-    Attributes:
-        libraries: by name, a function that reduces once, or copies.
-    """
+    """Reduce inputs of a communicator's ranks in host memory, and copy the same bytes."""
 
     def __init__(self, communicator: Communicator, cores: int | None = None) -> None:
-        """Take a communicator over; a copy uses so many cores, by default all."""
+        """Take over a communicator; a copy uses so many cores, by default all."""
+        # By name, a function that reduces once, or copies.
         self.libraries: dict[str, Callable[[], Any]] = {
             "ncclsync": lambda: communicator.all_reduce(self._sends, self._recvs),
             "memcpy": self._copy,
@@ -147,7 +144,7 @@ class HostReducer:
         return made
 
     def ask(self, do: str, **details: Any) -> dict[str, Any]:
-        """Return what a method, "seconds" or "wrong", measures, by its name."""
+        """Return the result of a method, "seconds" or "wrong", by its name."""
         return {do: getattr(self, do)(**details)}
 
     def seconds(self, library: str, count: int, steps: int) -> float:
@@ -159,10 +156,7 @@ class HostReducer:
         return (time.perf_counter() - began) / steps
 
     def wrong(self, library: str, count: int) -> int:
-        """All-reduce the pattern once; return how many elements of this process' results are wrong.
-
-        Of a copy, those that differ from their source.
-        """
+        """All-reduce, or copy, the pattern once; return the number of wrong elements in this process' results."""
         self._hold(count)
         stale = np.full(count, 99, "float32")
         self._recvs = [self.make(rank, stale) for rank in self._communicator.ranks]
@@ -180,7 +174,7 @@ class HostReducer:
         self._communicator.close()
 
     def _hold(self, count: int) -> None:
-        """Make buffers of so many elements, unless there are such."""
+        """Make buffers of `count` elements, unless they have that size."""
         if count != self._count:
             self._sends, self._recvs = [], []  # free them before new ones are made
             self._sends, self._recvs = (
@@ -189,7 +183,7 @@ class HostReducer:
             self._count = count
 
     def _copy(self) -> None:
-        """Copy all ranks' bytes: an all-reduce reads and writes as many."""
+        """Copy all ranks' bytes, as many as an all-reduce reads and writes."""
         if self._cores == 1 or self._sends[0].nbytes * len(self._sends) < _FEW_BYTES:
             for send, recv in zip(self._sends, self._recvs, strict=True):
                 np.copyto(recv, send)
@@ -202,13 +196,13 @@ class HostReducer:
 
 
 class NcclReducer(HostReducer):
-    """Reduce in the memory of N GPUs, by NCCL. TensorFlow, always installed, allocates the buffers."""
+    """Reduce in the memory of N GPUs, by NCCL; TensorFlow allocates the buffers."""
 
     def __init__(self, towers: int) -> None:
         """Join the first N GPUs.
 
         Raises:
-            BenchError: TensorFlow sees fewer.
+            BenchError: TensorFlow sees fewer GPUs.
             NcclUnavailableError: NCCL cannot be used.
         """
         import tensorflow as tf
@@ -248,7 +242,7 @@ class RankReducer(HostReducer):
 
 
 def serve_mpi(requests: Requests) -> None:
-    """Reduce in each of mpirun's processes as long as there are requests, see `HostReducer.ask`."""
+    """Reduce in each of mpirun's processes, at the driver's requests; see `HostReducer.ask`."""
     reducer, ranks = RankReducer(with_mpi=True), Ranks(requests)
     while True:
         ranks.answer(**reducer.ask(**ranks.next()))

@@ -152,7 +152,7 @@ def add_bench(commands: Any) -> None:
 
 
 def _list(name: str, parse: Callable[[str], Any], default: str, metavar: str, meaning: str = "") -> Option:
-    # What is measured in addition may be left out.
+    # Sides beyond ncclsync's usual one may be left out.
     several = listed(parse, or_none=name in ("--against", "--shards"))
     return option(name, meaning, type=several, default=default, metavar=metavar)
 
@@ -167,13 +167,13 @@ def _against(choices: tuple[str, ...], default: str, meaning: str) -> Option:
 
 
 def _shards(what: str) -> Option:
-    """Return the option that takes 1x,2x for [1, 2]."""
+    """Return the option whose 1x,2x means [1, 2]."""
     meaning, times = f"{what} with so many shards for each tower, of the same batch", at_least(1)
     return _list("--shards", lambda text: times(text.removesuffix("x")), "none", "1x,2x", meaning)
 
 
 def _run(given: argparse.Namespace, home: str) -> int:
-    """Run a benchmark of the module `home`; of several processes only the first shows the result, or the error."""
+    """Run a benchmark of the module `home`; process 0 alone shows its result or error."""
     process = None
     try:
         process = find_process()
@@ -193,7 +193,7 @@ def _run(given: argparse.Namespace, home: str) -> int:
         if process is None:
             raise UsageError(str(error)) from error
         tell_of(error, process, f"python -m ncclsync bench {given.benchmark}")
-        return NOT_RUN if process.rank == 0 else DONE  # otherwise mpirun might end the first before it has printed
+        return NOT_RUN if process.rank == 0 else DONE  # otherwise mpirun might end process 0 before it has printed
     progress("")
     if process is not None and process.rank:
         return DONE

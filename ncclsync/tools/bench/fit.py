@@ -1,4 +1,4 @@
-"""Train in a process of a benchmark: inside `fit` in turns, up to the first step, for its memory, or in parts."""
+"""Train in a process of a benchmark: by `fit` in turns, up to the first step, for its memory, or parts of a step."""
 
 import contextlib
 import dataclasses
@@ -25,7 +25,7 @@ from ncclsync.training.keras_model import ModelStep
 _MEMORY_STEPS = 5
 
 _BATCHES = {"resnet50": 8}  # of an epoch
-_BATCHES_ELSE = 240  # as MNIST with 250 rows a batch: the begin of an epoch is a small part of it
+_BATCHES_ELSE = 240  # as MNIST with 250 rows a batch: an epoch's begin takes a small part of it
 
 
 def build(library: str, model: str, towers: int, shards: int | None = None, *, xla: bool = False) -> keras.Model:
@@ -59,10 +59,10 @@ def fit_in_turns(
 ) -> None:
     """Train by `fit` as long as there are requests; `build` takes `how`: towers, shards, xla.
 
-    `feed` is of `training.FEEDS`, or "constant". The request "fit" is for so many steps inside `fit`, its callbacks
-    included, if `watched` also `Timeline` and `Throughput`; requests for a variant of `StepParts` run its steps while
-    `fit` waits. Answers give the mean seconds of a step; answers to "fit" also the seconds of the host's cores, and
-    whether XLA compiles the step.
+    `feed` is of `training.FEEDS`, or "constant". The request "fit" runs steps inside `fit`, with its callbacks, and
+    with `Timeline` and `Throughput` if `watched`; the name of a variant of `StepParts` runs that while `fit` waits.
+    Answers give the mean seconds of a step; answers to "fit" also the seconds of the host's cores, and whether XLA
+    compiles the step.
     """
     keras.utils.set_random_seed(0)
     trained = build(library, model, **how)
@@ -71,7 +71,7 @@ def fit_in_turns(
     batch_size //= how["towers"] if library == "shard" else 1
     batch = tf.nest.map_structure(to_tensor, (rows_of(x, 0, batch_size), y[:batch_size]))
     turns = _Turns(Ranks(requests) if library == "processes" else requests, trained, batch)
-    # The file is never written: this process is killed, and there is no last step.
+    # The trace is never written: there is no last step, and this process is killed.
     watchers = [Timeline("timeline.json", steps=(1, 10**9)), Throughput()] if watched else []
     arguments = {"callbacks": [*watchers, turns], "epochs": 10**9, "verbose": 0}
     if feed == "numpy":
@@ -88,12 +88,12 @@ def fit_in_turns(
 
 
 def _clocks() -> np.ndarray:
-    """Return the time, and how long the host's cores have worked for this process, in seconds."""
+    """Return the time, and the time that the host's cores have worked for this process, in seconds."""
     return np.array([time.perf_counter(), time.process_time()])
 
 
 class _Turns(keras.callbacks.Callback):
-    """Hold `fit` between two of its steps until it is asked for more. Between epochs its clocks stand."""
+    """Hold `fit` between two steps until it is asked for more. Time between epochs does not count."""
 
     def __init__(self, requests: Requests | Ranks, model: keras.Model, batch: Any) -> None:
         super().__init__()
@@ -162,10 +162,7 @@ def first_step(requests: Requests, library: str, model: str, towers: int, rows: 
 def peak_memory(
     requests: Requests, library: str, model: str, towers: int, rows: int, shards: int | None = None
 ) -> None:
-    """Answer a request with this process' peak memory after some steps on so many rows, in bytes.
-
-    And with its memory before it built the model, and the bytes of the model's weights and optimizer.
-    """
+    """Answer a request with bytes: the process' memory at its peak and without the model, and the model's state."""
     x, y = MODELS[model].data(rows)
     requests.next()
     imported = status_bytes("VmRSS")
@@ -186,11 +183,11 @@ def status_bytes(name: str, process: int | str = "self") -> int:
 
 
 class StepParts:
-    """Time a step on towers with parts left out, beside the whole; the difference is the time of the part left out.
+    """Time a step on towers, whole and with parts left out.
 
     whole       on a batch that is in memory already
     local       without the exchanges: each tower goes on with its own gradients
-    compute     forward and backward: without the exchanges, and without the update after the last one
+    compute     forward and backward: without the exchanges, and without the update after the last exchange
 
     The step is traced once for all three; towers drift apart in the last two, which changes no time.
     """
@@ -207,14 +204,14 @@ class StepParts:
 
     @property
     def buckets(self) -> list[Bucket]:
-        """Return the buckets that the step exchanges; it must have run."""
+        """Return the buckets of the step, which must have run."""
         ran = self._variants["whole"].last()
         assert ran is not None
         program, _ = ran
         return [bucket for segment in program.segments for bucket in segment.outgoing]
 
     def seconds(self, variant: str, steps: int) -> float:
-        """Run so many steps of a variant; return the mean time of one."""
+        """Run so many steps of a variant; return the mean time of a step."""
         run = self._variants[variant].run
         return device_seconds(lambda: run(self._iterator), steps)
 
@@ -258,7 +255,7 @@ def until_last_exchange(program: Program) -> Program:
     drain = tf.Variable(0.0, trainable=False)
 
     def use(*inputs: tf.Tensor) -> Outcome:
-        # A part of each bucket is written, since TensorFlow does not compute unused tensors.
+        # An element of each bucket is used, since TensorFlow does not compute unused tensors.
         parts = [tf.reduce_sum(tf.cast(tf.reshape(t, [-1])[:1], tf.float32)) for t in inputs]
         return Outcome({}, [], tf.identity(drain.assign(tf.add_n([*parts, 0.0]))))
 

@@ -1,4 +1,4 @@
-"""Build the models that benchmarks train, with random data; each has another bottleneck."""
+"""Build the models that benchmarks train, each with another bottleneck, and random data for them."""
 
 import dataclasses
 from collections.abc import Callable

@@ -2,7 +2,7 @@
 
 exchange: a graph has several all-reduces of one small bucket in a row. The clock stops when its call returns, before
 the GPUs have done their work. overlap: a step is timed as it is and without its exchanges, and the same buckets are
-exchanged without a step. What is compared takes turns.
+exchanged without a step. The compared graphs take turns.
 """
 
 import argparse
@@ -35,8 +35,8 @@ _IN_A_ROW = 20  # exchanges in one graph
 _ELEMENTS = 1024
 _CALLS = 5  # of a turn
 
-# As in convolutional networks, layers near the input have few weights. With equal layers, an exchange as long as
-# back-propagation could hide at most 4/5 of itself, in 5 buckets: the last bucket leaves when back-propagation ends.
+# As in convolutional networks, layers near the input have few weights. With equal layers and 5 buckets, at most 4/5 of
+# an exchange as long as back-propagation could be hidden: the last bucket leaves when back-propagation ends.
 _WIDTHS = (*[128] * 4, *[256] * 12)
 _LAYERS_OF_BUCKET = 3  # wide layers
 _OVERLAP_ROWS = 256  # of a tower: enough for the products to outweigh the update
@@ -44,7 +44,7 @@ _OVERLAP_STEPS = 3  # of a turn
 
 
 def check_gpus(towers: int) -> int:
-    """Check that each tower can have its own GPU, and that TensorFlow takes ncclsync's ops; return this process' part.
+    """Check for a GPU for each tower, and for ncclsync's ops in TensorFlow; return this process' number of towers.
 
     Raises:
         BenchError: TensorFlow sees too few GPUs, or the towers cannot be divided among the processes.
@@ -70,7 +70,7 @@ def on(device: str, tensor: Any) -> Any:
 
 
 def bench_exchange(given: argparse.Namespace) -> Result:
-    """Time an exchange for every number of towers: host time of each tower of a process."""
+    """Time an exchange for every number of towers: the host's time, per tower."""
     counts = [check_gpus(towers) for towers in given.towers]
     rows: list[Row] = []
     for towers, here in zip(given.towers, counts, strict=True):
@@ -124,7 +124,7 @@ def _time_exchanges(towers: int, own: Towers, rounds: int, show: Callable[[str],
 
 
 def bench_overlap(given: argparse.Namespace) -> Result:
-    """Time a step with and without its exchanges, and these alone."""
+    """Time a step with and without its exchanges, and the exchanges alone."""
     here = check_gpus(given.towers)
     bucket_bytes = 4 * _LAYERS_OF_BUCKET * _WIDTHS[-1] ** 2 + 1024  # with the bytes that the loss sends
     model = nccl_parallel(towers=here, bucket_bytes=bucket_bytes)(_layers)(given.xla)
@@ -163,7 +163,7 @@ def bench_overlap(given: argparse.Namespace) -> Result:
 def _predicted_s(link: Any, towers: int, without_s: float, bucket_bytes: int) -> float:
     """Return the seconds of a step that `plan` predicts, given those of a step without exchanges.
 
-    The latency of `link` is that of a whole collective, as `run.py` has it; `plan` takes the latency of a hop.
+    The latency of `link` is that of a whole collective, as in `run.py --link`; `plan` takes the latency of a hop.
     """
     batch = tuple(np.zeros([_OVERLAP_ROWS, width], "float32") for width in (_WIDTHS[0], _WIDTHS[-1]))
     options = {"bucket_bytes": bucket_bytes, "processes": False}

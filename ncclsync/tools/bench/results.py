@@ -23,7 +23,7 @@ from ncclsync.towers import printed
 
 SCHEMA = "ncclsync.tools.bench/1"  # a removed or changed key increases it, an added key does not
 
-# By benchmark, the figures of its tables: the names in a row's `case` and `more`, and of other sides in `ratios`.
+# By benchmark, the columns of its tables: names of a row's `case` and `more`, and "÷" and the other side of `ratios`.
 _TABLES = {
     "all-reduce": [
         "towers, size_bytes, count, dtype, side, value_s, algbw_gb_s, busbw_gb_s, wrong, ÷ memcpy, ÷ mpi, ÷ ncclsync"
@@ -43,7 +43,7 @@ _TABLES = {
         "sequential_s, efficiency, sequential_efficiency, speedup, samples_per_s, good_batch, winning_batch, better"
     ],
 }
-# The headings of figures whose names do not say what they are; of the side's own by benchmark.
+# The headings of columns whose names do not say what they are; that of `value` is the benchmark's.
 _HEADS = {
     "all-reduce": "time",
     "exchange": "host time of an exchange,\nper tower",
@@ -70,7 +70,7 @@ _HEADS = {
     "good_batch": f"{GOOD_EFFICIENCY:.0%} from\nbatch/GPU",
     "winning_batch": "beats one GPU\nfrom batch",
 }
-# Of figures whose names do not say how they are shown.
+# How to show figures whose names do not tell.
 _TEXTS: dict[str, Callable[[Any], str]] = {
     "algorithms": " ".join,
     "crossing_bytes": lambda size: size_text(size) if size else "nothing",
@@ -79,18 +79,18 @@ _TEXTS: dict[str, Callable[[Any], str]] = {
     **dict.fromkeys(("good_batch", "winning_batch"), lambda batch: "never" if batch is None else str(batch)),
 }
 _WIDTH = 200  # columns of plain text; of a terminal, its own
-_LEFT = ("model", "side", "algorithms", "better")  # justified so
-_UNIT = re.compile("(?<!_gb)(?<!_per)_(s|seconds|bytes)$")  # at the end of a name, and not in its heading
+_LEFT = ("model", "side", "algorithms", "better")  # columns that are justified left
+_UNIT = re.compile("(?<!_gb)(?<!_per)_(s|seconds|bytes)$")  # ends a name, and is left out of its heading
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
     """Hold the figures of one side in one case."""
 
-    # The varied parameters, such as `{"towers": 4, "size_bytes": 4096}`; equal for all sides that are compared
+    # The varied parameters, such as `{"towers": 4, "size_bytes": 4096}`; equal for all compared sides
     case: dict[str, Any]
-    # "ncclsync", what else of it is measured, such as "watched", or a library that it is compared with; in `bench feed`
-    # the kind of data, after the name of another library; in `plan` the number of GPUs
+    # "ncclsync", another way to run it, such as "watched", or another library; in `bench feed` the kind of data, after
+    # the name of another library; in `plan` the number of GPUs
     side: str
     value: Spread  # seconds, or bytes in `bench memory`
     # `value` over another side's, by its name, in pairs of the same round; above 1: this side needs more
@@ -112,7 +112,7 @@ class Result:
 def compare(
     case: dict[str, Any], samples: Mapping[str, Iterable[float]], more: Mapping[str, dict[str, Any]]
 ) -> list[Row]:
-    """Return a row of each side of a case, with its ratios to all others; `samples` [rounds], round by round."""
+    """Return a row of each side of a case, with its ratios to all other sides; `samples` are [rounds] of each."""
 
     def ratios(side: str) -> dict[str, Spread]:
         return {other: ratio(samples[side], base) for other, base in samples.items() if other != side}
@@ -138,7 +138,7 @@ def machine() -> dict[str, Any]:
 
 
 def check_json(file: pathlib.Path | None) -> None:
-    """Raise UsageError if a result could not be written to a file, if one is named; an older one stays as it is."""
+    """Raise UsageError if a result cannot be written to a file; an older file stays as it is."""
     if file is None:
         return
     is_new = not file.exists()
@@ -168,9 +168,9 @@ def write_json(result: Result, file: pathlib.Path) -> None:
                     Keras'; of ncclsync compute_s, communicate_s, apply_s and feed_s, spreads
         start       build_seconds and cpu_seconds, spreads
         feed        samples_per_s; of_ceiling, a spread: the constant batch's time over this one's
-        memory      imported_bytes, state_bytes and, if one tower was measured too, of_needed and beyond (what is beyond
-                    that, over one tower's activations), spreads; of shards of_rows, a spread: the peak less that of one
-                    row for each tower, over the same without shards
+        memory      imported_bytes, state_bytes and, if one tower was measured too, of_needed and beyond (the rest, over
+                    one tower's activations), spreads; of shards of_rows, a spread: the peak less that of one row for
+                    each tower, over the same without shards
         plan        fields of `plan.prediction.Prediction`, and which is better; of side "1" fixed_s and per_sample_s,
                     the measured spreads by batch size, the cluster and the stages of the step
 
@@ -184,7 +184,7 @@ def write_json(result: Result, file: pathlib.Path) -> None:
 def show(result: Result, file: pathlib.Path | None) -> None:
     """Print the tables, an empty line between cases, then the notes; write the result to a file, if one is named.
 
-    Columns without any text are left out, and of further tables the rows without one beyond those of the first table.
+    Columns without any text are left out, and so are rows of a further table with nothing beyond the tables before.
     """
     known: set[str] = set()
     for names in (names.split(", ") for names in _TABLES[result.benchmark]):
@@ -209,7 +209,7 @@ def show(result: Result, file: pathlib.Path | None) -> None:
 
 
 def _figure_text(name: str, row: Row) -> str:
-    """Return a figure of a row by its name, which ends in the unit, if there is one; "" without it."""
+    """Return the text of a row's figure, by its name, which ends in its unit; "" if the row has none."""
     ratios = {f"÷ {other}": spread for other, spread in row.ratios.items()}
     values = {"side": row.side, "value_s": row.value, "value_bytes": row.value}
     figures, unit = {**row.case, **row.more, **ratios, **values}, _UNIT.search(name)

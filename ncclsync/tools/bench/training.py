@@ -11,12 +11,12 @@ import numpy as np
 from ncclsync.tools.bench.results import Result, Row
 from ncclsync.tools.bench.turns import BenchError, Side, Spread, about, by_key, fill_turns, launched, ratio, take_turns
 
-# The rows of a global batch of each model in `bench.models`, which needs TensorFlow.
+# The rows of a global batch of each model in `bench.models`; not there, which imports TensorFlow.
 BATCH_SIZES = {
     **{"mlp": 256, "cnn": 128, "resnet50": 32, "transformer": 64, "embedding": 256},
     **{"lstm": 128, "language": 64, "seq2seq": 64, "unet": 32, "sparse": 256},
 }
-# Of `--cpu`: each tower updates all weights, whatever the batch. Here the arithmetic on rows outweighs that.
+# The same for `--cpu`: enough rows for their arithmetic to outweigh the update, which each tower makes.
 _MANY_ROWS = BATCH_SIZES | {"mlp": 2048, "resnet50": 512, "lstm": 2048, "seq2seq": 512, "sparse": 65536}
 MODEL_NAMES = tuple(BATCH_SIZES)
 PEERS = ("mirrored", "single", "shard", "sharded", "processes")
@@ -25,7 +25,7 @@ FEEDS = ("numpy", "tf.data", "generator")
 PROCESSES = 2  # of the side "processes", which share the towers
 
 _TURN_S = 0.2  # of one side
-_TO_DIVIDE = 64  # times a model's own batch, for shards that divide its memory
+_TO_DIVIDE = 64  # times a model's own batch: its memory then outweighs that of the weights, and shards can divide it
 _ONE_ROW = "one row a tower"
 
 Answers = dict[str, dict[str, np.ndarray]]  # of sides by name, by key: [rounds]
@@ -40,7 +40,7 @@ def bench_step(given: argparse.Namespace) -> Result:
         launched(PROCESSES)
     rows: list[Row] = []
     notes: list[str] = []
-    # Also measured of ncclsync, beside its usual step.
+    # Further sides of ncclsync.
     others = {name: {"shards": each * given.towers} for name, each in _by_shards(given.shards).items()}
     others |= {"watched": {"watched": True}} if given.watched else {}
     variants = ["whole", "local", "compute"] if given.split and given.towers > 1 and not given.cpu else []
@@ -96,7 +96,7 @@ def bench_feed(given: argparse.Namespace) -> Result:
 
 
 def _fit_side(library: str, model: str, feed: str, *, one_thread: bool = False, **how: Any) -> Side:
-    """Start a side; `how`: towers, shards, xla, and the batch size, if it is not the model's own."""
+    """Start a side; `how`: towers, shards, xla, watched, and the batch size unless it is the model's own."""
     arguments = {"library": library, "model": model, "feed": feed, "batch_size": BATCH_SIZES[model], **how}
     name = f"{library}, {model}, {feed}"
     if library == "processes":
@@ -107,7 +107,7 @@ def _fit_side(library: str, model: str, feed: str, *, one_thread: bool = False, 
 
 
 def _fit_in_turns(model: str, sides: Mapping[str, Mapping], variants: Sequence[str], rounds: int) -> Answers:
-    """Have sides by `_fit_side`, and variants of the first one's step, take turns; return means of a step."""
+    """Have sides, by arguments of `_fit_side`, and variants of the first side's step take turns."""
     with contextlib.ExitStack() as stack:
         opened = {name: stack.enter_context(_fit_side(**how)) for name, how in sides.items()}
         first = next(iter(opened.values()))
@@ -130,10 +130,7 @@ def bench_start(given: argparse.Namespace) -> Result:
 
 
 def bench_memory(given: argparse.Namespace) -> Result:
-    """Measure the peak resident memory, each in a fresh process.
-
-    With `shards` the batch is 64 times the model's own: few rows take less memory than the weights' gradients.
-    """
+    """Measure the peak resident memory, each time in a fresh process."""
     libraries, by_shards = ("ncclsync", *given.against), _by_shards(given.shards)
 
     def sides_of(model: str, towers: int) -> dict[str, dict[str, Any]]:
@@ -169,7 +166,7 @@ def _in_fresh_processes(
     sides_of: Callable[[str, int], dict[str, dict[str, Any]]],
     figures_of: Callable[[Answers, str, int], dict[str, Any]],
 ) -> Result:
-    """Measure `key` in turns of a fresh process each: the sides of a model and a number of towers by `sides_of`."""
+    """Measure `key`, each time in a fresh process, for all models, numbers of towers, and sides by `sides_of`."""
     rows: list[Row] = []
     notes: list[str] = []
     libraries = ("ncclsync", *given.against)
@@ -203,6 +200,6 @@ def _by_shards(counts: Sequence[int]) -> dict[str, int]:
 
 
 def _compiled(model: str, answers: Answers) -> list[str]:
-    """Return a note of whose steps XLA compiles: Keras chooses, and does not under MirroredStrategy, nor on the CPU."""
+    """Return a note of the sides whose steps XLA compiles: Keras chooses none on CPUs or under MirroredStrategy."""
     compiled = dict.fromkeys(name.partition(" × ")[0] for name, found in answers.items() if any(found.get("xla", ())))
     return [f"{model}: XLA compiles the steps of {', '.join(compiled)}."] if compiled else []

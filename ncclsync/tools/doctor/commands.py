@@ -39,14 +39,14 @@ def _doctor(given: argparse.Namespace) -> int:
 
 
 def _examine(timeout_s: float) -> Any:
-    """Return doctor's report; None in all processes of a launcher but the first."""
+    """Return doctor's report; None in all processes of a launcher but process 0."""
     try:
         from ncclsync.communicator.processes import find_process
 
         process = find_process()
-    except (ImportError, NcclSyncError):  # without the compiled part, or refused as in training: the report says so
+    except (ImportError, NcclSyncError):  # the compiled part is missing, or a launcher is refused: the report says so
         process = None
-    # TF_CONFIG describes a cluster to each process: each prints for itself.
+    # A process of TF_CONFIG's cluster is examined by itself, and prints its own report.
     if process is None or process.launcher == "TF_CONFIG":
         from ncclsync.tools.doctor.examination import examine
 

@@ -1,4 +1,4 @@
-"""Read the process' environment variables that matter."""
+"""Read the environment variables that matter to training."""
 
 import contextlib
 import pathlib
@@ -63,14 +63,14 @@ EFFECTS = {
     "LD_PRELOAD": "libraries loaded before all others",
 }
 
-# Shown even if not in the table above. Not all of TF_: Terraform keeps secrets in TF_VAR_….
+# Further variables that are shown. Not all of TF_: Terraform keeps secrets in TF_VAR_….
 _SHOWN = re.compile("(NCCLSYNC|NCCL|CUDA|TF_(CPP|CUDNN|DETERMINISTIC|DISABLE|ENABLE|FORCE|GPU|NUM|USE|XLA))_")
 
 
 def read_variables(environ: Mapping[str, str]) -> tuple[Variable, ...]:
-    """Return the set variables that matter, by name, and after them the settings of NCCL's files.
+    """Return the set variables that matter, sorted by name, and then the settings of NCCL's files, if readable.
 
-    An empty value counts as set. Files that cannot be read are left out.
+    An empty value counts as set.
     """
     own_file = environ.get("NCCL_CONF_FILE") or pathlib.Path.home() / ".nccl.conf"
     files = (pathlib.Path(own_file), pathlib.Path("/etc/nccl.conf"))  # by precedence, as NCCL reads them

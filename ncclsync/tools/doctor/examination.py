@@ -1,4 +1,4 @@
-"""Examine a host: gather the facts, each by a separate question, and judge them."""
+"""Examine a host: gather the facts, by questions to separate processes, and judge them."""
 
 import dataclasses
 import importlib
@@ -34,10 +34,7 @@ _WARNINGS = re.compile(r"^[WEF]\d{4} ")  # TensorFlow's log: a warning, an error
 
 
 def examine(timeout_s: float) -> Report:
-    """Find out whether training would run on this host, and what prevents it.
-
-    TensorFlow and the GPUs are asked in separate processes, which end afterwards, each within `timeout_s`.
-    """
+    """Find out whether training would run on this host, and what prevents it; each question may take `timeout_s`."""
     environ = dict(os.environ)
     troubles: list[Trouble] = []
 
@@ -49,7 +46,7 @@ def examine(timeout_s: float) -> Report:
         return answer
 
     driver, libraries = ask("driver"), ask("libraries")
-    # The whole log, even if the user hides a part; and no more GPU memory than the question needs.
+    # With the whole log, even if the user hides a part, and with no more GPU memory than the question needs.
     frameworks, choice = _frameworks(ask("frameworks", TF_CPP_MIN_LOG_LEVEL="0", TF_FORCE_GPU_ALLOW_GROWTH="true"))
     no_libraries = Libraries(nccl=Library(error="the process that loaded the libraries did not end well"))
     shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
@@ -88,7 +85,7 @@ def _frameworks(answer: probes.Answer) -> tuple[Frameworks, Choice]:
 
 
 def _all_reduce(host: Host, timeout_s: float, environ: dict[str, str]) -> AllReduce:
-    """Reduce where training would; on the GPUs too if only TensorFlow or Keras stand in the way."""
+    """Reduce where training would, or on the GPUs that only TensorFlow's or Keras' problems keep from training."""
     backend, devices = "cpu", [*range(CPU_RANKS)]
     if host.choice.backend == "nccl":
         backend, devices = "nccl", [int(name.split(":")[1]) for name in host.choice.devices]
@@ -104,7 +101,7 @@ def _all_reduce(host: Host, timeout_s: float, environ: dict[str, str]) -> AllRed
 
 
 def _versions(host: Host) -> list[Version]:
-    """Return the table of versions, with their origins."""
+    """Return the rows of the table of versions."""
     driver, libraries, found, nccl = host.driver, host.libraries, host.frameworks, host.libraries.nccl
     serves = driver.cuda or libraries.driver_cuda
     origin = "NVML" if driver.version else "kernel module" if host.kernel_driver else "none found"

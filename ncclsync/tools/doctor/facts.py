@@ -13,7 +13,7 @@ ERROR, WARNING = "error", "warning"
 
 
 def from_json(kind: type[Facts], given: Mapping[str, Any]) -> Facts:
-    """Return a dataclass below, given the JSON of its `dataclasses.asdict`; unknown keys are left out."""
+    """Return a dataclass of this module, given the JSON of its `dataclasses.asdict`; unknown keys are left out."""
     hints = typing.get_type_hints(kind)
     return kind(**{name: _typed(hints[name], value) for name, value in given.items() if name in hints})
 
@@ -28,7 +28,7 @@ def _typed(hint: Any, value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """Describe a GPU as the driver does, whether or not this process may use it. None: the driver does not tell."""
+    """Describe a GPU as the driver does, even if this process may not use it. None: the driver does not tell."""
 
     index: int  # the driver's, as in nvidia-smi
     name: str | None = None  # such as "NVIDIA H100 80GB HBM3"
@@ -47,7 +47,7 @@ class Link:
     """Describe the link between two GPUs."""
 
     gpus: tuple[int, int]  # their indices, the lower first
-    # As in nvidia-smi: "NV4" (four NVLinks, direct or by a switch); over PCIe the last part that it crosses: "PIX" one
+    # As in nvidia-smi: "NV4" (four NVLinks, direct or by a switch), or the farthest part of a way by PCIe: "PIX" one
     # switch, "PXB" several, "PHB" the CPU's bridge, "NODE" several bridges of a NUMA node, "SYS" the link between CPU
     # sockets. None: the driver does not tell.
     path: str | None
@@ -63,7 +63,7 @@ class Driver:
     cuda: str | None = None  # the newest CUDA that it serves, such as "12.4"
     gpus: tuple[Gpu, ...] = ()
     links: tuple[Link, ...] = ()
-    # Why NVML does not answer: "NotInstalled" for nvidia-ml-py, otherwise NVML's name of the error, such as
+    # Why NVML does not answer: "NotInstalled" without nvidia-ml-py, otherwise NVML's name of the error, such as
     # "LibraryNotFound" or "DriverNotLoaded"; None if it answers
     error: str | None = None
     detail: str = ""  # the error in words
@@ -88,12 +88,12 @@ class Libraries:
     nccl_packages: tuple[str, ...] = ()  # installed Python packages with a libnccl, such as "nvidia-nccl-cu12 2.32.3"
     cuda_runtime: Library = Library()  # as TensorFlow would find it
     cudnn: Library = Library()  # likewise
-    missing: tuple[str, ...] = ()  # libraries that TensorFlow loads before it uses a GPU, and that are missing
+    missing: tuple[str, ...] = ()  # missing libraries, of those that TensorFlow loads before it uses a GPU
     driver_cuda: str | None = None  # the newest CUDA that the driver serves, by libcuda; None if there is no driver
 
     @property
     def is_other_nccl(self) -> bool:
-        """Return whether another library stands for NCCL, whose own builds name their CUDA."""
+        """Return whether another library takes NCCL's place: NCCL's own builds name their CUDA."""
         return self.nccl.version is not None and self.nccl.cuda is None
 
 
@@ -111,13 +111,13 @@ class Frameworks:
     ncclsync_error: str = ""  # why ncclsync itself cannot be imported with them
     refused: str = ""  # why training would not begin in this process of several; "" if it would
     cuda_build: bool | None = None  # whether TensorFlow was built for CUDA
-    build_cuda: str | None = None  # the version that it was built for
+    build_cuda: str | None = None  # the CUDA version of that build
     build_cudnn: str | None = None  # likewise
     build_capabilities: tuple[str, ...] = ()  # compute capabilities that it has code for, such as "8.0"
-    build_nccl: str | None = None  # the oldest NCCL that its package requires
+    build_nccl: str | None = None  # the oldest NCCL that TensorFlow's package requires
     gpus: tuple[str, ...] = ()  # names of the GPUs that TensorFlow sees
     nvls: str = ""  # whether NCCL may use NVLS, sums within the NVSwitch, and why; "" if ncclsync cannot be imported
-    nvls_variable: str | None = None  # the "NAME=value" that asks for NVLS although op determinism is on
+    nvls_variable: str | None = None  # the setting, "NAME=value", that asks for NVLS although op determinism is on
     log: tuple[str, ...] = ()  # TensorFlow's own warnings and errors about GPUs
 
 
@@ -139,7 +139,7 @@ class AllReduce:
     count: int  # elements of each
     ok: bool = False  # every rank has every sum, exactly
     seconds: float | None = None  # of the all-reduce, and of joining the ranks; None if it did not end
-    error: str = ""  # the failure in words; "" if there is none
+    error: str = ""  # the failure in words
     kind: str = ""  # of failure: "wrong" numbers, "hang", "crash", "raised", or ""
     log: tuple[str, ...] = ()  # NCCL's last warnings
 
@@ -152,7 +152,7 @@ class AllReduce:
 
 @dataclasses.dataclass(frozen=True)
 class Variable:
-    """Describe a set environment variable that matters, or the same setting in a file of NCCL's."""
+    """Describe a set environment variable that matters, or a setting in a file of NCCL's."""
 
     name: str
     value: str
@@ -162,7 +162,7 @@ class Variable:
 
 @dataclasses.dataclass(frozen=True)
 class Version:
-    """Hold a row of the table of versions; `version` None: there is none, and `source` tells why."""
+    """Hold a row of the table of versions; if `version` is None, `source` tells why."""
 
     component: str
     version: str | None
@@ -217,12 +217,12 @@ class Host:
 
     @property
     def uses_gpus(self) -> bool:
-        """Return whether training would use GPUs, once nothing else keeps it from choosing them."""
+        """Return whether training uses GPUs, or would if it could begin."""
         return self.choice.backend == "nccl" or (self.choice.backend is None and bool(self.frameworks.gpus))
 
     @property
     def severity(self) -> str:
-        """Return how bad it is if GPUs, or what joins them, cannot be used: an error if training would use them."""
+        """Return the severity of a problem with GPUs, or NCCL: an error if training would use them."""
         return ERROR if self.uses_gpus else WARNING
 
     @property
@@ -232,14 +232,14 @@ class Host:
 
     @property
     def visible_gpus(self) -> tuple[Gpu, ...]:
-        """Return the driver's GPUs that CUDA_VISIBLE_DEVICES leaves; see `left_by`."""
+        """Return the driver's GPUs that CUDA_VISIBLE_DEVICES leaves."""
         gpus = self.driver.gpus
         divided = [i for i, gpu in enumerate(gpus) if gpu.mig]
         return tuple(gpus[i] for i in left_by(self.variable(VISIBLE), [gpu.uuid for gpu in gpus], divided))
 
     @property
     def gpu_count(self) -> int:
-        """Return the number of the host's GPUs, from the source that knows most."""
+        """Return the number of the host's GPUs, by the source that knows most."""
         return max(len(self.driver.gpus), self.present, len(self.frameworks.gpus))
 
 

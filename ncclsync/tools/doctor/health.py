@@ -8,9 +8,9 @@ from ncclsync.tools.doctor import probes
 
 
 def find_gpus(timeout_s: float, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the UUIDs of the GPUs that CUDA shows in an environment, in its order; () without any.
+    """Return the UUIDs of the GPUs that CUDA shows in an environment, in its order.
 
-    A UUID still names the same GPU after another GPU is lost; a number may not.
+    A UUID names the same GPU after another GPU is lost; a number may name a different one.
     """
     return tuple(probes.ask("gpus", timeout_s, environ).facts.get("gpus", ()))
 
@@ -18,9 +18,9 @@ def find_gpus(timeout_s: float, environ: Mapping[str, str]) -> tuple[str, ...]:
 def check_gpus(
     gpus: Sequence[str], timeout_s: float, environ: Mapping[str, str], is_wanted: Callable[[], bool] = lambda: True
 ) -> dict[str, str]:
-    """Try each GPU alone, and then all that pass, by an all-reduce of known numbers, which a GPU alone copies.
+    """Try each GPU alone, and then all that pass, by an all-reduce of known numbers.
 
-    If that fails, the GPU without which it passes is left out; without such a GPU, all are.
+    If all together fail, the GPU without which they pass is left out; if there is none, all are left out.
 
     Args:
         gpus: UUIDs of the GPUs of `environ`, by `find_gpus`.
@@ -29,7 +29,7 @@ def check_gpus(
         is_wanted: whether to go on; after False no more questions are asked, and the result is of no use.
 
     Returns:
-        By the UUID of each GPU that is left out, why. The others can train together.
+        The reason, by the UUID of each GPU that is left out. The other GPUs can train together.
     """
     if not gpus:
         return {}

@@ -22,10 +22,10 @@ _LOADS = {
     "cusparse": "libcusparse.so.12",
 }
 
-# They share one libnccl file, which the last one installed has written.
+# They write the same libnccl file: that of the package installed last remains.
 _NCCL_PACKAGES = ("nvidia-nccl-cu11", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
-# Numbers of versions from which on the minor version has two digits: NCCL 2.9, cuDNN 9.
+# Version numbers from which on the minor version has two digits: NCCL 2.9, cuDNN 9.
 _TWO_DIGITS_FROM = {"ncclGetVersion": 10000, "cudnnGetVersion": 90000}
 
 _BUILT_WITH = re.compile(rb"NCCL version [0-9.]+\+cuda([0-9]+\.[0-9]+)")
@@ -52,7 +52,7 @@ def wheel_files(package: str, file: str) -> list[str]:
 
 
 def nccl_files(ldconfig: str = "/sbin/ldconfig") -> list[str]:
-    """Return every libnccl.so.2 that ncclsync, TensorFlow or the loader may come across, each file once."""
+    """Return every libnccl.so.2 that ncclsync, TensorFlow or the loader may find, each file once."""
     chosen = os.environ.get("NCCLSYNC_NCCL_LIBRARY")
     folders = [*os.environ.get("LD_LIBRARY_PATH", "").split(":"), "/usr/local/cuda/lib64"]
     found = [
@@ -65,7 +65,7 @@ def nccl_files(ldconfig: str = "/sbin/ldconfig") -> list[str]:
 
 
 def _cached(file: str, ldconfig: str) -> Iterable[str]:
-    """Return the paths that the loader's cache has for a name."""
+    """Return a file's paths in the loader's cache."""
     try:
         done = subprocess.run([ldconfig, "-p"], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
@@ -97,7 +97,7 @@ def _read_nccl() -> Library:
 
 
 def _read(package: str, function: str, variable: str = "") -> Library:
-    """Load a library of `_LOADS`, or what a variable names, and ask its function for the version."""
+    """Load a library of `_LOADS`, or the file that a variable names, and ask its function for the version."""
     file = _LOADS[package]
     path = os.environ.get(variable) or next(iter(wheel_files(package, file)), file)
     try:
@@ -108,7 +108,7 @@ def _read(package: str, function: str, variable: str = "") -> Library:
 
 
 def _loaded(library: str) -> str:
-    """Return the file of a library that was loaded by its name or path."""
+    """Return the file of a loaded library, given its name or path."""
     lines = pathlib.Path("/proc/self/maps").read_text(errors="replace").splitlines()
     paths = (line.split(maxsplit=5)[-1] for line in lines if "/" in line)
     name = library.partition(".so")[0]
@@ -116,7 +116,7 @@ def _loaded(library: str) -> str:
 
 
 def _version(path: str, function: str) -> str | None:
-    """Call a library's function for its version, which all write to a pointer, but cuDNN's returns."""
+    """Return a library's version, which its function writes to a pointer; only cuDNN's returns it."""
     call, number = getattr(_load(path), function, None), ctypes.c_int(0)
     if call is None:
         return None
@@ -128,7 +128,7 @@ def _version(path: str, function: str) -> str | None:
 
 
 def version_text(function: str, number: int) -> str:
-    """Return a version, such as "2.32.3", of the number that a library's function gives; of CUDA "12.9"."""
+    """Return a version, such as "2.32.3", or "12.9" of CUDA, given the number of a library's version function."""
     if function not in _TWO_DIGITS_FROM:
         return f"{number // 1000}.{number % 1000 // 10}"
     thousand = 10000 if number >= _TWO_DIGITS_FROM[function] else 1000

@@ -32,7 +32,7 @@ _COMPUTE_PROHIBITED = 2
 _SWITCH = 2  # NVML_NVLINK_DEVICE_TYPE_SWITCH
 
 
-Ask = Callable[..., Any]  # returns the answer of a query of NVML's to some arguments; None: it is not known
+Ask = Callable[..., Any]  # takes the name of a query of NVML's and its arguments; returns the answer, or None
 
 
 def read_driver() -> Driver:
@@ -92,7 +92,7 @@ def _read_gpu(ask: Ask, index: int, handle: Any) -> Gpu:
 
 
 def _read_links(ask: Ask, handles: dict[int, Any], most: int) -> Iterator[Link]:
-    """Yield the link of each pair of GPUs, with its active NVLinks, direct or by NVSwitches; `most` of a GPU."""
+    """Yield the link of each pair of GPUs, with its active NVLinks, direct or by NVSwitches; a GPU has up to `most`."""
     at = {_bus_id(ask("nvmlDeviceGetPciInfo", handle)): index for index, handle in handles.items()}
     at.pop(None, None)
     direct: Counter[tuple[int, int]] = Counter()

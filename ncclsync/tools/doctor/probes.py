@@ -1,7 +1,7 @@
-"""Ask questions that may crash, hang or fill a GPU's memory, each in a separate process.
+"""Ask questions that may crash, hang or fill a GPU's memory, each in a separate process: a probe.
 
 `ask` starts `python -m ncclsync.tools.doctor.probes NAME FILE ARGUMENTS`, which writes facts as it finds them, in lines
-of JSON: those of a process that dies are kept.
+of JSON. So the facts of a process that dies are kept.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from typing import Any
 from ncclsync.errors import NcclPreflightError, NcclSyncError, NcclTimeoutError
 
 COUNT = 1 << 20  # float32 elements of each rank in the known-answer all-reduce
-PATTERN = 251  # prime, so that elements shifted by a block are wrong
+PATTERN = 251  # a prime, so that a shift by a block gives wrong elements
 _LINES = 40  # of a probe's output, the last ones
 
 Tell = Callable[..., None]  # takes facts of a probe by name, and keeps them
@@ -38,7 +38,7 @@ class Answer:
     facts: dict[str, Any]  # its findings
     stage: str  # its work when it ended
     ended: str  # "well", "hang" (it was killed at the time limit) or "crash"
-    how: str  # of a crash, such as "killed by SIGSEGV"
+    how: str  # the same in words, such as "killed by SIGSEGV"; "" if it ended well
     output: tuple[str, ...]  # the last lines of its stdout and stderr
 
     @property
@@ -48,14 +48,7 @@ class Answer:
 
 
 def ask(name: str, timeout_s: float, environ: Mapping[str, str], arguments: Any = None) -> Answer:
-    """Run a probe. Returns soon after the time limit, even if the probe cannot be killed.
-
-    Args:
-        name: of the probe: a key of `PROBES`.
-        timeout_s: seconds until it is killed.
-        environ: its environment. It finds modules as this process does.
-        arguments: of the probe by name, as JSON.
-    """
+    """Run a probe of `PROBES`; return soon after the time limit, even if the probe cannot be killed."""
     path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
     with tempfile.TemporaryDirectory(prefix="ncclsync-doctor-", ignore_cleanup_errors=True) as folder:
         file, log = pathlib.Path(folder, "facts.json"), pathlib.Path(folder, "log")
@@ -80,7 +73,7 @@ def ask(name: str, timeout_s: float, environ: Mapping[str, str], arguments: Any 
                 raise
         if ended == "hang":
             _kill(process)
-        # Without what follows the last end of a line: a process may be killed while it writes.
+        # Without an incomplete last line, of a process that was killed while it wrote.
         told = file.read_text().split("\n")[:-1] if file.exists() else []
         lines = log.read_text(errors="replace").splitlines()
     facts: dict[str, Any] = {"stage": "start"}
@@ -90,7 +83,7 @@ def ask(name: str, timeout_s: float, environ: Mapping[str, str], arguments: Any 
 
 
 def ask_all_reduce(backend: str, devices: Sequence[int], timeout_s: float, environ: Mapping[str, str]) -> Answer:
-    """Ask for an all-reduce of known numbers; its own limit is shorter, since NCCL's error names the missing ranks."""
+    """Ask for an all-reduce of known numbers; its own limit is shorter, for the sake of its error's words."""
     arguments = {"backend": backend, "devices": [*devices], "timeout_s": 0.7 * timeout_s}
     return ask("all_reduce", timeout_s, environ, arguments)
 
@@ -138,7 +131,7 @@ def _frameworks(tell: Tell) -> None:
         return
     tell(stage="listing TensorFlow's devices")
     build = tf.sysconfig.get_build_info()
-    # Such as "sm_89" and "compute_89", for "8.9"; "sm_90a" has more than "sm_90".
+    # "sm_89", "compute_89" and variants such as "sm_89a" become "8.9".
     capabilities = build.get("cuda_compute_capabilities", ())
     tell(
         cuda_build=bool(build.get("is_cuda_build")),
@@ -169,16 +162,16 @@ def _choose(tell: Tell) -> None:
     tell(stage="choosing devices", nvls=words, nvls_variable=found.variable)
     try:
         chosen = choose_devices(None, None, None, own_process(None))
-    except (NcclSyncError, ValueError) as error:  # the latter: this host has too few GPUs for its processes
+    except (NcclSyncError, ValueError) as error:  # a ValueError: this host has too few GPUs for its processes
         tell(refused=str(error))
         return
     tell(devices=chosen.devices, backend=chosen.backend, reason=chosen.reason)
 
 
 def reduce_known(tell: Tell, backend: str, devices: Sequence[int], timeout_s: float, peers: Any = None) -> None:
-    """All-reduce known numbers over these devices, of all processes that are `peers`; tell facts of `facts.AllReduce`.
+    """All-reduce known numbers over these devices, and those of `peers`; tell facts of `facts.AllReduce`.
 
-    Between GPUs by NCCL's preflight, else in host memory.
+    GPUs do so by their preflight, CPUs in host memory.
     """
     kind, by_nccl = "wrong", backend == "nccl"
     tell(stage=f"joining {len(devices)} ranks")
@@ -224,7 +217,7 @@ def _gpus(tell: Tell) -> None:
         if cuda.cuDeviceGet(ctypes.byref(device), ordinal) or cuda.cuDeviceGetUuid(whole, device):
             return
         name = f"GPU-{uuid.UUID(bytes=bytes(whole))}"
-        # For a part of a GPU (MIG) the newer call returns the part's own UUID.
+        # For a part of a GPU (MIG) the newer function returns the part's own UUID.
         is_new = hasattr(cuda, "cuDeviceGetUuid_v2") and not cuda.cuDeviceGetUuid_v2(part, device)
         if is_new and bytes(part) != bytes(whole):
             name = f"MIG-{uuid.UUID(bytes=bytes(part))}"
@@ -233,9 +226,9 @@ def _gpus(tell: Tell) -> None:
 
 
 def known_answer(communicator: Any) -> str:
-    """All-reduce known numbers in host memory; describe the first wrong element of the results. Collective.
+    """All-reduce known numbers in host memory; describe the first wrong element, or return "". Collective.
 
-    Rank r of n has (r + 1)·(i mod 251), every sum is n(n+1)/2·(i mod 251), exactly. Returns "" if all are right.
+    Rank r of n has (r + 1)·(i mod 251), every sum is n(n+1)/2·(i mod 251), exactly.
     """
     import numpy as np
 
@@ -255,7 +248,7 @@ def known_answer(communicator: Any) -> str:
 
 
 def _configured_backend() -> str:
-    """Return the backend that Keras is set to, as it reads it: known even if it cannot be imported."""
+    """Return the backend that Keras is set to, read as Keras does, even if it cannot be imported."""
     home, configured = pathlib.Path(os.environ.get("KERAS_HOME") or pathlib.Path.home() / ".keras"), "tensorflow"
     with contextlib.suppress(OSError, ValueError, AttributeError):
         configured = json.loads((home / "keras.json").read_text()).get("backend", "tensorflow")

@@ -18,7 +18,7 @@ from ncclsync.tools.processes import tell_of
 
 _NAMED = 3  # processes that a message names
 
-# Settings that must be alike: of NCCL, and those that change numbers, except names of a host's own resources.
+# Settings that must be equal: of NCCL, and those that change numbers, except the names of a host's own resources.
 _ALIKE = re.compile(
     "NCCL_|NCCLSYNC_|(KERAS_BACKEND|NVIDIA_TF32_OVERRIDE|TF_DETERMINISTIC_OPS|TF_ENABLE_ONEDNN_OPTS|(TF_)?XLA_FLAGS)$"
 )
@@ -27,7 +27,7 @@ _OF_A_HOST = re.compile(
     "|NCCL_(HOSTID|IB_HCA|SOCKET_IFNAME)|NCCLSYNC_(JOINED|PROGRESS)"
 )
 
-# Each process traces the program by these: its exchanges and its bits must be equal.
+# Each process traces the program by these packages: its exchanges and bits must be equal.
 _DECISIVE = ("ncclsync", "TensorFlow", "Keras")
 _PIP = "Install the same on all hosts: pip install '%s=={}'"
 _REMEDIES = {
@@ -44,7 +44,7 @@ def examine_all(process: Process, timeout_s: float) -> Report | None:
     Each question may take `timeout_s`, and so may the all-reduce over all processes.
 
     Returns:
-        In process 0 the report; None in the others.
+        The report, in process 0; None in the others.
     """
     try:
         joined = peers_of(process, timeout_s)
@@ -52,7 +52,7 @@ def examine_all(process: Process, timeout_s: float) -> Report | None:
         if process.rank > 0:
             tell_of(error, process, "python -m ncclsync doctor")
             return None
-        # It examines itself alone.
+        # Process 0 examines itself alone.
         report = examine(timeout_s)
         return judged(report, [*report.problems, apart(str(error))])
     report = examine(timeout_s)
@@ -61,7 +61,7 @@ def examine_all(process: Process, timeout_s: float) -> Report | None:
     joint = None
     try:
         told = joined.exchange(dataclasses.asdict(_facts(joined, report)), "what doctor has found")
-        everyone = [from_json(ProcessFacts, facts) for facts in told]  # of another version of ncclsync, perhaps
+        everyone = [from_json(ProcessFacts, facts) for facts in told]  # perhaps of another version of ncclsync
         problems = [*merged(everyone), *differences(everyone)]
         backends = {one.backend for one in everyone}
         if len(backends) == 1:
@@ -122,7 +122,7 @@ def _reduce(joined: Peers, report: Report, by_nccl: bool, timeout_s: float) -> A
 
 
 def merged(everyone: Sequence[ProcessFacts]) -> Iterator[Problem]:
-    """Yield the problems of all processes; a problem of some names them."""
+    """Yield the problems of all processes, each once; a problem of only some processes names them."""
     having: dict[Problem, list[ProcessFacts]] = collections.defaultdict(list)
     for one in everyone:
         for problem in dict.fromkeys(one.problems):
@@ -137,8 +137,8 @@ def differences(everyone: Sequence[ProcessFacts]) -> Iterator[Problem]:
     """Yield a problem for each version and each setting that differs between processes, and for the backend."""
     by_nccl = any(one.backend == "nccl" for one in everyone)
     remedy = "Let all processes see GPUs, or none: CUDA_VISIBLE_DEVICES=''."
-    # What it is, its values, what None means, the effect, the remedy, and whether it is an error. A process without a
-    # backend has an error of its own, and is left out.
+    # Rows of: name, value in each process, what None means ("": the process is left out, such as one without a backend,
+    # which has an error of its own), effect, remedy, whether it is an error.
     rows = [("backend", [one.backend for one in everyone], "", "", remedy, True)]
     for component in dict.fromkeys(name for one in everyone for name in one.versions):
         versions = [one.versions.get(component) for one in everyone]

@@ -1,4 +1,4 @@
-"""Show doctor's report on one screen: the facts and problems of `facts.Report`, laid out by rich."""
+"""Lay doctor's report, a `facts.Report`, out on one screen, by rich."""
 
 import functools
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """Find a model's workload: time its steps on one device here, and run its traced program once.
 
-The program is that of training on towers, with its buckets; it runs on one tower, outside a graph, so that the sizes of
+The program is that of training on towers, with its buckets. It runs on one tower, outside a graph, where the sizes of
 all messages are known.
 """
 
@@ -31,18 +31,14 @@ _TURN_S = 0.2  # of one batch size
 
 
 def step_seconds(model: keras.Model, data: Any, batches: Sequence[int], rounds: int) -> dict[int, np.ndarray]:
-    """Return the seconds of training steps on batches in memory, of several sizes in turns, by batch size: [rounds].
+    """Time training steps of a model on one device, on batches in memory, of several sizes in turns.
 
-    Args:
-        model: compiled, on one device; it is trained.
-        data: structure of arrays, of as many rows as the largest batch.
-        batches: their sizes.
-        rounds: turns of each.
+    `data` has as many rows as the largest batch. Return, by batch size, [rounds] the mean seconds of a step.
     """
     model.make_train_function()
     sides = {}
     for batch in batches:
-        # As `fit` has them, with an open number of rows, so that all sizes run the same graph.
+        # With an open number of rows, as in `fit`, so that all sizes run the same graph.
         batches_in_memory = tf.data.Dataset.from_tensor_slices(_first_rows(data, batch)).batch(batch).cache()
         iterator = iter(batches_in_memory.repeat())
         sides[batch] = functools.partial(_timed, model, iterator)
@@ -51,7 +47,7 @@ def step_seconds(model: keras.Model, data: Any, batches: Sequence[int], rounds: 
 
 
 def _first_rows(data: Any, batch: int) -> Any:
-    """Return rows as `fit` passes them to a step: tf.data would take a list for one tensor."""
+    """Return rows as `fit` passes them to a step, with lists as tuples: tf.data would take a list for one tensor."""
     rows = keras.tree.map_structure(lambda array: tf.constant(array[:batch]), data)
     return keras.tree.lists_to_tuples(rows)
 
@@ -65,13 +61,9 @@ def _timed(model: keras.Model, iterator: Iterator, steps: int) -> dict[str, floa
 def traced_traffic(
     factory: Callable[[], keras.Model], options: Mapping[str, Any], data: Any, batch: int
 ) -> tuple[tuple[Stage, ...], bool]:
-    """Trace a model's train step as for several towers, and run it once.
+    """Trace the train step of a factory's compiled model as for several towers, and run it once.
 
-    Args:
-        factory: builds the model, compiled.
-        options: of `nccl_parallel`.
-        data: structure of arrays, of at least `batch` rows.
-        batch: samples of a tower.
+    `options` are those of `nccl_parallel`; `data` has at least `batch` rows, the samples of a tower.
 
     Returns:
         The stages of the step, each with its messages; and whether some messages are sent only in certain steps, as
@@ -99,7 +91,7 @@ def traced_traffic(
 
 
 def _in_shares(stage: Stage, total: float) -> Stage:
-    """Return a stage in shares of the work, given one in work, and that of all."""
+    """Return a stage in shares of the total work, given the stage in work."""
     work = stage.share
     ready = [min(1.0, message.ready / work) if work else 1.0 for message in stage.messages]
     messages = zip(stage.messages, ready, strict=True)
@@ -107,9 +99,9 @@ def _in_shares(stage: Stage, total: float) -> Stage:
 
 
 def _recorded(segment: Segment, batch: int, stages: list[Stage]) -> Segment:
-    """Return a segment that, when it runs, adds its work and its messages to `stages`, which are in work.
+    """Return a segment that, when it runs, adds a stage, in work, with its messages to `stages`.
 
-    To the last stage, if it waits for no exchange: messages travel meanwhile.
+    A segment that waits for no exchange extends the last stage: messages travel meanwhile.
     """
 
     def run(*arguments: Any) -> Outcome:
@@ -129,7 +121,7 @@ def _recorded(segment: Segment, batch: int, stages: list[Stage]) -> Segment:
 
 
 def _work(function: Any, arguments: Sequence[Any], skip: int) -> tuple[list[float], float]:
-    """Return the work before each of a segment's buckets, and its work, given arguments of these shapes."""
+    """Return the work before each of a segment's buckets, and in all, for arguments of these shapes."""
     definition = function.graph.as_graph_def()
     given = [*arguments, *function.captured_inputs]
     names = [tensor.name for tensor in function.graph.outputs[skip:-1]]
@@ -144,9 +136,9 @@ def _work(function: Any, arguments: Sequence[Any], skip: int) -> tuple[list[floa
 
 
 def work_before(outputs: Sequence[Any], graph: tf.Graph) -> tuple[list[float], float]:
-    """Return a graph's work for each output and all outputs before it, in ascending order, and its whole work.
+    """Return the work that a graph has done when each output is complete, and its whole work.
 
-    In bytes moved, or operations of the same time.
+    Work is in bytes moved, or arithmetic that takes the same time.
 
     Args:
         outputs: tensors of the graph, in the order of their use.

@@ -64,10 +64,10 @@ class Compute:
 
 
 def fit_compute(seconds: Mapping[int, float]) -> Compute:
-    """Return the line through the seconds of steps by batch that is nearest, without negative parts.
+    """Fit a line without negative parts to the seconds of steps by batch size.
 
     Args:
-        seconds: at least one; of a single batch size, all time counts as proportional to it.
+        seconds: by batch size; if there is one size, all time counts as proportional to it.
 
     Raises:
         ValueError: there are none, or a time or a batch is not positive.
@@ -80,7 +80,7 @@ def fit_compute(seconds: Mapping[int, float]) -> Compute:
     # Relative to each time, so that a small batch counts as much as a large batch.
     parts = np.array([(1 / s, batch / s) for batch, s in seconds.items()])
     fixed_s, per_sample_s = np.linalg.lstsq(parts, np.ones(len(parts)), rcond=None)[0].tolist()
-    # The least squares are at the free optimum if that is not negative, otherwise on one of the axes.
+    # The best non-negative line is the free optimum if that is not negative, otherwise it is on one of the axes.
     fixed_only_s, per_sample_only_s = (parts.sum(axis=0) / (parts**2).sum(axis=0)).tolist()
     if per_sample_s < 0:
         return Compute(fixed_only_s, 0.0)
@@ -129,7 +129,7 @@ def predict(workload: Workload, gpus: int, batch: int, cluster: Cluster) -> Pred
     """Predict a step on at least 2 GPUs, given the workload and the batch of each.
 
     Raises:
-        ValueError: there are fewer GPUs or samples than that.
+        ValueError: there are fewer GPUs, or the batch has no sample.
     """
     if batch < 1:
         raise ValueError(f"Expected a batch of at least 1 sample per GPU. Received: {batch}")
@@ -166,12 +166,10 @@ def predict(workload: Workload, gpus: int, batch: int, cluster: Cluster) -> Pred
 
 
 def step_seconds(workload: Workload, gpus: int, batch: int, cluster: Cluster, *, overlap: bool = True) -> float:
-    """Return the seconds of a step: stage by stage, one channel that serves the messages in order.
+    """Return the seconds of a step, at least the host's time to launch its messages.
 
-    At least the host's time to launch them.
-
-    Source of the overlap: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
-    Training", VLDB 2020, section 3.2.3.
+    Stage by stage, one channel serves the messages in order. Source of the overlap: Li et al., "PyTorch Distributed:
+    Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.3.
     """
     now = channel_s = 0.0
     estimates = iter(_estimates(workload, gpus, batch, cluster))
@@ -196,7 +194,7 @@ def _smallest(holds: Callable[[int], bool]) -> int | None:
 
 
 def _because(found: Prediction, workload: Workload, batch: int, latency_s: float, wins: bool) -> str:
-    """Return why one GPU is the better choice, given the latency of all messages; "" if it is not."""
+    """Return why one GPU is the better choice; "" if it is not. `latency_s` is that of all messages."""
     compute, gpus = workload.compute, found.gpus
     compute_s, total_s = compute.of(batch), found.communication_s
     reasons = []

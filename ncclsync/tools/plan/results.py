@@ -32,21 +32,18 @@ class Found:
     conditional: bool  # whether some messages are sent only in certain steps
 
     def workload(self, quartile: str) -> Workload:
-        """Return the workload with a quartile of the seconds: "q1", "median" or "q3"."""
+        """Return the workload at a quartile of the seconds: "q1", "median" or "q3"."""
         seconds = {batch: getattr(spread, quartile) for batch, spread in self.seconds.items()}
         return Workload(fit_compute(seconds), self.stages)
 
     def spread(self, value: Callable[[Workload], float]) -> Spread:
-        """Return the spread of a value, given the quartiles of the measured steps."""
+        """Return the spread of a workload's value over the quartiles of the measured steps."""
         median, q1, q3 = (value(self.workload(quartile)) for quartile in ("median", "q1", "q3"))
         return Spread(median, q1, q3, min(spread.samples for spread in self.seconds.values()))
 
 
 def result_of(model: str, link: str, gpus: Sequence[int], cluster: Cluster, found: Found) -> Result:
-    """Predict steps on so many GPUs, with notes on the basis of the prediction.
-
-    `link` is the command line's word for the cluster; `found` is the step on one GPU.
-    """
+    """Predict steps on so many GPUs, with notes on the basis of the prediction; `link` names the cluster."""
     workload, batch = found.workload("median"), found.batch_size
     case = {"model": model, "batch_size": batch, "link": link}
     compute = workload.compute
@@ -119,7 +116,7 @@ def _notes(cluster: Cluster, found: Found, workload: Workload, predictions: list
 def _crossings(
     cluster: Cluster, batch_size: int, messages: Sequence[Message], crossing: Sequence[Prediction]
 ) -> Iterator[str]:
-    """Yield how much crosses hosts, and how NCCL arranges it."""
+    """Yield notes on the bytes that cross hosts, and on how NCCL arranges that."""
     exchanged = size_text(sum(message.bytes_of(batch_size) for message in messages))
     kinds = collections.Counter(message.kind.replace("_", "-") for message in messages)
     what = " and ".join(f"{count} {kind}{'s' * (count != 1)}" for kind, count in kinds.items())

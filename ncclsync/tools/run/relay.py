@@ -18,20 +18,18 @@ _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x08")  # and movements of the cu
 class Relay(threading.Thread):
     """Pass a process' stdout and stderr on to those of this process.
 
-    If a stream is a terminal, the process gets a terminal, too, so that a progress bar works; if both are the same
-    file, the process gets one file, too, so that lines keep their order.
-
-    Attributes:
-        streams: the process' stdout and stderr; None: closed here too.
+    For a terminal the process gets a terminal, so that a progress bar works; if both streams are one file, the process
+    gets one file, too, so that lines keep their order.
     """
 
     def __init__(self) -> None:
         """Open the process' streams."""
         super().__init__(name="ncclsync run: output", daemon=True)
-        self._begun: dict[tuple[int, int], int] = {}  # the process' end, by the file
-        self._to: dict[int, int] = {}  # this process' stream, by the end that is read
-        self._tails: dict[int, bytes] = {}  # likewise what was last read
+        self._begun: dict[tuple[int, int], int] = {}  # by file: the end that the process writes to
+        self._to: dict[int, int] = {}  # by the end that is read: this process' stream
+        self._tails: dict[int, bytes] = {}  # likewise: the last output
         self._is_over = False
+        # The process' stdout and stderr; None: this process' stream is closed.
         self.streams = [self._open(descriptor) for descriptor in (1, 2)]
 
     def _open(self, descriptor: int) -> int | None:
@@ -60,7 +58,7 @@ class Relay(threading.Thread):
         return [*filter(None, lines)][-LINES:]
 
     def run(self) -> None:
-        """Pass on until the streams end, or the process has ended: what it has started may still hold them."""
+        """Pass on until the streams end, or the process has ended: its children may still hold the streams."""
         left = set(self._to)
         while left:
             ready = select.select([*left], [], [], _SLICE_S)[0]
@@ -72,7 +70,7 @@ class Relay(threading.Thread):
             left = left - ended
 
     def _pass_on(self, source: int) -> bool:
-        """Pass on what is there; return whether there may be more."""
+        """Pass on the available output; return whether there may be more."""
         try:
             found = os.read(source, 1 << 16)
             self._tails[source] = (self._tails[source] + found)[-_KEPT_BYTES:]
@@ -82,7 +80,7 @@ class Relay(threading.Thread):
                     found = found[os.write(self._to[source], found) :]
                 except BlockingIOError:
                     select.select([], [self._to[source]], [])
-        except OSError:  # the terminal's end; or the reader is gone, which the script finds, too
+        except OSError:  # the terminal's end; or the reader is gone, which the script finds out, too
             return False
         return more
 

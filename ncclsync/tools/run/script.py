@@ -14,7 +14,6 @@ import signal
 import sys
 import types
 import zipfile
-from collections.abc import Iterator
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the supervisor passes them on
 
@@ -23,19 +22,26 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # NCCL's names of errors of the program, not of a device.
 _CALLED_WRONGLY = ("ncclInvalidArgument", "ncclInvalidUsage")
 
-# TensorFlow's unexpected errors, if the message is CUDA's. Too little memory is an error of the script.
+# TensorFlow's errors that are a GPU's if the message is CUDA's. Too little memory is an error of the script.
 _UNEXPECTED = {"InternalError", "UnknownError", "AbortedError", "UnavailableError"}
 _CUDA = re.compile(r"CUDA|\bcuda[A-Z]|\bcu(DNN|BLAS|FFT|SOLVER|SPARSE)|CU(DNN|BLAS)_|\bNCCL|GPU sync failed")
 _MEMORY = re.compile(r"out[ _]of[ _]memory|OUT_OF_MEMORY", re.IGNORECASE)
 
 
 def is_of_device(error: BaseException) -> bool:
-    """Return whether an exception, or an exception that caused it, is a GPU's error or a hang's time limit.
+    """Return whether an exception, or one of its causes, is a GPU's error or a hang's time limit.
 
-    That is a `NcclError`, and so a `NcclTimeoutError`, unless NCCL was called wrongly; or a TensorFlow error with
-    CUDA's message.
+    Such are a `NcclError`, of which `NcclTimeoutError` is one, unless NCCL was called wrongly; and a TensorFlow error
+    with CUDA's message.
     """
-    return any(_is_of_device(one) for one in _chain(error))
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        if _is_of_device(one):
+            return True
+        seen.add(id(one))
+        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)  # as a traceback shows them
+    return False
 
 
 def _is_of_device(error: BaseException) -> bool:
@@ -45,15 +51,6 @@ def _is_of_device(error: BaseException) -> bool:
     if names.isdisjoint(f"tensorflow.{name}" for name in _UNEXPECTED):
         return False
     return bool(_CUDA.search(str(error))) and not _MEMORY.search(str(error))
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception and its causes, as a traceback shows them."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def _end_with(parent: int) -> None:

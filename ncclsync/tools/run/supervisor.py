@@ -1,7 +1,7 @@
 """Start a script, start it again when its process has died without its own fault, and report its starts.
 
-This module imports no TensorFlow and knows nothing of the script but its exit code, its output, and two files to which
-it reports its progress (`training/progress.py`) and the exception that ended it (`script.py`).
+This module imports no TensorFlow. Of the script it knows the exit code, the output, and two files: of its progress
+(`training/progress.py`) and of the exception that ended it (`script.py`).
 """
 
 import argparse
@@ -31,13 +31,13 @@ NAME = "ncclsync run"
 _T = TypeVar("_T")
 
 _TIMEOUT_S = 60.0  # of a question about GPUs, as in doctor
-_END_S = 5.0  # wait for a killed process, which may hang in the kernel
+_END_S = 5.0  # to wait for a killed process, which may hang in the kernel
 _SLICE_S = 0.5
-_ONE_REQUEST_S = 0.5  # a signal to a process group may come twice: directly, and passed on
+_ONE_REQUEST_S = 0.5  # within this time a second signal is the first: to a process group, and passed on
 _GRACE_S = 30.0  # for a process to end after a GPU's error: it may wait for that GPU
 _SI_KERNEL = 128  # si_code of a signal by the terminal's keys, which the script gets, too
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-# Signals that request an end. A process that another signal ends has died.
+# Signals that request an end. A process that is ended by another signal has died.
 _REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE)
 _SHOWN = 5  # lines of a log in the text
 
@@ -53,7 +53,7 @@ class Start:
     code: int  # its exit code, or -N if signal N ended it
     error: str | None  # the exception that ended it; None if none did, or if it is not known
     device_error: bool  # whether the exception is a GPU's error, or a hang's time limit
-    # Its reported positions, by name; for `BackupAndRestore` epoch and samples, by its folder
+    # Its reported positions, by name; of a `BackupAndRestore` epoch and samples, by its folder
     progress: dict[str, tuple[int, ...]]
     moved_on: bool  # whether a position is further than in all starts before
     log: tuple[str, ...]  # its last lines of output
@@ -67,7 +67,7 @@ class Start:
 
     @property
     def died(self) -> bool:
-        """Return whether to start it again: a signal or a GPU has ended it, without a request to end."""
+        """Return whether a GPU's error, or a signal that is no request to end, has ended it."""
         return self.device_error or (self.code < 0 and -self.code not in _REQUESTS)
 
     @property
@@ -113,10 +113,10 @@ def as_text(name: str, starts: Sequence[Start]) -> str:
 
 
 def supervise(given: argparse.Namespace, signals: "Signals") -> int:
-    """Run what the command line names until it ends, or dies and is not started again; report unless all went well.
+    """Run the command line's script until it ends, or dies and is not started again; return its exit code.
 
-    `signals` are entered before libraries that start threads are imported. Returns the script's exit code; of a signal,
-    128 and its number.
+    After a signal that is 128 and its number. All starts are reported, unless the first one ends well. `signals` must
+    be entered before the import of libraries that start threads.
     """
     # Become the parent of processes that the script leaves behind, such as workers that read data.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -228,7 +228,7 @@ class _Supervisor:
         return json.loads(self._ending.read_text()) if self._ending.exists() else {"error": None, "device": False}
 
     def _wait(self, process: subprocess.Popen) -> None:
-        """Wait for the script, and pass signals on to it; the second signal kills it."""
+        """Wait for the script, and pass the first signal on to it; the second signal kills it."""
         is_killed, until = False, 0.0
         while process.poll() is None:
             received, by_keys = self._signals.wait(_SLICE_S)
@@ -273,8 +273,7 @@ def _interpreter_options() -> list[str]:
 class Signals:
     """Wait for signals, and so learn who sent them; ignored signals stay ignored.
 
-    They are blocked. Threads from before, such as a library's, have not blocked them and may get one; so they have
-    handlers, too.
+    They are blocked. They have handlers, too, since a thread that began before may still get them.
     """
 
     def __enter__(self) -> "Signals":
@@ -296,7 +295,7 @@ class Signals:
         self._taken.append(signal.Signals(number))
 
     def wait(self, seconds: float) -> tuple[signal.Signals | None, bool]:
-        """Return the next signal, or None after some time, and whether a terminal's keys have sent it."""
+        """Return the next signal, or None if none comes in `seconds`, and whether a terminal's keys have sent it."""
         received = signal.sigtimedwait(self._awaited, 0 if self._taken else seconds)
         if self._taken and (received is None or received.si_signo == signal.SIGCHLD):
             return self._taken.pop(0), False
@@ -317,7 +316,7 @@ def _children() -> set[int]:
 
 
 def _end_left_behind(before: set[int]) -> None:
-    """Kill all children but these, and then their children, which become ours: they may hold GPU memory."""
+    """Kill all children but these, and their children, which then become ours: they may hold GPU memory."""
     until = time.monotonic() + _END_S
     while (left := _children() - before) and time.monotonic() < until:
         for pid in left:

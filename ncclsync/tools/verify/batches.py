@@ -19,9 +19,10 @@ def take_batches(data: Any, steps: int, *, batch_size: int, towers: int, one_siz
     Args:
         data: `x`, `(x, y)` or `(x, y, sample_weight)` of arrays (x a dictionary if there are several), which are cut
             into batches here; or an iterable over batches, which stay as they are.
-        batch_size: of arrays. If `towers` divides every batch so far, the last batch is made smaller, so that shards of
+        steps: the number of batches.
+        batch_size: of arrays. If `towers` divides all batches evenly, the last one loses a sample, so that shards of
             different sizes are tried, too.
-        one_size: all batches must have the same number of samples: the model's input declares it.
+        one_size: whether all batches must have the same number of samples, since the model's input declares it.
 
     Raises:
         TypeError: `data` is of another type.
@@ -44,7 +45,7 @@ def take_batches(data: Any, steps: int, *, batch_size: int, towers: int, one_siz
 
 
 def rows_at(batch: Any, places: Sequence[int]) -> Any:
-    """Return these rows of a batch, whose tensors may be ragged and sparse, too."""
+    """Return these rows of a batch of dense, ragged or sparse tensors."""
 
     def taken(leaf: Any) -> Any:
         if leaf is None or len(leaf.shape) == 0:

@@ -1,12 +1,12 @@
 """Find the first tensor of a step in which towers and one device differ: the net below the rules, for `verify`.
 
-The partitioned step is run op by op, outside any graph, on copies of the variables, by one tower that has the whole
-batch and by several; an exchange is some arithmetic. So nothing of the towers takes part, and no state can be left
-changed. The partition is checked; `cut`, `segment` and `laying_out`, which run it, are not: training beside one device
-checks these.
+The partitioned step is run op by op, outside any graph, on copies of the variables: alone on the whole batch, and by
+several towers on their shards, where an exchange is plain arithmetic. So no real tower takes part, and no state is
+changed. Only the partition is checked; `cut`, `segment` and `laying_out`, which run it, are checked by training beside
+one device.
 
-What the towers hold of a tensor is compared as soon as it is made. If it agrees, the towers go on with one device's
-value: rounding does not add up, and what an optimizer makes of last bits does not count.
+Each tensor is compared as soon as it is made. If it agrees, the towers go on with one device's value: rounding does not
+add up, and an optimizer cannot amplify last bits.
 """
 
 import contextlib
@@ -34,10 +34,10 @@ from ncclsync.tools.verify.batches import rows_at
 
 # Relative to the largest magnitude of a tensor and of what it is computed from, by the least precise dtype of the step.
 _TOLERANCES = {tf.bfloat16: 0.1, tf.float16: 0.05, tf.float32: 1e-3, tf.float64: 1e-6}
-# Their results are as precise, relative to themselves, as what they multiply.
+# Ops whose results are as precise, relative to themselves, as their inputs.
 _MULTIPLYING = names("Mul MulNoNan RealDiv Div DivNoNan Square")
 _ERRORS = (tf.errors.InvalidArgumentError, ValueError)
-# Two towers show what more would: the program is the same for any number.
+# Two towers are enough: the program is the same for any number.
 _TOWERS = 2
 
 
@@ -46,13 +46,9 @@ class Unchecked(Exception):
 
 
 def first_difference(trace: Trace, home_device: str, batch: Any, towers: int) -> str:
-    """Run a step on some rows of a batch, as one device and as towers; variables hold what they do now.
+    """Run a step on some rows of a batch, as one device and as towers, from the variables' present values.
 
-    Args:
-        trace: the step.
-        home_device: where to compute.
-        batch: nested structure of tensors.
-        towers: how many there are.
+    All is computed on `home_device`.
 
     Returns:
         The first op, and its line, whose result differs on towers; "" if none does.
@@ -60,7 +56,7 @@ def first_difference(trace: Trace, home_device: str, batch: Any, towers: int) ->
     Raises:
         Unchecked: the step has an op that must not run twice, or cannot be run op by op.
     """
-    # As towers do where nothing else was chosen for speed.
+    # As if no exactness was given up for speed.
     placing = place(trace, home_device, Results.COMBINED, same_seeds=True, exact=True)
     graph, traced = placing.graph, placing.traced
     for op in traced.ops:
@@ -86,7 +82,7 @@ def first_difference(trace: Trace, home_device: str, batch: Any, towers: int) ->
 
 @contextlib.contextmanager
 def _precise() -> Iterator[None]:
-    """Multiply float32 as such on GPUs that else round it first."""
+    """Turn off the rounding of float32 to TF32 on GPUs."""
     before = tf.config.experimental.tensor_float_32_execution_enabled()
     tf.config.experimental.enable_tensor_float_32_execution(False)
     try:
@@ -96,10 +92,10 @@ def _precise() -> Iterator[None]:
 
 
 class _Check:
-    """Run a partitioned step op by op, alone on the whole batch and on towers, and compare what both make.
+    """Run a partitioned step op by op, alone on the whole batch and on towers, and compare the results.
 
-    Values are lists: what the one alone holds of a tensor, and what each tower does; of a variable, the handles of
-    copies. None: not followed, as each tower's part of what is divided among them.
+    A value is a list: one device's tensor, and each tower's; for a variable, the handles of copies. None: not followed,
+    as the parts of an optimizer's state that is divided among towers.
     """
 
     def __init__(self, placing: Partition, whole: Shards, parts: Shards, state: Mapping[TensorName, Any]) -> None:
@@ -121,18 +117,19 @@ class _Check:
             copies = [tf.Variable(one, trainable=False, shape=tf.TensorShape(None)) for one in held]
             self._copies[handle] = copies
             self._values[handle] = None if traced.role[handle] is Role.PARTITION else [copy.handle for copy in copies]
-        self._writers: dict[TensorName, tf.Operation] = {}  # the last one of each variable
-        # By an op's name and its inputs' ids: these, which so live on, and the results.
+        self._writers: dict[TensorName, tf.Operation] = {}  # the last op that writes each variable
+        # By an op's name and its inputs' ids: the inputs, so that their ids stay theirs, and the results.
         self._made: dict[tuple[Any, ...], tuple[list[Any], list[Any]]] = {}
         floats = [t.dtype for op in self._graph.ops for t in op.outputs if t.dtype in _TOLERANCES]
         self._dtype = min(floats or [tf.float32], key=[*_TOLERANCES].index)
-        self._scales: dict[TensorName, float] = {}  # of parts: the largest magnitude of their addends
+        self._scales: dict[TensorName, float] = {}  # of PARTIAL tensors: the largest magnitude of their addends
         self._counts_towers: set[TensorName] = set()  # tensors with a row for each tower, and numbers of such rows
-        # By the names of the towers' tensors: how they are placed, what makes them in the trace, and of which tensors.
+        # By the names of the towers' tensors: the placement, the trace's op that makes it, and this op's inputs.
         self._traced: dict[TensorName, tuple[Placement, tf.Operation, list[TensorName]]] = {}
         for name, (tensor, placed) in placing.placed.items():
             op, mark = self._graph.tensor(name).op, placing.marks.get(op_name(name))
-            # A sparse gradient's slices may come in another order: what they write is compared. Bits are not rounded.
+            # A sparse gradient's slices may come in another order: only what they write is compared. A Bitcast's bits
+            # cannot be compared by a tolerance.
             is_sparse = mark is not None and mark.purpose in (Purpose.SLICES, Purpose.SLICES_PART)
             if not is_sparse and op.type != "Bitcast" and tensor.dtype not in (tf.variant, tf.resource):
                 inputs = [placing.placed[one][0].name for one in traced.inputs[op.name]]
@@ -147,7 +144,7 @@ class _Check:
         return self._difference(sent) or self._first_variable()
 
     def _step(self, op: tf.Operation) -> str:
-        """Run an op, after all that it waits for; return it, and its line, if it or what it receives differs."""
+        """Run an op, after the exchanges among its inputs; return it, and its line, if one of these or it differs."""
         names, writes = self._graph.inputs[op.name], self._graph.writes[op.name]
         self._writers.update(dict.fromkeys(writes, op))
         try:
@@ -170,7 +167,7 @@ class _Check:
         return self._difference(tensor.name for tensor in op.outputs)
 
     def _results(self, op: tf.Operation, given: list[Any]) -> list[Any]:
-        """Return an op's results, of one who holds these inputs."""
+        """Return an op's results for these inputs."""
         key = op.name, *map(id, given)
         if key not in self._made:
             if op.type == "Const":
@@ -201,13 +198,13 @@ class _Check:
         return when is None or bool(when[0])
 
     def _joined(self, values: list[Any], collective: Collective) -> list[Any]:
-        """Return what a collective gives the one alone, and each tower."""
+        """Return a collective's result alone, and on each tower."""
         alone, *each = values
         share, *shares = self._shares
         return [_join([alone], collective, [share]), *[_join(each, collective, shares)] * len(each)]
 
     def _difference(self, made: Iterable[TensorName]) -> str:
-        """Return what makes the first tensor that differs, and its line; else towers go on with one device's."""
+        """Return the op of the first tensor that differs, and its line; tensors that agree become one device's."""
         known = (name for name in made if name in self._traced)
         return next((_named(self._traced[name][1]) for name in known if self._differs(name)), "")
 
@@ -232,7 +229,7 @@ class _Check:
         return False
 
     def _wholes(self, each: list[Any], placed: Placement) -> list[Any]:
-        """Return the batch's value, from each tower that has it; [] where it cannot be compared."""
+        """Return the batch's value, by each tower that has it; [] if it cannot be compared."""
         if placed.kind is Kind.REPLICATE:
             return each
         if placed.kind is Kind.PARTIAL and each[0].dtype != tf.bool:
@@ -244,7 +241,7 @@ class _Check:
         return []
 
     def _scale_of(self, op: tf.Operation, made: Sequence[Any], traced: Sequence[TensorName]) -> float:
-        """Return the magnitude whose rounding a result has: of what was added up, perhaps to nearly 0."""
+        """Return the magnitude that a result's rounding is relative to: its addends', which may cancel."""
         own = max(map(_magnitude, made))
         sizes = {name: _magnitude((self._values.get(name) or [None])[0]) for name in traced}
         scales = {name: self._scales.get(name, size) for name, size in sizes.items()}
@@ -254,7 +251,7 @@ class _Check:
         return max([own, *map(_magnitude, there), *scales.values()])
 
     def _first_variable(self) -> str:
-        """Return the first write, and its line, that changes a variable otherwise on towers; "" if none does."""
+        """Return the first write, and its line, that changes a variable differently on towers; "" if none does."""
         tolerance = _TOLERANCES[self._dtype]
         rounding = tolerance / 500 if self._dtype in (tf.float32, tf.float64) else 0.1
         changes = []
@@ -264,7 +261,7 @@ class _Check:
             start, held = self._start[handle], [copy.read_value() for copy in self._copies[handle]]
             if self._graph.traced.role[handle] in (Role.SUM, Role.PARTIAL):
                 held = self._joined(held, Collective(CollectiveKind.ALL_REDUCE, "sum"))
-            if start.shape == held[0].shape and start.dtype.is_floating:  # what was added is far smaller
+            if start.shape == held[0].shape and start.dtype.is_floating:  # compare the changes, which are far smaller
                 held = [one - start for one in held]
             changes.append((op, held, _magnitude(start)))
         largest = max((_magnitude(expected) for _, (expected, *_), _ in changes), default=0.0)
@@ -284,7 +281,7 @@ def _named(op: tf.Operation) -> str:
 
 
 def _join(values: Sequence[Any], collective: Collective, shares: Sequence[Share]) -> Any:
-    """Return what a collective gives."""
+    """Return a collective's result."""
     if collective.concatenates:
         return tf.concat(values, 0)
     if collective.kind == CollectiveKind.BROADCAST:

@@ -16,8 +16,8 @@ from ncclsync.towers.printed import Printed
 
 _ROWS = 20  # of the table; the variables that differ most
 
-# A difference is relative to the largest magnitude of its array, but not to less than this: where all that
-# an array holds is rounding (the gradient of a bias that has no effect), no digit of it is meaningful.
+# A difference is relative to the largest magnitude of its array, and at least to this: of an array that holds nothing
+# but rounding (the gradient of a bias without effect) no digit is meaningful.
 _LEAST_MAGNITUDE, _LEAST_MAGNITUDE_OF_LOGS = 0.01, 1.0
 
 
@@ -31,9 +31,10 @@ class Difference:
         name: of the variable, log or output.
         absolute: the largest difference of two elements; infinite for a NaN beside a number, for different strings, and
             for different shapes.
-        relative: `absolute` over the largest magnitude in one device's array, or over 0.01, in a log over 1, if that is
-            larger.
-        ok: whether `relative` is within the tolerance; all but floating-point and complex numbers must be equal.
+        relative: `absolute` over the largest magnitude in one device's array, or over 0.01 (of a log, over 1) if that
+            is larger.
+        ok: whether `relative` is within the tolerance; values that are neither floating-point nor complex must be
+            equal.
         nan: whether either array holds a NaN. Equal NaNs do not differ.
     """
 
@@ -76,7 +77,7 @@ class Report(Printed):
         batch_sizes: [steps] samples in the batch of each step.
         differences: of every variable and log after every step, in this order: an optimizer's scalars (its learning
             rate), weights, the optimizer's slots, other state, logs.
-        reasons: why they may differ; a NaN is named even if both have it.
+        reasons: why they may differ; a NaN is named even if both arrays have it.
     """
 
     ok: bool

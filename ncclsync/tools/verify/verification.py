@@ -1,7 +1,7 @@
 """Train a model on N towers and on one device, side by side, compare them, and find why they differ.
 
-The towers get the state of the one device before the first step; then both get the same batches, one step at a time,
-through the model's own train function. `exactness` needs no step.
+Before the first step the towers get one device's state; then both get the same batches, one step at a time, through the
+model's own train function.
 """
 
 import contextlib
@@ -27,9 +27,8 @@ from ncclsync.training.arguments import check_whole
 from ncclsync.training.loop import Towers, towers_of
 from ncclsync.training.random_data import check_targets, fixed_batch_size
 
-# About 80 units in the last place for float32, more for float64, whose rounding is mixed with that of float32
-# where Keras computes in its default dtype. Half precision: 10 units, since each gradient is itself a sum
-# that was rounded to so few digits.
+# About 80 units in the last place for float32. For float64 more, since Keras computes some numbers in its default
+# dtype, float32. For half precision 10 units: each gradient is itself a sum that was rounded to so few digits.
 TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "float16": 1e-2, "bfloat16": 8e-2}
 
 
@@ -59,7 +58,7 @@ def verify(
         tolerance: of a difference, relative to the largest magnitude in the same array. None: by the least precise
             dtype that Keras and the model compute in: float64 1e-12, float32 1e-5, float16 1e-2, bfloat16 8e-2.
         seed: for `keras.utils.set_random_seed` before each build and, incremented, before each step. Afterwards
-            Python's and NumPy's generators are as before; TensorFlow's and Keras' seeds, which cannot be read, are not.
+            Python's and NumPy's generators are restored; TensorFlow's and Keras' seeds, which cannot be read, are not.
         options: further arguments of `nccl_parallel`.
 
     Returns:
@@ -135,8 +134,8 @@ class _Run:
             yield Inexact(f"dtype {self._dtype}", reason, "verify in float32; the same code is exact in every dtype")
         if known or first is not None:
             return
-        # The same sums in another order. A larger difference does not come from rounding: the computation depends on
-        # the order of the samples.
+        # The same sums in another order. If that differs by more than `explains` allows, it is no rounding: the
+        # computation depends on the order of the samples.
         reordered = self._again([rows_at(batch, [*range(rows_of(batch) or 0)][::-1]) for batch in self._batches])
         largest = max(one.relative for one in reordered)
         explains = max(one.relative for one in found) / 10 <= largest <= 100 * TOLERANCES[self._dtype]
@@ -150,9 +149,9 @@ class _Run:
         return self._compare(_build(self._factory, self._seed), _build(self._factory, self._seed), beside)
 
     def _compare(self, one: keras.Model, other: keras.Model, beside: Sequence[Batch] | None = None) -> list[Difference]:
-        """Train both models, from the state of `one`; return every difference, named as `other` names it.
+        """Train both models, from the state of `one`; return every difference, under `other`'s names.
 
-        `beside`: batches for `other` instead; then nothing is evaluated and predicted at the end.
+        With `beside`, batches for `other`, nothing is evaluated and predicted at the end.
 
         Raises:
             ValueError: the models have different variables.
@@ -179,11 +178,11 @@ class _Run:
 
 
 def _build(factory: Callable, seed: int) -> keras.Model:
-    """Call a factory, which first of all makes a model on towers, after seeding Keras.
+    """Seed Keras, and call a factory.
 
     Raises:
         TypeError: it returns no model.
-        ValueError: it returns no compiled model with an optimizer.
+        ValueError: the model is not compiled, or has no optimizer.
     """
     keras.utils.set_random_seed(seed)
     model = factory()
@@ -240,7 +239,7 @@ def _defines(model: keras.Model, method: str) -> bool:
 def _paired(one: keras.Model, other: keras.Model) -> list[tuple[str, tf.Variable, tf.Variable]]:
     """Return (kind, of `one`, of `other`) for the variables that must be equal, causes before effects.
 
-    Random state and metrics' sums are left out, by their role in `one`: on towers a variable may have another role.
+    Random state and metrics' sums are left out, by their role on one device: it may be another on towers.
     """
     weights, slots = (
         {id(tf_compat.backend_variable(v)) for v in some} for some in (one.weights, one.optimizer.variables)
@@ -262,7 +261,7 @@ def _create_state(model: keras.Model, batch: Batch) -> None:
     """Create the variables of a model that has none before its first call, and its optimizer's."""
     if not model.built:
         if not _defines(model, "call"):
-            return  # nothing but a train_step: it will create all from the same seed
+            return  # its train_step will create all variables, from the same seed
         model(batch[0], training=False)
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
@@ -299,7 +298,7 @@ def _nan_of(found: Sequence[Difference]) -> Iterator[Inexact]:
 
 
 def _false_step(towers: Towers, batch: Batch) -> Iterator[Inexact]:
-    """Report the first tensor of a training step that towers compute otherwise than one device."""
+    """Report the first tensor of a training step that towers and one device compute differently."""
     for trace in towers.watch.traces or ():
         with contextlib.suppress(Unchecked):
             line = first_difference(trace, towers.devices[0], batch, towers.layout.shards)

@@ -21,7 +21,6 @@ class ErrorFeedback:
     """
 
     def __init__(self) -> None:
-        """Start with nothing kept."""
         self._kept: dict[int, tuple[tf.Variable, tf.Variable]] = {}  # by id of a variable: the variable, and its error
 
     def add_up(self, gradients: Sequence[Any], variables: Sequence[Any], context: Context) -> list[Any]:

@@ -18,7 +18,6 @@ class Observer:
     """Collect the gradients of one step with respect to variables, while it is traced."""
 
     def __init__(self) -> None:
-        """Observe nothing yet: see `hooks` and `around`."""
         self._nested = False
         self._clear()
 

@@ -112,7 +112,7 @@ class Exchanges:
             if when:
                 branches = [functools.partial(self._in_branch, call, joins=joins) for joins in (True, False)]
                 joined, last = tf.cond(conditions[when], *branches)
-                self.turns.last = last or tf.nest.flatten(joined)[:1]  # what the branches had is of their graphs
+                self.turns.last = last or tf.nest.flatten(joined)[:1]  # tensors of a branch's graph are of no use here
             else:
                 joined = self._run(call)
             for row, tensors in zip(rows, joined, strict=True):
@@ -222,7 +222,6 @@ class Exchanges:
         return joined, last if self._enqueues else []
 
     def _begin(self, call: _Call) -> Begun:
-        """Begin the span of a call."""
         called = [f"{call.number}.{i + 1}" for i in call.indices]
         for bucket in call.buckets:
             specs = [(spec.dtype.name, str(spec.shape)) for spec in bucket.specs]
@@ -280,7 +279,7 @@ def _collective(bucket: Bucket, label: str) -> AnyCollective | None:
 
 
 def add_up(buckets: Sequence[Bucket], total: Sent, given: Sent) -> Sent:
-    """Add what a tower's next shard has `given` to the `total` of those before; what is not reduced replaces it."""
+    """Add the tensors `given` by a tower's next shard to the `total` so far; those that are not reduced replace it."""
     return [
         list(map(_COMBINE[bucket.wire.op], before, new)) if _adds_up(bucket) else new
         for bucket, before, new in zip(buckets, total, given, strict=True)
@@ -288,7 +287,7 @@ def add_up(buckets: Sequence[Bucket], total: Sent, given: Sent) -> Sent:
 
 
 def _adds_up(bucket: Bucket) -> bool:
-    """Return whether a tower may add up what its shards give for a bucket, before the towers meet."""
+    """Return whether a tower may add up its shards' tensors of a bucket, before the towers meet."""
     return not bucket.wire.concatenates and bucket.wire.kind != CollectiveKind.BROADCAST and bucket.when is None
 
 

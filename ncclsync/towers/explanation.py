@@ -45,7 +45,7 @@ class VariableRow:
 
 @dataclasses.dataclass(frozen=True)
 class CutRow:
-    """Say what is exchanged after a segment on account of one line."""
+    """Describe the exchanges after a segment that one line causes."""
 
     segment: int  # from 1
     what: str  # what it is and how it is exchanged, in words
@@ -110,7 +110,7 @@ class Explanation(Printed):
 
 
 def explain_program(program: Program, towers: TowerState, rows: int | None) -> Explanation:
-    """Explain the program of a step on `towers`, for a batch of so many rows, if that is known."""
+    """Explain the program of a step on `towers`, for a batch of this number of rows, if it is known."""
     sent = {
         exchange.result: (exchange, (number, place))
         for number, segment in enumerate(program.segments, start=1)
@@ -148,7 +148,7 @@ def explain_program(program: Program, towers: TowerState, rows: int | None) -> E
 
 
 def _order(program: Program, towers: TowerState) -> str:
-    """Say what a tower with several shards keeps of each, while it computes the others; or how towers share a batch."""
+    """Say how towers share a batch, or what a tower with several shards keeps of each while it computes the others."""
     shares, most = towers.layout.shares, max(map(len, towers.layout.places))
     if shares is not None:
         return f"Towers share each batch {' : '.join(map(str, shares))}."

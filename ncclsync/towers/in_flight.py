@@ -30,7 +30,6 @@ class InFlight:
     """Track the steps of some towers whose collectives are under way."""
 
     def __init__(self, communicator: Communicator) -> None:
-        """Begin with none."""
         self._communicator = communicator
         self._steps: list[_Step] = []
         self._reported: BaseException | None = None  # the failure that was raised last

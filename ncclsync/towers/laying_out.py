@@ -69,7 +69,7 @@ def lay_out(
 
 
 class _Run:
-    """Hold what the parts of one laid out step pass on to each other."""
+    """Hold the state that the parts of one laid out step share."""
 
     def __init__(
         self, program: Program, towers: TowerState, shards: Shards, meter: Meter | None, audit: Audit | None
@@ -98,7 +98,7 @@ class _Run:
         return [*self.exchanges.recorded, *kept]
 
     def begin(self, rollback: Rollback) -> After:
-        """Check the batch and save what a failed step would need; return what every tower waits for."""
+        """Check the batch and save the state for a rollback; return what every tower waits for."""
         checks = _checked_rows(self._program, self._shards)
         # An iterator without a batch ends the graph before anything has begun. Then the saved state says that the step
         # is under way, with this batch.
@@ -236,7 +236,7 @@ def segment_name(program: Program, number: int) -> str:
 
 
 def _concat_rows(pieces: Sequence[Any], sizes: Sequence[Any]) -> Any:
-    """Concatenate the towers' results of one row per sample, without those of a stand-in row.
+    """Concatenate the towers' results of one row per sample, without the result of a stand-in row.
 
     Args:
         pieces: [N] tensors, dense, sparse or ragged.

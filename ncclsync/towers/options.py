@@ -1,4 +1,4 @@
-"""Declare every option of towers once: its name, its default and what it does.
+"""Declare every option of towers once: its name, its default, its text and its check.
 
 `TowerOptions` checks itself, before anything is created. `takes` documents a function that passes on
 `**options`.
@@ -120,7 +120,7 @@ class Health:
     timeout_s: float | None = DEFAULT_TIMEOUT_S
 
     def __post_init__(self) -> None:
-        """Check what was given; make a file's path absolute now."""
+        """Check the arguments; make a file's path absolute now."""
         check_timeout(self.timeout_s)
         _check_words_and_flags(self)
         for name in ("check_every", "audit_every"):

@@ -14,7 +14,7 @@ _WIDTH = 110  # columns of plain text
 
 
 class Printed:
-    """Be printed as `__rich__` lays it out, in so many columns: also in a notebook, and by a failed `assert`."""
+    """Print as `__rich__` lays out, in `columns`; also in a notebook, and by a failed `assert`."""
 
     columns = _WIDTH
 
@@ -32,7 +32,7 @@ def plain_text(shown: Any, width: int = _WIDTH) -> str:
 
 
 def show(shown: Any, width: int = _WIDTH) -> None:
-    """Print what rich lays out, in so many columns where it is no terminal."""
+    """Print what rich lays out; where standard output is no terminal, in `width` columns."""
     console = Console(width=None if sys.stdout.isatty() else width)
     if console.is_terminal:  # or colours are forced
         console.print(shown)

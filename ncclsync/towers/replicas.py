@@ -43,7 +43,7 @@ class Copies(Holder):
         self._session = session
         self._key = id(variable)
         self.role = role  # how the copies relate now; `role_of`: how the next step needs them
-        self.copies = copies  # [N - 1] those of the other towers
+        self.copies = copies  # [N - 1] of the other towers
         self._pending = pending  # the variable's id is added when the copies are stale
         self._shared = shared  # the variable's id is added when other `Towers` hold copies of it, too
         self._is_whole = False  # of parts: whether this process' first tower holds the whole
@@ -121,7 +121,6 @@ class Replicas:
     """Say who holds which copy of a variable, and which copies are stale. Tower 0's variables are the user's."""
 
     def __init__(self, session: Session) -> None:
-        """Begin without variables."""
         self._session, options, layout = session, session.options, session.layout
         self.sharding: OptimizerSharding | None = None  # divides the optimizers' state among the towers
         if options.shard_optimizer and layout.towers > 1:
@@ -229,7 +228,7 @@ class Replicas:
                 variable.assign(value)
 
     def add_up_parts(self) -> None:
-        """Let the first tower of each process hold the whole of what towers hold parts of. Collective."""
+        """Let the first tower of each process hold the whole of variables that towers hold parts of. Collective."""
         for held in list(self._held.values()):
             held.gather_parts()
         if self._session.layout.meets_processes and self.sharding is not None:

@@ -34,7 +34,7 @@ class Shares:
         """Begin with the given weights of the towers on these devices, or with equal weights for "auto".
 
         Raises:
-            ValueError: there are not as many weights as towers.
+            ValueError: the number of weights is not that of the towers.
         """
         if given != AUTO and len(given) != len(devices):
             raise ValueError(

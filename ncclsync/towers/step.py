@@ -44,7 +44,6 @@ class TowerStep(TracedStep):
     """Run a step on towers."""
 
     def __init__(self, towers: TowerState, trains: bool) -> None:
-        """Prepare; see `TracedStep`."""
         super().__init__(towers, trains)
         self._meter: Meter | None = None  # of all watched graphs
         self._compared: Any = None  # a weak reference to the iterator whose batches processes compare; None: calls'
@@ -86,7 +85,7 @@ class TowerStep(TracedStep):
         """Run one step on a batch of tensors, within `TowerState.telling`; return its results.
 
         Raises:
-            ValueError: the batch has no rows, or not as many in each tensor.
+            ValueError: the batch has no rows, or its tensors have different numbers of rows.
             Exception: what `run_on_iterator` raises.
         """
         batch = grouped(batch)

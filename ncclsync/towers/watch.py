@@ -25,7 +25,6 @@ class Watch:
     """Do what `Health` asks for after a step, and hold what callbacks ask for in the next steps."""
 
     def __init__(self, session: Session, replicas: Replicas) -> None:
-        """Begin before the first step."""
         self._session, self._replicas, self._health = session, replicas, session.options.health
         self.on_nonfinite = OnNonFinite(self._health.on_nonfinite)
         self.noise = NoiseAverages()  # inactive until a callback asks for the gradient noise scale

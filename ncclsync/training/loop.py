@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ncclsync")
 
-# Of functions of one name: so many traces mean that a new function is made for each step.
+# So many traces of functions of one name mean that a new function is made for each step.
 _TRACES_BEFORE_WARNING = 8
 
 _HELD_AS = "_ncclsync_towers"  # an attribute of the model

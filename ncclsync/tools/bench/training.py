@@ -69,7 +69,7 @@ def bench_step(given: argparse.Namespace) -> Result:
 
 
 def _split(answers: Answers) -> dict[str, Spread]:
-    """Return what each part of ncclsync's step takes, round by round: differences of variants of the step."""
+    """Return the time of each part of ncclsync's step: differences of the step's variants, round by round."""
     compute, local, whole, fit = (answers[name]["seconds"] for name in ("compute", "local", "whole", "ncclsync"))
     parts = {"compute": compute, "communicate": whole - local, "apply": local - compute, "feed": fit - whole}
     return {f"{name}_s": Spread.of(samples) for name, samples in parts.items()}

@@ -262,7 +262,7 @@ def _each_gpu(host: Host) -> Iterator[Problem]:
 
 
 def _all_gpus(host: Host) -> Iterator[Problem]:
-    """Find GPUs that are not alike, and ways between them that are slow, or too narrow."""
+    """Find GPUs that are not alike, slow links between them, and too little of /dev/shm."""
     kinds = sorted({(gpu.name, gpu.memory_bytes) for gpu in host.visible_gpus if not gpu.error}, key=str)
     if len(kinds) > 1:
         listed = ", ".join(f"{name or 'unknown'} ({(memory or 0) / 2**30:.0f} GiB)" for name, memory in kinds)
@@ -336,7 +336,7 @@ def _variables(host: Host) -> Iterator[Problem]:
 def _of_variable(
     host: Host, name: str, text: str, instead: str = "", suffix: str = "", severity: str = WARNING
 ) -> Problem:
-    """Return the problem that a variable is; the remedy is to unset it, or what `instead` says."""
+    """Return the problem of a variable; the remedy is to unset it, and goes on with `instead`."""
     source = next((one.source for one in host.variables if one.name == name), "environment")
     unset = f"Unset {name}" if source == "environment" else f"Remove {name} from {source}"
     return Problem(f"variable-{name}{suffix}", text, f"{unset}{instead}.", severity)

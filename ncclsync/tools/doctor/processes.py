@@ -18,7 +18,7 @@ from ncclsync.tools.processes import tell_of
 
 _NAMED = 3  # processes that a message names
 
-# Settings that must be equal: of NCCL, and those that change numbers, except the names of a host's own resources.
+# Settings that must be equal: NCCL's, and settings that change numbers, except the names of a host's own resources.
 _ALIKE = re.compile(
     "NCCL_|NCCLSYNC_|(KERAS_BACKEND|NVIDIA_TF32_OVERRIDE|TF_DETERMINISTIC_OPS|TF_ENABLE_ONEDNN_OPTS|(TF_)?XLA_FLAGS)$"
 )

@@ -44,7 +44,7 @@ def add_plan(commands: Any) -> None:
         number("--rounds", 1, 7, "turns of each batch size"),
         file("--json", "write all figures there as well"),
     )
-    speedup = "how many times as fast the GPUs compute as what is here"
+    speedup = "how many times as fast the GPUs compute as the device here"
     step = "a step's time on one of the GPUs, instead of measuring here; with several batch sizes what does not depend "
     step += "on the batch can be distinguished"
     add_options(

@@ -37,7 +37,7 @@ def add_run(commands: Any) -> None:
         allow_abbrev=False,
     )
     parser.set_defaults(run=_run)
-    given_up = "give up after so many restarts in a row without a newer backup"
+    given_up = "give up after N restarts in a row without a newer backup"
     report = file("--report", "write what happened to this file as well, a line of JSON for each start")
     add_options(parser, number("--restarts", 0, 3, given_up), report)
     parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
@@ -54,7 +54,7 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def _refuse_what_cannot_be(given: argparse.Namespace) -> None:
-    """Raise UsageError if it cannot be run, and make its report's file."""
+    """Raise UsageError if the command cannot run the script; make the report's file."""
     from ncclsync.communicator.processes import find_process  # with NumPy, which starts threads
 
     try:

@@ -23,7 +23,6 @@ class Relay(threading.Thread):
     """
 
     def __init__(self) -> None:
-        """Open the process' streams."""
         super().__init__(name="ncclsync run: output", daemon=True)
         self._begun: dict[tuple[int, int], int] = {}  # by file: the end that the process writes to
         self._to: dict[int, int] = {}  # by the end that is read: this process' stream

@@ -327,7 +327,6 @@ def _end_left_behind(before: set[int]) -> None:
 
 
 def _reap(pids: set[int]) -> None:
-    """Reap ended children."""
     for pid in pids:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)

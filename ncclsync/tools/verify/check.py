@@ -99,7 +99,7 @@ class _Check:
     """
 
     def __init__(self, placing: Partition, whole: Shards, parts: Shards, state: Mapping[TensorName, Any]) -> None:
-        """Begin with what the variables hold, by the names of their handles."""
+        """Begin with the variables' values, by the names of their handles."""
         self._graph, traced = placing.graph, placing.traced
         self._start = state
         self._shares = [*whole.shares, *parts.shares]
@@ -167,7 +167,6 @@ class _Check:
         return self._difference(tensor.name for tensor in op.outputs)
 
     def _results(self, op: tf.Operation, given: list[Any]) -> list[Any]:
-        """Return an op's results for these inputs."""
         key = op.name, *map(id, given)
         if key not in self._made:
             if op.type == "Const":
@@ -281,7 +280,6 @@ def _named(op: tf.Operation) -> str:
 
 
 def _join(values: Sequence[Any], collective: Collective, shares: Sequence[Share]) -> Any:
-    """Return a collective's result."""
     if collective.concatenates:
         return tf.concat(values, 0)
     if collective.kind == CollectiveKind.BROADCAST:

@@ -31,7 +31,6 @@ class Throughput(StepWatcher):
     async_safe = True  # for Keras: `on_train_batch_end` may be called from another thread
 
     def __init__(self) -> None:
-        """Begin with an empty epoch."""
         super().__init__()
         self._figures: dict[str, float] = {}
         self._start()

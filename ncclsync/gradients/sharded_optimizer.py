@@ -78,7 +78,7 @@ class _Sharded:
         return {id(weight) for weight in weights} == self._dense
 
     def update(self, gradients: dict[int, Any], addends: set[int], context: ops.Context) -> None:
-        """Update the weights, given gradients by their ids, in a step that is traced.
+        """Update the weights in a step that is traced, given the gradients by the weights' ids.
 
         `addends` are the ids of weights whose gradients are this tower's addends.
         """

@@ -51,13 +51,13 @@ def add_bench(commands: Any) -> None:
     xla = switch("--xla", "on CPUs, too, let XLA compile what Keras has it compile on GPUs")
     towers, numbers = number("--towers", 1, 4), _list("--towers", at_least(1), "1,2,4,8", "N,N")
     against_mirrored = _against(("mirrored",), "mirrored", _MIRRORED)
-    gpus = "Needs as many GPUs as towers. By a launcher: the towers are divided among its processes."
+    gpus = "Needs as many GPUs as towers. A launcher's processes share the towers."
     add(
         "all-reduce",
         "all_reduce",
         11,
-        "Time the all-reduce alone, as nccl-tests does. Of float32, with its results checked: by NCCL where there is a "
-        "GPU, unless CUDA_VISIBLE_DEVICES is empty, else in host memory. The columns are those of nccl-tests: "
+        "Time the all-reduce alone, as nccl-tests does. It is of float32, with checked results: by NCCL if there is a "
+        "GPU and CUDA_VISIBLE_DEVICES is not empty, otherwise in host memory. The columns are those of nccl-tests: "
         "size of one tower's buffer, algbw = size / time, busbw = algbw * 2(n-1)/n. memcpy is a copy of all "
         "towers' buffers on all cores: it reads and writes the same bytes. Under mpirun: between its processes, one "
         "tower of each, beside MPI_Allreduce.",
@@ -69,8 +69,8 @@ def add_bench(commands: Any) -> None:
         "exchange",
         "on_gpus",
         11,
-        "Time how long the host needs to enqueue an all-reduce between GPUs. It is of one small bucket, many in a row "
-        f"in one graph; for comparison, the call of a graph without any. {gpus}",
+        "Time how long the host needs to enqueue an all-reduce between GPUs. One graph has many of one small bucket in "
+        f"a row; beside it the call of an empty graph is timed. {gpus}",
         _list("--towers", at_least(2), "2,4,8", "N,N"),
     )
     add(
@@ -89,12 +89,11 @@ def add_bench(commands: Any) -> None:
         "step",
         "training",
         15,
-        "Time a step inside fit, and where its time goes. Beside the same model under MirroredStrategy and on one "
-        "device by plain Keras. The parts add up to the step. compute: forward and backward of all towers; "
-        "communicate: what the exchanges between towers add; apply: the optimizer and what else follows the "
-        "last exchange; feed: what fit adds to a step on a batch that is in memory already (making batches, "
-        "callbacks, logs). They are differences of timings of the same step with parts left out, so that a "
-        "small one may be negative by noise.",
+        "Time a step inside fit, and where its time goes. Beside it the same model is timed under MirroredStrategy and "
+        "on one device by plain Keras. The parts add up to the step. compute: forward and backward of all towers; "
+        "communicate: what the exchanges between towers add; apply: the optimizer and all else after the last "
+        "exchange; feed: what fit adds to a step on a batch in memory (making batches, callbacks, logs). They are "
+        "differences of timings of the same step with parts left out, so that a small part may be negative by noise.",
         _models(",".join(training.MODEL_NAMES)),
         towers,
         _against(training.PEERS, "mirrored,single", _LIBRARIES),
@@ -113,8 +112,8 @@ def add_bench(commands: Any) -> None:
         "start",
         "training",
         3,
-        "Time from the call of the decorated factory to the end of the first step. Without imports, each time in a "
-        "fresh process; build: what of it the factory takes.",
+        "Time from the call of the decorated factory to the end of the first step. It is timed in fresh processes, "
+        "without imports. build: the factory's part of that time.",
         _models("resnet50"),
         numbers,
         against_mirrored,
@@ -124,8 +123,8 @@ def add_bench(commands: Any) -> None:
         "feed",
         "training",
         15,
-        "Time a step inside fit on NumPy arrays, a tf.data.Dataset and a generator. Beside it a constant batch that is "
-        "in memory already, which is the ceiling: 1 means that feeding costs nothing.",
+        "Time a step inside fit on NumPy arrays, a tf.data.Dataset and a generator. A constant batch in memory is the "
+        "ceiling: 1 means that feeding costs nothing.",
         _models("mlp"),
         towers,
         _list("--data", _one_of(training.FEEDS), ",".join(training.FEEDS), "KIND,KIND"),
@@ -137,16 +136,16 @@ def add_bench(commands: Any) -> None:
         "memory",
         "training",
         3,
-        "Measure the peak resident memory of a process that trains for a few steps. Each time of a "
-        "fresh one; imported: before the model is built; state: the bytes of weights and optimizer; "
-        "of needed: over the peak with one tower and, for each more tower, the state; of rows: what the rows take in "
-        "shards, over the same without them; beyond: what is beyond the needed, over one tower's activations. Rows "
-        "and activations are the peak less that of one row for each tower.",
+        "Measure the peak resident memory of a fresh process that trains for a few steps. imported: the memory before "
+        "the model is built. state: the bytes of weights and optimizer. of needed: the peak, over the peak with one "
+        "tower and the state of each further tower. of rows: the memory of the rows with shards, over that without. "
+        "beyond: the peak less what is needed, over one tower's activations. The memory of rows, and of activations, "
+        "is the peak less the peak with one row for each tower.",
         _models("resnet50"),
         numbers,
         against_mirrored,
         _shards("also measure"),
-        switch("--activations", "also tell how much more than needed is taken, beside one tower's activations"),
+        switch("--activations", "also tell how much more than needed is taken, over one tower's activations"),
         number("--batch-size", 1, None, "default: each model's own, as of `step`, and with --shards 64 times that"),
     )
 

@@ -163,7 +163,7 @@ def _order(program: Program, towers: TowerState) -> str:
     }
     what = f"It has {towers.layout.shards} shards: a tower computes {most} of them, one after another"
     if not kept:
-        return f"{what}, and keeps of each what it adds to the sums alone."
+        return f"{what}, and keeps of each only its addends of the sums."
     return (
         f"{what}, {len(of_shards)} times, since they meet in between; {len(kept)} tensors of each shard are kept "
         "meanwhile, so that several shards take more memory than one."

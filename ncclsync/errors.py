@@ -16,7 +16,7 @@ class NcclSyncError(Exception):
 
 
 class NcclUnavailableError(NcclSyncError):
-    """Report that NCCL cannot be used on this machine: no library, no driver or no GPU."""
+    """Report that NCCL cannot be used on this machine: no library, no driver or GPU, or one too old."""
 
 
 @dataclasses.dataclass(eq=False)

@@ -57,7 +57,8 @@ def create(
     """Begin to join CUDA devices; see ``ncs_nccl_create``. `wait` ends it, `destroy` or `abort` frees the handle.
 
     `joined_by` is the unique id that all processes were given; None if this is the only one. Raises
-    NcclUnavailableError if there is no driver, or no CUDA runtime, NcclError for anything else that failed.
+    NcclUnavailableError if there is no driver, or an older one than CUDA 12.5's, or no CUDA runtime, NcclError for
+    anything else that failed.
     """
     failure, handle = ffi.new(_FAILURE), ffi.new("ncs_nccl_comm**")
     found = ffi.NULL if joined_by is None else ffi.from_buffer("char[]", joined_by)
@@ -79,6 +80,9 @@ def create(
     except NcclError as error:
         if call.startswith("dl"):
             _raise_without_cuda(library, devices, tried, error)
+        if error.status == native.INVALID_USAGE and call == "cuDriverGetVersion":
+            remedy = 'Update it to R555 or newer, or train on the CPU by devices=["CPU:0", "CPU:0"].'
+            raise NcclUnavailableError(f"{error.last_error}. {remedy}") from error
         raise_explained(error, devices)
 
 

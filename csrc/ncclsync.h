@@ -190,9 +190,6 @@ enum { NCS_UNIQUE_ID_BYTES = 128 };
 /* Writes NCS_UNIQUE_ID_BYTES by which ranks in several processes meet. Opens a socket, starts a thread. */
 ncclResult_t ncs_nccl_get_unique_id(ncs_nccl* nccl, /*outputs*/ ncs_failure* failure, char* unique_id);
 
-/* Joins one GPU with itself, to get NCCL's message if something is wrong. Blocks. */
-ncclResult_t ncs_nccl_probe(ncs_nccl* nccl, int device, /*outputs*/ ncs_failure* failure);
-
 /* The ranks that this process has in a communicator. */
 typedef struct {
   const char* unique_id; /* NULL if all ranks are in this process */

@@ -37,7 +37,6 @@ typedef struct {
   X(const char*, ncclGetErrorString, (ncclResult_t result))                                          \
   X(const char*, ncclGetLastError, (ncclComm_t comm))                                                \
   X(ncclResult_t, ncclGetUniqueId, (ncclUniqueId* uniqueId))                                         \
-  X(ncclResult_t, ncclCommInitAll, (ncclComm_t* comm, int ndev, const int* devlist))                 \
   X(ncclResult_t, ncclCommInitRankConfig, (ncclComm_t* comm, int nranks, ncclUniqueId commId, int rank, \
     ncclConfig_t* config))                                                                           \
   X(ncclResult_t, ncclCommFinalize, (ncclComm_t comm))                                               \
@@ -131,7 +130,7 @@ ncclResult_t ncs_check_cuda(const ncs_cuda* cuda, cudaError_t error, const char*
 /* Make a call, whose arguments are in parentheses, and check it, by the caller's `cuda` or `nccl`, and `failure`. */
 #define NCS_CUDA(call, arguments) ncs_check_cuda(cuda, cuda->call arguments, #call, failure)
 #define NCS_NCCL(call, arguments) ncs_check_nccl(nccl, nccl->call arguments, #call, failure)
-/* Loads CUDA's calls from its runtime and its driver. They stay loaded, like NCCL: TensorFlow uses the same
+/* Loads CUDA's calls from its driver, first, and its runtime. They stay loaded, like NCCL: TensorFlow uses the same
  * libraries. */
 ncclResult_t ncs_load_cuda(const char* runtime_path, const char* driver_path, ncs_cuda* library, ncs_failure* failure);
 

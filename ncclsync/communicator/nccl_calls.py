@@ -78,25 +78,17 @@ def create(
     try:
         native.check_failure(status, failure)
     except NcclError as error:
-        if call.startswith("dl"):
-            _raise_without_cuda(library, devices, tried, error)
-        if error.status == native.INVALID_USAGE and call == "cuDriverGetVersion":
-            remedy = 'Update it to R555 or newer, or train on the CPU by devices=["CPU:0", "CPU:0"].'
-            raise NcclUnavailableError(f"{error.last_error}. {remedy}") from error
+        if call in ("dlopen", "dlsym"):
+            raise NcclUnavailableError(native.missing_runtime(tried)) from error
+        instead = 'or train on the CPU by devices=["CPU:0", "CPU:0"].'
+        if call == "dlopen of the driver":
+            raise NcclUnavailableError(
+                f"Expected the NVIDIA driver's libcuda. Received: {error.last_error}. Install the driver, in a "
+                f"container start it with --gpus all, {instead}"
+            ) from error
+        if call == "cuDriverGetVersion" and error.status == native.INVALID_USAGE:
+            raise NcclUnavailableError(f"{error.last_error}. Update it to R555 or newer, {instead}") from error
         raise_explained(error, devices)
-
-
-def _raise_without_cuda(
-    library: native.NcclLibrary, devices: Sequence[int], tried: list[str], error: NcclError
-) -> NoReturn:
-    """Raise that CUDA's libraries are missing. NCCL has its own runtime, and may know a deeper reason."""
-    try:
-        native.call(lib.ncs_nccl_probe, [library.handle, devices[0]])
-    except NcclError as deeper:
-        raise_explained(deeper, devices)
-    if tried:
-        raise NcclUnavailableError(native.missing_runtime(tried)) from error
-    raise NcclUnavailableError(f"Expected the NVIDIA driver's libcuda. Received: {error.last_error}") from error
 
 
 def raise_explained(error: NcclError, devices: Sequence[int]) -> NoReturn:

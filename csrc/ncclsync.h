@@ -15,6 +15,8 @@
 
 /* NCCL 2.14 has added ncclCommInitRankConfig and ncclCommFinalize, which make aborting a communicator safe. */
 #define NCS_OLDEST_NCCL 21400
+/* CUDA 12.5 (R555) has added cuCtxRecordEvent and cuCtxWaitEvent, by which GPUs wait in place of the host. */
+#define NCS_OLDEST_DRIVER 12050
 
 /* cdef begin */
 
@@ -188,9 +190,6 @@ enum { NCS_UNIQUE_ID_BYTES = 128 };
 /* Writes NCS_UNIQUE_ID_BYTES by which ranks in several processes meet. Opens a socket, starts a thread. */
 ncclResult_t ncs_nccl_get_unique_id(ncs_nccl* nccl, /*outputs*/ ncs_failure* failure, char* unique_id);
 
-/* Joins one GPU with itself, to get NCCL's message if something is wrong. Blocks. */
-ncclResult_t ncs_nccl_probe(ncs_nccl* nccl, int device, /*outputs*/ ncs_failure* failure);
-
 /* The ranks that this process has in a communicator. */
 typedef struct {
   const char* unique_id; /* NULL if all ranks are in this process */
@@ -202,8 +201,9 @@ typedef struct {
 
 /* Begins to join GPUs of this process as its ranks, with one stream on each; ncs_nccl_wait ends it. CUDA's libraries
  * are those at the two paths. The caller owns *comm and ends it by ncs_nccl_destroy or ncs_nccl_abort; `nccl` must
- * outlive it. On failure everything made so far is released and *comm is NULL. This and all following functions leave
- * the thread's current CUDA context as it was. */
+ * outlive it. On failure everything made so far is released and *comm is NULL. ncclInvalidUsage: the driver is older
+ * than NCS_OLDEST_DRIVER; the message has both versions. This and all following functions leave the thread's current
+ * CUDA context as it was. */
 ncclResult_t ncs_nccl_create(ncs_nccl* nccl, const char* cudart_path, const char* driver_path, const ncs_ranks* own,
                              /*outputs*/ ncs_failure* failure, ncs_nccl_comm** comm);
 
@@ -289,8 +289,7 @@ ncclResult_t ncs_nccl_copy(ncs_nccl_comm* comm, int index, void* to, const void*
  *
  * Collectives over buffers that other streams write and read, such as TensorFlow's, without a host thread that waits
  * for a GPU or for another rank: ncs_arrive per rank, ncs_launch once with all ranks' arrivals, ncs_deliver per rank;
- * csrc/README.md has the three steps. If a stream is not known (NULL), all streams of the GPU count. Where nothing can
- * be captured, launch and deliver block instead: ncs_launcher_open reports whether.
+ * csrc/README.md has the three steps. If a stream is not known (NULL), all streams of the GPU count.
  *
  * A thread polls launched groups. A group that fails, or does not end in time, fails the launcher. The thread then
  * aborts the communicator, so that the GPUs' streams go on; their results are invalid from group `group` on. */
@@ -336,8 +335,8 @@ typedef struct {
  * take; 0: no limit. */
 ncclResult_t ncs_launcher_create(int n_ranks, double timeout_s, /*outputs*/ ncs_launcher** launcher);
 
-/* Lends it a communicator, and clears an earlier failure. Returns whether the host waits. */
-int ncs_launcher_open(ncs_launcher* launcher, ncs_nccl_comm* comm);
+/* Lends it a communicator, and clears an earlier failure. */
+void ncs_launcher_open(ncs_launcher* launcher, ncs_nccl_comm* comm);
 
 /* Takes the communicator back, and ends its reservation; no group is launched any more. Groups under way fail with
  * `status`. The caller has reserved the communicator, and must end it even if it has failed meanwhile; or nothing is

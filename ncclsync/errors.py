@@ -16,7 +16,7 @@ class NcclSyncError(Exception):
 
 
 class NcclUnavailableError(NcclSyncError):
-    """Report that NCCL cannot be used on this machine: no library, no driver or no GPU."""
+    """Report that NCCL cannot be used on this machine: no library, no driver or GPU, or one too old."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -25,7 +25,7 @@ class NcclError(NcclSyncError):
 
     Attributes:
         status: the status as a number, e.g. 1.
-        call: the call that failed, e.g. ``"ncclCommInitAll"``.
+        call: the call that failed, e.g. ``"ncclAllReduce"``.
         last_error: the message of NCCL, CUDA or the loader; may be empty.
         status_name: the status' name in ``nccl.h``, e.g. ``"ncclUnhandledCudaError"``.
         during: the operation under way, e.g. which collective; may be empty.

@@ -1,7 +1,6 @@
 """What every test needs before TensorFlow is first imported, and the stand-in for NCCL."""
 
 import collections
-import contextlib
 import fcntl
 import gc
 import os
@@ -189,39 +188,18 @@ def built_standin(tmp_path_factory):
     return Standin(tmp_path_factory.mktemp("standin"))
 
 
-@pytest.fixture(scope="session")
-def built_old_standin(built_standin, tmp_path_factory):
-    """The same with a driver before 12.5."""
-    return Standin(tmp_path_factory.mktemp("old_standin"), "-DSTANDIN_OLD_DRIVER")
-
-
 @pytest.fixture
 def standin(built_standin, monkeypatch):
     """The stand-in as the NCCL of this process. Whatever a test makes must be gone behind it."""
-    with in_use(built_standin, monkeypatch):
-        yield built_standin
-
-
-@pytest.fixture(params=["built_standin", "built_old_standin"])
-def any_standin(request, monkeypatch):
-    """The same with each way to wait for the GPUs' own work."""
-    standin = request.getfixturevalue(request.param)
-    with in_use(standin, monkeypatch):
-        yield standin
-
-
-@contextlib.contextmanager
-def in_use(standin, monkeypatch):
-    """Make a stand-in this process' NCCL."""
-    for name, value in standin.environment.items():
+    for name, value in built_standin.environment.items():
         monkeypatch.setenv(name, value)
-    if isinstance(standin, Loaded):
+    if isinstance(built_standin, Loaded):
         gc.collect()  # the towers of other tests are on it, too
-    standin.fail("")
-    before = standin.alive()
-    yield
-    standin.fail("")
-    assert standin.settled(before) == before, "streams, memory or communicators were left behind"
+    built_standin.fail("")
+    before = built_standin.alive()
+    yield built_standin
+    built_standin.fail("")
+    assert built_standin.settled(before) == before, "streams, memory or communicators were left behind"
 
 
 @pytest.fixture

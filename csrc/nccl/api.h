@@ -37,7 +37,6 @@ typedef struct {
   X(const char*, ncclGetErrorString, (ncclResult_t result))                                          \
   X(const char*, ncclGetLastError, (ncclComm_t comm))                                                \
   X(ncclResult_t, ncclGetUniqueId, (ncclUniqueId* uniqueId))                                         \
-  X(ncclResult_t, ncclCommInitAll, (ncclComm_t* comm, int ndev, const int* devlist))                 \
   X(ncclResult_t, ncclCommInitRankConfig, (ncclComm_t* comm, int nranks, ncclUniqueId commId, int rank, \
     ncclConfig_t* config))                                                                           \
   X(ncclResult_t, ncclCommFinalize, (ncclComm_t comm))                                               \
@@ -62,7 +61,6 @@ typedef struct {
 #define NCS_CUDART_SYMBOLS(X)                                             \
   X(const char*, cudaGetErrorString, (cudaError_t error))                 \
   X(cudaError_t, cudaSetDevice, (int device))                             \
-  X(cudaError_t, cudaDeviceSynchronize, (void))                           \
   X(cudaError_t, cudaEventCreateWithFlags, (cudaEvent_t* event, unsigned int flags)) \
   X(cudaError_t, cudaEventQuery, (cudaEvent_t event))                     \
   X(cudaError_t, cudaEventRecord, (cudaEvent_t event, cudaStream_t stream)) \
@@ -77,17 +75,15 @@ typedef struct {
   X(cudaError_t, cudaFree, (void* pointer))
 
 /* Of the driver's own library. */
-#define NCS_DRIVER_SYMBOLS(X)                      \
-  X(CUresult, cuInit, (unsigned int flags))          \
-  X(CUresult, cuCtxGetCurrent, (CUcontext* current)) \
-  X(CUresult, cuCtxSetCurrent, (CUcontext context))  \
-  X(CUresult, cuPointerGetAttributes,              \
-    (unsigned int n, int* attributes, void** data, unsigned long long pointer))
-
-/* As above, since 12.5: NULL where the driver is older. */
-#define NCS_NEW_DRIVER_SYMBOLS(X)                                        \
+#define NCS_DRIVER_SYMBOLS(X)                                           \
+  X(CUresult, cuDriverGetVersion, (int* version))                       \
+  X(CUresult, cuInit, (unsigned int flags))                             \
+  X(CUresult, cuCtxGetCurrent, (CUcontext* current))                    \
+  X(CUresult, cuCtxSetCurrent, (CUcontext context))                     \
   X(CUresult, cuCtxRecordEvent, (CUcontext context, cudaEvent_t event)) \
-  X(CUresult, cuCtxWaitEvent, (CUcontext context, cudaEvent_t event))
+  X(CUresult, cuCtxWaitEvent, (CUcontext context, cudaEvent_t event))   \
+  X(CUresult, cuPointerGetAttributes,                                   \
+    (unsigned int n, int* attributes, void** data, unsigned long long pointer))
 
 /* Of CUpointer_attribute and CUmemorytype. */
 enum { NCS_CU_MEMORY_TYPE = 2, NCS_CU_IS_MANAGED = 8, NCS_CU_DEVICE_ORDINAL = 9 };
@@ -102,7 +98,6 @@ enum { NCS_CU_NO_MEMORY = 0, NCS_CU_HOST = 1 };
 typedef struct {
   NCS_CUDART_SYMBOLS(NCS_DECLARE)
   NCS_DRIVER_SYMBOLS(NCS_DECLARE)
-  NCS_NEW_DRIVER_SYMBOLS(NCS_DECLARE)
 } ncs_cuda;
 
 struct ncs_nccl {
@@ -118,11 +113,9 @@ struct ncs_nccl_comm {
   ncclComm_t* comms;     /* NULL where there is none */
   cudaStream_t* streams; /* NULL where there is none */
   CUcontext* contexts;   /* each device's primary one */
-  cudaEvent_t* events;   /* NULL where the driver cannot record a context's work */
+  cudaEvent_t* events;   /* NULL where there is none */
   void** scratch;        /* device memory; NULL where there is none */
-  /* The wait for the devices' own work. */
-  int is_waiting;
-  struct ncs_waiter* waiter; /* where there are no events */
+  int is_waiting;   /* for the devices' own work */
   int is_launching; /* NCCL has not reported yet that it has launched the call under way */
 };
 
@@ -137,7 +130,7 @@ ncclResult_t ncs_check_cuda(const ncs_cuda* cuda, cudaError_t error, const char*
 /* Make a call, whose arguments are in parentheses, and check it, by the caller's `cuda` or `nccl`, and `failure`. */
 #define NCS_CUDA(call, arguments) ncs_check_cuda(cuda, cuda->call arguments, #call, failure)
 #define NCS_NCCL(call, arguments) ncs_check_nccl(nccl, nccl->call arguments, #call, failure)
-/* Loads CUDA's calls from its runtime and its driver. They stay loaded, like NCCL: TensorFlow uses the same
+/* Loads CUDA's calls from its driver, first, and its runtime. They stay loaded, like NCCL: TensorFlow uses the same
  * libraries. */
 ncclResult_t ncs_load_cuda(const char* runtime_path, const char* driver_path, ncs_cuda* library, ncs_failure* failure);
 
@@ -157,10 +150,6 @@ ncclResult_t ncs_enter(const ncs_cuda* cuda, CUcontext context, ncs_failure* fai
 ncclResult_t ncs_make_event(const ncs_cuda* cuda, cudaEvent_t* event, ncs_failure* failure);
 /* ncclInProgress where one of n events has not come; NULL stands for none. */
 ncclResult_t ncs_look_at_events(const ncs_cuda* cuda, const cudaEvent_t* events, int n, ncs_failure* failure);
-/* During the wait for the devices' own work: whether rank r's is known not to have ended. Its context is current. */
-int ncs_is_busy(const ncs_nccl_comm* comm, int r);
-/* Gives up the wait for the devices' own work. */
-void ncs_stop_waiting(ncs_nccl_comm* comm);
 /* Makes the calls 0 to n - 1 of a group. The group is closed in any case: an open one would swallow every later call of
  * this thread. After a failure inside NCCL launches nothing, and returns that failure again. */
 ncclResult_t ncs_call_group(const ncs_nccl_comm* comm, int n, const void* of, ncs_call* call, ncs_failure* failure);

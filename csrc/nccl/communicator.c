@@ -34,7 +34,6 @@ static ncclResult_t release(ncs_nccl_comm* comm, ncclResult_t (*end)(ncclComm_t)
     if (comm->scratch[r] != NULL) cuda->cudaFree(comm->scratch[r]);
   }
   cuda->cuCtxSetCurrent(current);
-  ncs_stop_waiting(comm);
   free(comm);
   return first;
 }
@@ -48,8 +47,7 @@ static ncclResult_t create_stream(ncs_nccl_comm* comm, int r, ncs_failure* failu
   if (status == ncclSuccess)
     status = NCS_CUDA(cudaStreamCreateWithPriority, (&comm->streams[r], NCS_CUDA_STREAM_NON_BLOCKING, greatest));
   if (status == ncclSuccess) status = NCS_CUDA(cuCtxGetCurrent, (&comm->contexts[r]));
-  if (status == ncclSuccess && cuda->cuCtxRecordEvent != NULL)
-    status = ncs_make_event(cuda, &comm->events[r], failure);
+  if (status == ncclSuccess) status = ncs_make_event(cuda, &comm->events[r], failure);
   return status;
 }
 

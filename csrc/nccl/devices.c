@@ -1,9 +1,6 @@
-/* How a collective waits for the GPUs' own work: by events, or by a thread if the driver is old; see README.md. */
+/* How a collective waits for the GPUs' own work; see README.md. */
 #define _POSIX_C_SOURCE 200809L
 
-#include <pthread.h>
-#include <stdlib.h>
-#include <string.h>
 #include <time.h>
 
 #include "nccl/api.h"
@@ -57,7 +54,7 @@ ncclResult_t ncs_enter(const ncs_cuda* cuda, CUcontext context, ncs_failure* fai
   return status == ncclSuccess ? NCS_CUDA(cuCtxSetCurrent, (context)) : status;
 }
 
-/* ---- By events ---- */
+/* ---- Events ---- */
 
 ncclResult_t ncs_make_event(const ncs_cuda* cuda, cudaEvent_t* event, ncs_failure* failure) {
   return NCS_CUDA(cudaEventCreateWithFlags, (event, NCS_CUDA_EVENT_DISABLE_TIMING));
@@ -80,87 +77,15 @@ ncclResult_t ncs_look_at_events(const ncs_cuda* cuda, const cudaEvent_t* events,
   return ncclSuccess;
 }
 
-/* ---- By a thread ---- */
-
-/* Shared with the thread, which may outlive the communicator; the last user frees it. */
-typedef struct ncs_waiter {
-  int users;           /* this and the next two are atomic */
-  int n_idle;          /* the first so many devices are through */
-  ncclResult_t status; /* ncclInProgress: the thread has not ended */
-  ncs_failure failure;
-  ncs_cuda cuda;
-  int n;
-  int devices[];
-} ncs_waiter;
-
-static void leave(ncs_waiter* waiter) {
-  if (__atomic_sub_fetch(&waiter->users, 1, __ATOMIC_ACQ_REL) == 0) free(waiter);
-}
-
-static void* synchronize(void* argument) {
-  ncs_waiter* waiter = argument;
-  ncs_failure* failure = &waiter->failure;
-  const ncs_cuda* cuda = &waiter->cuda;
-  ncclResult_t status = ncclSuccess;
-  for (int i = 0; i < waiter->n && status == ncclSuccess; ++i) {
-    status = NCS_CUDA(cudaSetDevice, (waiter->devices[i]));
-    if (status == ncclSuccess) status = NCS_CUDA(cudaDeviceSynchronize, ());
-    if (status == ncclSuccess) __atomic_store_n(&waiter->n_idle, i + 1, __ATOMIC_RELAXED);
-  }
-  __atomic_store_n(&waiter->status, status, __ATOMIC_RELEASE);
-  leave(waiter);
-  return NULL;
-}
-
-static ncclResult_t start_thread(ncs_nccl_comm* comm, ncs_failure* failure) {
-  pthread_t thread;
-  ncs_waiter* waiter = calloc(1, sizeof(*waiter) + (size_t)comm->n * sizeof(int));
-  if (waiter == NULL) return ncclSystemError;
-  waiter->users = 2;
-  waiter->status = ncclInProgress;
-  waiter->cuda = comm->cuda;
-  waiter->n = comm->n;
-  memcpy(waiter->devices, comm->devices, (size_t)comm->n * sizeof(int));
-  if (ncs_start_thread(&thread, synchronize, waiter) != 0) {
-    free(waiter);
-    return ncs_fail(failure, ncclSystemError, "pthread_create", -1, "no thread to wait for the GPUs' own work");
-  }
-  pthread_detach(thread);
-  comm->waiter = waiter;
-  return ncclSuccess;
-}
-
-static ncclResult_t look_at_thread(const ncs_nccl_comm* comm, ncs_failure* failure) {
-  const ncclResult_t status = __atomic_load_n(&comm->waiter->status, __ATOMIC_ACQUIRE);
-  if (status != ncclSuccess && status != ncclInProgress && failure != NULL) *failure = comm->waiter->failure;
-  return status;
-}
-
-/* ---- Either way ---- */
-
-void ncs_stop_waiting(ncs_nccl_comm* comm) {
-  if (comm->waiter != NULL) leave(comm->waiter);
-  comm->waiter = NULL;
-  comm->is_waiting = 0;
-}
-
 static ncclResult_t look(void* comm_, ncs_failure* failure) {
   ncs_nccl_comm* comm = comm_;
-  const int has_events = comm->cuda.cuCtxRecordEvent != NULL;
-  ncclResult_t status = ncclSuccess;
-  if (!comm->is_waiting) status = has_events ? record_events(comm, failure) : start_thread(comm, failure);
+  ncclResult_t status = comm->is_waiting ? ncclSuccess : record_events(comm, failure);
   if (status != ncclSuccess) return status;
-  comm->is_waiting = 1;
-  status = has_events ? ncs_look_at_events(&comm->cuda, comm->events, comm->n, failure) : look_at_thread(comm, failure);
-  if (status != ncclInProgress) ncs_stop_waiting(comm);
+  status = ncs_look_at_events(&comm->cuda, comm->events, comm->n, failure);
+  comm->is_waiting = status == ncclInProgress;
   return status;
 }
 
 ncclResult_t ncs_nccl_wait_for_devices(ncs_nccl_comm* comm, double slice_s, ncs_failure* failure) {
   return ncs_poll_comm(look, comm, slice_s, failure);
-}
-
-int ncs_is_busy(const ncs_nccl_comm* comm, int r) {
-  if (comm->waiter == NULL) return comm->cuda.cudaEventQuery(comm->events[r]) == NCS_CUDA_NOT_READY;
-  return r == __atomic_load_n(&comm->waiter->n_idle, __ATOMIC_RELAXED);
 }

@@ -45,7 +45,7 @@ ncclResult_t ncs_nccl_get_progress(ncs_nccl_comm* comm, int* progress) {
   for (int r = 0; r < comm->n; ++r) {
     ncclResult_t state = ncclSuccess;
     if (comm->is_waiting) {
-      progress[r] = ncs_is_busy(comm, r) ? NCS_ABSENT : NCS_LAUNCHED;
+      progress[r] = comm->cuda.cudaEventQuery(comm->events[r]) == NCS_CUDA_NOT_READY ? NCS_ABSENT : NCS_LAUNCHED;
       continue;
     }
     comm->nccl->ncclCommGetAsyncError(comm->comms[r], &state);

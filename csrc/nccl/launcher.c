@@ -53,11 +53,6 @@ struct ncs_launched {
   ncs_arrival* arrivals[];   /* [n]; NULL where it is delivered */
 };
 
-/* Whether the driver lets no caller capture a context's work. */
-static int blocks(const ncs_launcher* launcher) {
-  return launcher->cuda.cuCtxRecordEvent == NULL || launcher->cuda.cuCtxWaitEvent == NULL;
-}
-
 /* ---- Failure. All under the lock ---- */
 
 static void find_progress(const ncs_launcher* launcher, const ncs_launched* group, ncs_launch_failure* reported) {
@@ -276,7 +271,7 @@ ncclResult_t ncs_arrive(ncs_launcher* launcher, int rank, void* stream, const nc
   arrival->n_buffers = buffers->n;
   arrival->users = 1;
   if (size > 0) memcpy(arrival->buffers, buffers->buffers, size);
-  if (buffers->n > 0 && cuda->cuCtxRecordEvent != NULL) {
+  if (buffers->n > 0) {
     status = ncs_enter(cuda, launcher->contexts[rank], failure, &current);
     if (status == ncclSuccess) status = ncs_make_event(cuda, &arrival->before, failure);
     if (status == ncclSuccess && stream != NULL) status = NCS_CUDA(cudaEventRecord, (arrival->before, stream));
@@ -335,12 +330,11 @@ static ncs_launched* make_launched(ncs_launcher* launcher, int64_t label, ncs_ar
   return made;
 }
 
-/* Waits until NCCL has launched its work, which no GPU holds up; or for the GPUs' own work, if no event captures it. */
-static ncclResult_t wait_for(const ncs_launcher* launcher, ncs_nccl_comm* comm, int stage, double since,
-                             ncs_failure* failure) {
+/* Waits until NCCL has launched its work, which no GPU holds up. */
+static ncclResult_t wait_for_nccl(const ncs_launcher* launcher, const ncs_nccl_comm* comm, double since,
+                                  ncs_failure* failure) {
   for (;;) {
-    ncclResult_t status =
-        stage == NCS_OWN_WORK ? ncs_nccl_wait_for_devices(comm, 0, failure) : ncs_ask_nccl(comm, failure);
+    ncclResult_t status = ncs_ask_nccl(comm, failure);
     const double now = ncs_now_s();
     if (status != ncclInProgress) return status;
     status = find_way_out(launcher, since, now);
@@ -362,13 +356,12 @@ static ncclResult_t enqueue(ncs_launcher* launcher, ncs_nccl_comm* comm, ncs_lau
                             const ncs_buffer* const* buffers, ncs_failure* failure) {
   const ncs_cuda* cuda = &launcher->cuda;
   ncclResult_t status = ncclSuccess;
-  if (cuda->cuCtxRecordEvent == NULL) status = wait_for(launcher, comm, NCS_OWN_WORK, made->since, failure);
   for (int r = 0; r < launcher->n && status == ncclSuccess; ++r)
     if (made->before[r] != NULL) status = NCS_CUDA(cudaStreamWaitEvent, (comm->streams[r], made->before[r], 0));
   if (status != ncclSuccess) return status;
   begin_stage(launcher, made, NCS_LAUNCHING);
   status = ncs_nccl_launch_group(comm, buffers, made->named.n_collectives, failure);
-  if (status == ncclSuccess) status = wait_for(launcher, comm, NCS_LAUNCHING, made->since, failure);
+  if (status == ncclSuccess) status = wait_for_nccl(launcher, comm, made->since, failure);
   for (int r = 0; r < launcher->n && status == ncclSuccess; ++r) {
     status = NCS_CUDA(cuCtxSetCurrent, (launcher->contexts[r]));
     if (status == ncclSuccess) status = ncs_make_event(cuda, &made->end[r], failure);
@@ -479,7 +472,7 @@ static ncclResult_t order(const ncs_launched* launched, int rank, cudaStream_t s
   const ncs_cuda* cuda = &launcher->cuda;
   CUcontext current = NULL;
   ncclResult_t status;
-  if (launched->end[rank] == NULL || cuda->cuCtxWaitEvent == NULL) return ncclSuccess;
+  if (launched->end[rank] == NULL) return ncclSuccess;
   status = ncs_enter(cuda, launcher->contexts[rank], failure, &current);
   if (status != ncclSuccess) return status;
   if (stream != NULL) status = NCS_CUDA(cudaStreamWaitEvent, (stream, launched->end[rank], 0));
@@ -511,7 +504,7 @@ static void let_arrival_go(ncs_launched* launched, int rank) {
 ncclResult_t ncs_deliver(ncs_launched* launched, int rank, void* stream, int waits, ncs_failure* failure) {
   ncs_launcher* launcher = launched->launcher;
   ncclResult_t status = ncclSuccess;
-  if (waits || blocks(launcher)) status = ncs_launched_wait(launched);
+  if (waits) status = ncs_launched_wait(launched);
   else {
     pthread_mutex_lock(&launcher->mutex);
     if (launched->stage == FAILED) status = ncclRemoteError;
@@ -556,7 +549,7 @@ ncclResult_t ncs_launcher_create(int n_ranks, double timeout_s, ncs_launcher** o
   return ncclSuccess;
 }
 
-int ncs_launcher_open(ncs_launcher* launcher, ncs_nccl_comm* comm) {
+void ncs_launcher_open(ncs_launcher* launcher, ncs_nccl_comm* comm) {
   pthread_mutex_lock(&launcher->mutex);
   if (launcher->contexts[0] == NULL) { /* once: arrivals and groups read it without the lock */
     launcher->cuda = comm->cuda;
@@ -569,7 +562,6 @@ int ncs_launcher_open(ncs_launcher* launcher, ncs_nccl_comm* comm) {
   __atomic_store_n(&launcher->n_ended, launcher->n_launched, __ATOMIC_RELEASE);
   pthread_cond_broadcast(&launcher->changed);
   pthread_mutex_unlock(&launcher->mutex);
-  return blocks(launcher);
 }
 
 void ncs_launcher_close(ncs_launcher* launcher, int status) {

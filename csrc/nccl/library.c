@@ -49,18 +49,29 @@ ncclResult_t ncs_call_group(const ncs_nccl_comm* comm, int n, const void* of, nc
   if (symbol == NULL) return fail_loading("dlsym", failure); \
   memcpy(&library->name, &symbol, sizeof(symbol));
 
-#define NCS_LOAD_IF_ANY(type, name, parameters) \
-  symbol = dlsym(handle, #name);                \
-  memcpy(&library->name, &symbol, sizeof(symbol));
+static ncclResult_t check_driver(const ncs_cuda* cuda, ncs_failure* failure) {
+  int version = 0;
+  const CUresult error = cuda->cuDriverGetVersion(&version);
+  if (error != 0)
+    return ncs_fail(failure, ncclUnhandledCudaError, "cuDriverGetVersion", -1, "the driver's error %d", error);
+  if (version >= NCS_OLDEST_DRIVER) return ncclSuccess;
+  return ncs_fail(failure, ncclInvalidUsage, "cuDriverGetVersion", -1,
+                  "Expected an NVIDIA driver of CUDA %d.%d or newer. Received: one of CUDA %d.%d",
+                  NCS_OLDEST_DRIVER / 1000, NCS_OLDEST_DRIVER % 1000 / 10, version / 1000, version % 1000 / 10);
+}
 
+/* The driver's version first: the error for an old one is its version, not a missing symbol. */
 ncclResult_t ncs_load_cuda(const char* runtime_path, const char* driver_path, ncs_cuda* library, ncs_failure* failure) {
-  void *symbol, *handle = dlopen(runtime_path, RTLD_NOW | RTLD_LOCAL);
+  void *symbol, *handle = dlopen(driver_path, RTLD_NOW | RTLD_LOCAL);
+  ncclResult_t status;
+  if (handle == NULL) return fail_loading("dlopen of the driver", failure);
+  NCS_LOAD(CUresult, cuDriverGetVersion, (int* version))
+  status = check_driver(library, failure);
+  if (status != ncclSuccess) return status;
+  NCS_DRIVER_SYMBOLS(NCS_LOAD)
+  handle = dlopen(runtime_path, RTLD_NOW | RTLD_LOCAL);
   if (handle == NULL) return fail_loading("dlopen", failure);
   NCS_CUDART_SYMBOLS(NCS_LOAD)
-  handle = dlopen(driver_path, RTLD_NOW | RTLD_LOCAL);
-  if (handle == NULL) return fail_loading("dlopen of the driver", failure);
-  NCS_DRIVER_SYMBOLS(NCS_LOAD)
-  NCS_NEW_DRIVER_SYMBOLS(NCS_LOAD_IF_ANY)
   return ncclSuccess;
 }
 
@@ -109,12 +120,5 @@ ncclResult_t ncs_nccl_get_unique_id(ncs_nccl* nccl, ncs_failure* failure, char* 
   ncclUniqueId id;
   const ncclResult_t status = NCS_NCCL(ncclGetUniqueId, (&id));
   if (status == ncclSuccess) memcpy(unique_id, id.internal, sizeof(id.internal));
-  return status;
-}
-
-ncclResult_t ncs_nccl_probe(ncs_nccl* nccl, int device, ncs_failure* failure) {
-  ncclComm_t comm = NULL;
-  const ncclResult_t status = NCS_NCCL(ncclCommInitAll, (&comm, 1, &device));
-  if (comm != NULL) nccl->ncclCommAbort(comm);
   return status;
 }

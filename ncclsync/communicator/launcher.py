@@ -19,8 +19,6 @@ class Launcher:
 
     Attributes:
         address: of the C object, for an input of an op; valid as long as the process lives.
-        blocks: whether the host waits for groups, since the driver cannot let a GPU wait for them. Known once the
-            launcher is open.
     """
 
     def __init__(self, size: int, timeout_s: float | None) -> None:
@@ -34,11 +32,10 @@ class Launcher:
         native.check(lib.ncs_launcher_create(size, timeout_s or 0.0, handle), "ncs_launcher_create")
         self._handle = handle[0]
         self.address = int(ffi.cast("intptr_t", self._handle))
-        self.blocks = True
 
     def open(self, comm: Any) -> None:
         """Launch on the communicator of this handle from now on."""
-        self.blocks = bool(lib.ncs_launcher_open(self._handle, comm))
+        lib.ncs_launcher_open(self._handle, comm)
 
     def close(self, status: int = native.INVALID_USAGE) -> None:
         """Launch nothing any more; groups under way count as failed with `status`. Idempotent."""

@@ -215,7 +215,7 @@ class NcclCommunicator(Communicator):
     @property
     def enqueues(self) -> bool:  # type: ignore[override]
         """Return whether groups are launched without a wait for their ends."""
-        return self._is_launched and not self._on_host and not self._launcher.blocks
+        return self._is_launched and not self._on_host
 
     def groups(self) -> tuple[int, int]:
         """Return how many groups were launched, and how many of them are known to have ended well."""

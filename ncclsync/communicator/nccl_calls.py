@@ -57,7 +57,8 @@ def create(
     """Begin to join CUDA devices; see ``ncs_nccl_create``. `wait` ends it, `destroy` or `abort` frees the handle.
 
     `joined_by` is the unique id that all processes were given; None if this is the only one. Raises
-    NcclUnavailableError if there is no driver, or no CUDA runtime, NcclError for anything else that failed.
+    NcclUnavailableError if there is no driver, or an older one than CUDA 12.5's, or no CUDA runtime, NcclError for
+    anything else that failed.
     """
     failure, handle = ffi.new(_FAILURE), ffi.new("ncs_nccl_comm**")
     found = ffi.NULL if joined_by is None else ffi.from_buffer("char[]", joined_by)
@@ -77,22 +78,17 @@ def create(
     try:
         native.check_failure(status, failure)
     except NcclError as error:
-        if call.startswith("dl"):
-            _raise_without_cuda(library, devices, tried, error)
+        if call in ("dlopen", "dlsym"):
+            raise NcclUnavailableError(native.missing_runtime(tried)) from error
+        instead = 'or train on the CPU by devices=["CPU:0", "CPU:0"].'
+        if call == "dlopen of the driver":
+            raise NcclUnavailableError(
+                f"Expected the NVIDIA driver's libcuda. Received: {error.last_error}. Install the driver, in a "
+                f"container start it with --gpus all, {instead}"
+            ) from error
+        if call == "cuDriverGetVersion" and error.status == native.INVALID_USAGE:
+            raise NcclUnavailableError(f"{error.last_error}. Update it to R555 or newer, {instead}") from error
         raise_explained(error, devices)
-
-
-def _raise_without_cuda(
-    library: native.NcclLibrary, devices: Sequence[int], tried: list[str], error: NcclError
-) -> NoReturn:
-    """Raise that CUDA's libraries are missing. NCCL has its own runtime, and may know a deeper reason."""
-    try:
-        native.call(lib.ncs_nccl_probe, [library.handle, devices[0]])
-    except NcclError as deeper:
-        raise_explained(deeper, devices)
-    if tried:
-        raise NcclUnavailableError(native.missing_runtime(tried)) from error
-    raise NcclUnavailableError(f"Expected the NVIDIA driver's libcuda. Received: {error.last_error}") from error
 
 
 def raise_explained(error: NcclError, devices: Sequence[int]) -> NoReturn:

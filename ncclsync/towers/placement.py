@@ -146,11 +146,7 @@ def connect(
             preflight=preflight,
             repeatable=tf_compat.is_op_determinism_enabled(),
         )
-        on_host = any(map(is_cpu, choice.devices))
-        if communicator.launcher(on_host=on_host).blocks and not on_host:
-            logger.warning(
-                "The host waits for each collective: before CUDA 12.5 a driver cannot let a GPU wait for one"
-            )
+        communicator.launcher(on_host=any(map(is_cpu, choice.devices)))
         return communicator
     if process is not None:
         return TcpCommunicator(peers_of(process, timeout_s), len(choice.devices), timeout_s=timeout_s)

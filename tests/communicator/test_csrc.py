@@ -148,10 +148,8 @@ def test_cpu_collectives_are_clean_under_sanitizer(sanitized, tmp_path):
 @pytest.mark.parametrize("check", ["check_nccl", "check_launcher"])
 def test_nccl_calls_are_clean_under_sanitizer(check, sanitized, tmp_path):
     """Every call, every failure of creation, aborts in the middle, several threads; groups that are only enqueued, and
-    what fails beside a collective that somebody waits for; the stand-in too. Where threads are watched, a thread waits
-    for the GPUs' own work."""
-    older = ["-DSTANDIN_OLD_DRIVER"] if "-fsanitize=thread" in sanitized and check == "check_nccl" else []
-    standin = Standin(tmp_path, *sanitized, *older)
+    what fails beside a collective that somebody waits for; the stand-in too."""
+    standin = Standin(tmp_path, *sanitized)
     program = tmp_path / check
     check = ROOT / "tests" / "support" / "csrc" / f"{check}.c"
     sources = [*SOURCES, *(CSRC / "nccl").glob("*.c"), standin.cudart]

@@ -296,13 +296,13 @@ finally:
 
 @pytest.mark.slow(but=1)
 @pytest.mark.parametrize("fail", ["stuck:1", "working:0"])
-def test_ctrl_c_ends_a_collective(any_standin, fail):
+def test_ctrl_c_ends_a_collective(standin, fail):
     """In the main thread: a KeyboardInterrupt at once, the communicator aborted, no native mess; also while
     the GPUs' own work is waited for, which may never let the communicator's memory go."""
     program = subprocess.Popen(
         [sys.executable, "-c", INTERRUPTED],
         cwd=os.path.dirname(__file__),
-        env={**os.environ, **any_standin.environment, "STANDIN_FAIL": fail},
+        env={**os.environ, **standin.environment, "STANDIN_FAIL": fail},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -123,6 +123,23 @@ def test_too_old_an_nccl_is_refused(standin, monkeypatch, version, words):
     assert native.nccl_version() == (2, 14, 3)
 
 
+@pytest.mark.parametrize(("version", "words"), [("12040", "CUDA 12.4"), ("11080", "CUDA 11.8")])
+def test_too_old_a_driver_is_refused(standin, monkeypatch, version, words):
+    """With both versions, and what to do instead, before a GPU is touched."""
+    monkeypatch.setenv("STANDIN_DRIVER", version)
+    standin.count("cudaSetDevice", "cudaStreamCreateWithPriority", "ncclCommInitRankConfig")
+    with pytest.raises(NcclUnavailableError) as caught:
+        NcclCommunicator([0, 1])
+    assert str(caught.value) == (
+        f"Expected an NVIDIA driver of CUDA 12.5 or newer. Received: one of {words}. Update it to R555 or newer, or "
+        'train on the CPU by devices=["CPU:0", "CPU:0"].'
+    )
+    assert standin.counted() == [0, 0, 0]
+    monkeypatch.setenv("STANDIN_DRIVER", "12050")
+    with NcclCommunicator([0, 1]) as comm:
+        reduce_ones(comm)
+
+
 def test_same_gpu_twice(standin, monkeypatch):
     """Refused here; where the user asks NCCL for it, NCCL decides: an older one's refusal is explained."""
     with pytest.raises(ValueError, match=r"Expected every GPU once. Received: devices=\[3, 3\]"):

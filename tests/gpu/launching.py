@@ -28,11 +28,6 @@ def run_as_a_gpu_does() -> None:
         check(open_runtime(), "standin_use_threads", 100, 7)
 
 
-def has_events_of_contexts() -> bool:
-    """Return whether the driver captures a context's work, and lets it wait: CUDA 12.5 and newer."""
-    return hasattr(ctypes.CDLL(native.cuda_paths()[1]), "cuCtxRecordEvent")
-
-
 class Stream:
     """A stream of GPU 0 that waits for no other."""
 

@@ -30,6 +30,7 @@ static ncs_nccl_comm* comm; /* the launcher's */
 static ncs_launcher* launcher;
 static ncs_cuda cuda;
 static cudaError_t (*synchronize)(cudaStream_t stream);
+static ncclResult_t (*init_all)(ncclComm_t* comm, int n, const int* devices);
 static int n;
 static ncclComm_t comms[MAX_RANKS];
 static cudaStream_t streams[MAX_RANKS];
@@ -58,16 +59,22 @@ static double now_us(void) {
   return 1e6 * (double)now.tv_sec + 1e-3 * (double)now.tv_nsec;
 }
 
+static void* find(const char* path, const char* name) {
+  void *handle = dlopen(path, RTLD_NOW), *symbol = handle != NULL ? dlsym(handle, name) : NULL;
+  if (symbol == NULL) fail("dlsym", dlerror());
+  return symbol;
+}
+
 static void load(void) {
   ncs_failure failure;
   int version;
-  void *handle, *symbol;
+  void* symbol;
   check(ncs_nccl_open(nccl_path, &failure, &nccl, &version), &failure);
   check(ncs_load_cuda(cudart_path, driver_path, &cuda, &failure), &failure);
-  handle = dlopen(cudart_path, RTLD_NOW);
-  symbol = handle != NULL ? dlsym(handle, "cudaStreamSynchronize") : NULL;
-  if (symbol == NULL) fail("dlsym", dlerror());
+  symbol = find(cudart_path, "cudaStreamSynchronize");
   memcpy(&synchronize, &symbol, sizeof(symbol));
+  symbol = find(nccl_path, "ncclCommInitAll");
+  memcpy(&init_all, &symbol, sizeof(symbol));
 }
 
 static void make_streams(void) {
@@ -114,7 +121,7 @@ static void check_and_free(size_t count) {
 
 static void join_plainly(void) {
   int devices[MAX_RANKS] = {0};
-  check_nccl(nccl->ncclCommInitAll(comms, n, devices), "ncclCommInitAll");
+  check_nccl(init_all(comms, n, devices), "ncclCommInitAll");
 }
 
 static void all_reduce_plainly(size_t count) {

@@ -285,6 +285,13 @@ def test_unusable_nccl(gpu_host, environ, expected, words):
     assert words in problem.text and "NCCLSYNC_NCCL_LIBRARY" in problem.remedy
 
 
+def test_old_driver(gpu_host):
+    """Named once: what its GPUs then say, by the library that training loads, is the same."""
+    report = gpu_host(STANDIN_DRIVER="12040")
+    assert serious(report) == ["driver-old"]
+    assert "Expected an NVIDIA driver of CUDA 12.5 or newer. Received: one of CUDA 12.4" in report.host.all_reduce.error
+
+
 def test_nccl_that_fails(gpu_host):
     """NCCL's own error is in the report."""
     report = gpu_host(STANDIN_FAIL="ncclCommInitRankConfig")

@@ -182,6 +182,18 @@ ROWS = {
         "NCCL was built with CUDA 12.9",
         "Update the driver",
     ),
+    "driver before CUDA 12.5": (
+        changed(failed("raised"), "driver", version="550.54", cuda="12.4"),
+        "error driver-old",
+        "Expected a driver that serves CUDA 12.5 or newer. Received: driver 550.54, which serves CUDA up to 12.4",
+        'R555 or newer, or train on the CPU by devices=["CPU:0", "CPU:0"]',
+    ),
+    "driver before CUDA 12.5 whose GPUs are not used": (
+        dataclasses.replace(changed(GPUS, "driver", cuda="12.4"), choice=CPU.choice, all_reduce=CPU.all_reduce),
+        "warning driver-old",
+        "CUDA up to 12.4",
+        "R555",
+    ),
     "driver's CUDA by libcuda": (
         changed(changed(GPUS, "driver", cuda=None), "libraries", driver_cuda="12.8"),
         "warning driver-older-than-nccl",
@@ -229,6 +241,7 @@ FINE = {
         XLA_FLAGS="--xla_dump_to=/tmp/x",
     ),
     "NCCL's variables without GPU": given(CPU, NCCL_P2P_DISABLE="1", NCCL_SOCKET_IFNAME="ib"),
+    "a newer libcuda than the driver's": changed(changed(GPUS, "driver", cuda="12.2"), "libraries", driver_cuda="12.9"),
     "access not known": changed(GPUS, "driver", links=links(None)),
     "TensorFlow's CUDA newer by a minor version": changed(
         changed(GPUS, "frameworks", build_cuda="12.9.2"), "libraries", nccl=Library("2.32.3", "/nccl.so", "12.9")

@@ -103,7 +103,7 @@ def _all_reduce(host: Host, timeout_s: float, environ: dict[str, str]) -> AllRed
 def _versions(host: Host) -> list[Version]:
     """Return the rows of the table of versions."""
     driver, libraries, found, nccl = host.driver, host.libraries, host.frameworks, host.libraries.nccl
-    serves = driver.cuda or libraries.driver_cuda
+    serves = host.served_cuda
     origin = "NVML" if driver.version else "kernel module" if host.kernel_driver else "none found"
     nccl_version, nccl_more = nccl.version, nccl.cuda and f"built with CUDA {nccl.cuda}"
     if libraries.is_other_nccl:

@@ -238,6 +238,11 @@ class Host:
         return tuple(gpus[i] for i in left_by(self.variable(VISIBLE), [gpu.uuid for gpu in gpus], divided))
 
     @property
+    def served_cuda(self) -> str | None:
+        """Return the newest CUDA that the driver serves: by its libcuda, which programs use, or by NVML."""
+        return self.libraries.driver_cuda or self.driver.cuda
+
+    @property
     def gpu_count(self) -> int:
         """Return the number of the host's GPUs, by the source that knows most."""
         return max(len(self.driver.gpus), self.present, len(self.frameworks.gpus))

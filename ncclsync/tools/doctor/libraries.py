@@ -40,7 +40,7 @@ def read_libraries() -> Libraries:
         cuda_runtime=_read("cuda_runtime", "cudaRuntimeGetVersion", "NCCLSYNC_CUDART_LIBRARY"),
         cudnn=_read("cudnn", "cudnnGetVersion"),
         missing=tuple(file for package, file in _LOADS.items() if not (wheel_files(package, file) or _load(file))),
-        driver_cuda=_version("libcuda.so.1", "cuDriverGetVersion"),
+        driver_cuda=_version(os.environ.get("NCCLSYNC_CUDA_DRIVER_LIBRARY") or "libcuda.so.1", "cuDriverGetVersion"),
     )
 
 

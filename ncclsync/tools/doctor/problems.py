@@ -12,6 +12,7 @@ SHM_BYTES = 512 << 20  # NCCL's buffers between GPUs without direct transfers; c
 
 _BUSY = 0.5  # of a GPU's memory, used by other processes
 _EXTENSION = "ncclsync._native"
+_OLDEST_DRIVER = "12.5"  # by the CUDA that it serves: NCS_OLDEST_DRIVER in csrc/ncclsync.h
 _INSTALL_GPU = "pip install 'ncclsync[cuda]', which brings tensorflow[and-cuda]"
 
 _TRUE = ("1", "true", "yes", "on")
@@ -143,8 +144,12 @@ def _cuda(host: Host) -> Iterator[Problem]:
 
     And a missing runtime. Source: CUDA compatibility, https://docs.nvidia.com/deploy/cuda-compatibility/
     """
-    serves = host.driver.cuda or host.libraries.driver_cuda
+    serves, is_old = host.served_cuda, _has_old_driver(host)
     driver = f"driver {host.driver.version or host.kernel_driver or 'of unknown version'}"
+    if is_old:
+        text = f"Expected a driver that serves CUDA {_OLDEST_DRIVER} or newer. Received: {driver}, which serves CUDA "
+        remedy = 'Update it to R555 or newer, or train on the CPU by devices=["CPU:0", "CPU:0"].'
+        yield Problem("driver-old", f"{text}up to {serves}", remedy, host.severity)
     for library, built_with in (("NCCL", host.libraries.nccl.cuda), ("TensorFlow", host.frameworks.build_cuda)):
         minor = ".".join((built_with or "").split(".")[:2])
         if serves is None or not minor or not _below(serves, minor):
@@ -156,7 +161,7 @@ def _cuda(host: Host) -> Iterator[Problem]:
             text += " It fails with 'CUDA driver version is insufficient for CUDA runtime version'."
             remedy += f", or install {library} for CUDA {serves.split('.')[0]}" if library == "NCCL" else ""
             yield Problem(code, text, f"{remedy}.", host.severity)
-        elif library == "NCCL":
+        elif library == "NCCL" and not is_old:
             text += " The same major version: it runs, but not on GPUs newer than the driver."
             yield Problem(code, text, f"{remedy} if anything fails.")
     chosen, error = host.variable("NCCLSYNC_CUDART_LIBRARY"), host.libraries.cuda_runtime.error
@@ -170,7 +175,8 @@ def _all_reduce(host: Host) -> Iterator[Problem]:
     found, libraries = host.all_reduce, host.libraries
     if found is None or found.ok:
         return
-    by_nccl, unloaded = found.backend == "nccl", libraries.nccl.error or libraries.cuda_runtime.error
+    by_nccl = found.backend == "nccl"
+    unloaded = libraries.nccl.error or libraries.cuda_runtime.error or _has_old_driver(host)
     if found.kind == "raised" and unloaded and (by_nccl or _EXTENSION in found.error):
         return  # shown already
     log = f" NCCL: {found.log[-1]}" if found.log and found.kind != "wrong" else ""
@@ -182,6 +188,10 @@ def _all_reduce(host: Host) -> Iterator[Problem]:
     if not by_nccl:
         remedy = "Install ncclsync again by pip, and check the machine's memory."
     yield Problem(f"all-reduce-{found.kind}", f"{text}{found.error.rstrip('.')}.{log}", remedy, ERROR)
+
+
+def _has_old_driver(host: Host) -> bool:
+    return host.served_cuda is not None and _below(host.served_cuda, _OLDEST_DRIVER)
 
 
 def _driver(host: Host) -> Iterator[Problem]:

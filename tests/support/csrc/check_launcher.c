@@ -37,7 +37,7 @@ static ncs_nccl_comm* join(void) {
 
 static ncs_nccl_comm* open_launcher(void) {
   ncs_nccl_comm* comm = join();
-  EXPECT(!ncs_launcher_open(launcher, comm));
+  ncs_launcher_open(launcher, comm);
   return comm;
 }
 
@@ -228,7 +228,7 @@ static void release_during_open(void) {
   end(comm);
   comm = join();
   EXPECT(pthread_create(&thread, NULL, release, arrival) == 0);
-  EXPECT(!ncs_launcher_open(launcher, comm));
+  ncs_launcher_open(launcher, comm);
   pthread_join(thread, NULL);
   ncs_launcher_close(launcher, ncclInvalidUsage);
   end(comm);

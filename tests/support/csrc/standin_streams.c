@@ -486,7 +486,6 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
   return standin_leave_cuda(error);
 }
 
-#ifndef STANDIN_OLD_DRIVER
 int cuCtxRecordEvent(void* recorded, cudaEvent_t event) {
   const int device = (int)(size_t)recorded - 1;
   cudaError_t error = standin_enter_cuda("cuCtxRecordEvent", device);
@@ -520,4 +519,3 @@ int cuCtxWaitEvent(void* waiting, cudaEvent_t event) {
   if (error == 0) hold(device, &event->work);
   return standin_leave_cuda(error);
 }
-#endif

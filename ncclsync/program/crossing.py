@@ -84,7 +84,7 @@ class Forms:
 
     def _open_axes(self, name: TensorName) -> list[int]:
         """Return the axes of a tensor whose lengths do not follow from the batch's rows."""
-        lengths = self._graph.axes.lengths(self._graph.tensor(name)) or ()
+        lengths = self._graph.axes.lengths(self._graph.traced.tensor(name)) or ()
         return [axis for axis, length in enumerate(lengths) if length is None]
 
     def made_where_used(self, ops: Sequence[OpName]) -> list[OpName]:
@@ -109,14 +109,14 @@ class Forms:
     def _is_shape(self, name: TensorName) -> bool:
         if name not in self._of_numbers:
             return False
-        tensor = self._graph.tensor(name)
+        tensor = self._graph.traced.tensor(name)
         small = tensor.shape.is_fully_defined() and tensor.shape.num_elements() <= SMALL
         return small and tensor.dtype.is_integer and not tf_compat.is_stateful(tensor.op)
 
 
 def _may_be_left_out(graph: StepGraph, name: TensorName) -> bool:
     """Return whether a tensor has no value if its branch is not taken."""
-    tensor = graph.tensor(name)
+    tensor = graph.traced.tensor(name)
     if tensor.op.type not in BRANCHES:
         return False
     for called in graph.functions.called_by(tensor.op):
@@ -146,7 +146,7 @@ def list_element(graph: StepGraph, name: TensorName) -> tf.TensorSpec | None:
     """Return what the elements of a list are, of variants where it holds lists; None if `name` is no list."""
     if name in graph.exchanges or name in graph.traced.variable_of:
         return None
-    tensor = graph.tensor(name)
+    tensor = graph.traced.tensor(name)
     return tf_compat.spec_behind(tensor) if tensor.dtype == tf.variant else None
 
 
@@ -181,7 +181,7 @@ def _unstack(tensor: tf.Tensor, element: tf.TensorSpec) -> tf.Tensor:
 def _maker(graph: StepGraph, name: TensorName, *, passed: Collection[str] = _PASSING_LISTS) -> str | None:
     """Return the type of the op that has made a list, behind ops of the types `passed`; None: it is not known."""
     while (op := graph.producer(name)) is not None and op.type in passed:
-        name = graph.inputs[op.name][graph.tensor(name).value_index if op.type in LOOPS else 0]
+        name = graph.inputs[op.name][graph.traced.tensor(name).value_index if op.type in LOOPS else 0]
     return None if op is None else op.type
 
 

@@ -5,8 +5,8 @@ that grows as the batch does counts rows; any other is open. So the arithmetic o
 are computed by TensorFlow's own kernels, for each of these batches. No op of the step runs.
 
 A few batches prove nothing: 16 divides the rows of neither 1 nor 840. So each op is asked for further batches, with
-inputs on the straight line through those of two cases (`Kernels`). Where its results leave the line that theirs lie on,
-they are not known. Each op is judged by its own inputs, so what is known holds for all that it is computed by.
+inputs on the straight line through those of two cases (`Kernels`). Results that leave the line through the results of
+these two cases are not known. Each op is judged by its own inputs, so a known result has passed at every op before it.
 """
 
 import contextlib
@@ -441,11 +441,11 @@ class Kernels:
         return found
 
     def with_unknown(self, shapes: Sequence[Sequence[int | None]]) -> Shapes:
-        """Return shapes, for each of BATCHES, in which a length of which nothing is known is its own prime's multiple.
+        """Return shapes, for each of BATCHES, in which each unknown length is a multiple of a prime of its own.
 
-        So it is hardly taken for another length. It is equal on all towers, as what is open is. `_STEPS` lead from it
-        to nothing, as a mask may leave, and to lengths that have no divisor in common but that prime. Of two of them
-        the longer one is the shorter one in the last of BATCHES.
+        So it is hardly mistaken for another length. Like an open length it is equal on all towers. `_STEPS` lead from
+        it to 0, which a mask may leave, and to lengths that have that prime alone as a common divisor. Of two such
+        lengths the longer one is the shorter one in the last of BATCHES.
         """
         filled = []
         for lengths in zip(*shapes, strict=True):
@@ -460,10 +460,13 @@ class Kernels:
     ) -> Iterator[tuple[int, Fraction | int, list[Any]]]:
         """Ask what an op gives for further batches: a claim about all batches must not rest on a few of them.
 
-        Its inputs there lie on the straight line from those of the first case to those of another. Yields the other
-        case's number, how many steps along the line, and [outputs] what the op gives; None where it cannot be asked.
-        No steps: one of several open numbers alone is the other case's, or each length of which nothing is known is 1.
-        What both cases have in common has to stay, and the rest has to be known. A reshape needs all of the numbers.
+        Its inputs there lie on the straight line from those of the first case to those of another.
+
+        Yields:
+            The other case's number; how many steps along the line; [outputs] what the op gives there, None where it
+            cannot be asked. With 0 steps one of several open numbers alone is the other case's, or each unknown length
+            is 1: what the results of both cases have in common has to stay, the rest has to be known. A reshape, which
+            needs all of the numbers, is not asked so.
         """
         first, *others = ([_hashable(one) for one in given] for given in cases)
         for which, other in enumerate(others, 1):
@@ -541,9 +544,9 @@ _MOST_AXES = 254
 IMPOSSIBLE = ValueError, OverflowError, tf.errors.OpError
 # The number of the case in which what is open is longer.
 _OPENED = 2
-# How far along the line from the first case to another one an op is asked again, for shapes and for values, and by the
-# number of the other case, or for all further ones. Of BATCHES: for 99,842 rows, and lengths of 1 and 275,013, or, of
-# what is not known, 0; values also for 2 and 2,518 rows, and a length of 14.
+# How many steps along the line an op is asked again: for shapes, and for values; each by the number of the other case,
+# the last for all further cases. With BATCHES these are 99,842 rows, open lengths of 1 and 275,013, and unknown ones of
+# 0; for values also 2 and 2,518 rows, and a length of 14.
 _LEAST = Fraction(-12, 11)
 _STEPS = (((119,), (_LEAST, 25_000), ()), ((Fraction(1, 839), 3, 119), (_LEAST, Fraction(1, 11), 25_000), (119,)))
 _COMPARING = frozenset({"Equal", "Greater", "GreaterEqual", "Less", "LessEqual", "NotEqual"})
@@ -610,7 +613,7 @@ def _apart(few: Sequence[Any], opened: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 def _of_one(few: Sequence[Any], other: Sequence[Any]) -> list[Any]:
-    """Return inputs in whose shapes a length of which nothing is known, which the other case tells, is 1."""
+    """Return inputs in whose shapes each unknown length, which is another one in the other case, is 1."""
 
     def shape_of(one: Any, there: Any) -> Any:
         if not isinstance(one, tuple) or not isinstance(there, tuple) or len(one) != len(there):

@@ -1,4 +1,4 @@
-"""List, op by op, which placements it takes, and which it gives.
+"""List, op by op, which placements an op takes, and which it gives.
 
 One table, `RULES`, from an op's type to its rule, and each family's reason beside it. A rule looks at a
 `Call`, may ask for other placements of its inputs, and returns those of its outputs; or None: then all inputs
@@ -78,7 +78,7 @@ class Call:
         return self.axes.constant(self.op.inputs[index])
 
     def spares(self, index: int) -> bool:
-        """Return whether input `index` can be placed otherwise and no rows are gathered: every tower knows all."""
+        """Return whether every tower can compute all of input `index` itself, so that no rows are gathered."""
         return self.placer.spares(self.tensors[index], self.inputs[index])
 
     def count_local_as_whole(self) -> None:
@@ -164,7 +164,7 @@ _AXES, _OTHERS = "abcdefghijklm", "nopqrstuvwxyz"
 def _by_letters(
     call: Call, given: Sequence[str | None], made: Sequence[str | None], reduced: Placement | None = None
 ) -> list[Placement] | None:
-    """Place an op by what its axes are, as Shardy's sharding rules do; it computes the rows along each by themselves.
+    """Place an op by what its axes are, as Shardy's sharding rules do: it computes each row along them by itself.
 
     Source: `OpShardingRuleAttr`, https://openxla.org/shardy/sdy_dialect.
 
@@ -658,7 +658,7 @@ def _strided_slice(call: Call) -> Sequence[Placement] | None:
 
 
 def _blocks_of_slice(call: Call, axis: int, each: int, total: int) -> int:
-    """Return how many blocks of rows a slice takes from one count of rows to another; 0 if it takes others.
+    """Return how many blocks of rows a slice takes whose bounds count rows; 0 for any other slice.
 
     Args:
         axis, each, total: of the operand: where the rows are, how many for each sample a block has, and all blocks.
@@ -709,7 +709,7 @@ def slice_spec(call: Call) -> list[Any] | None:
 
 
 def rows_of_first(call: Call) -> int:
-    """Return how many of the first sample's rows are all that an op takes of its first input; 0: it may take others."""
+    """Return how many of the first sample's rows an op takes of its first input; 0 if it may take other rows."""
     op, placed = call.op, call.inputs[0]
     if op.type != "StridedSlice" or placed.kind is not Kind.SHARD or placed.unit or placed.blocks != 1:
         return 0
@@ -796,9 +796,9 @@ def _constant_element(call: Call, index: int, element: int) -> int | None:
 
 
 def _count_rows(call: Call, index: int) -> None:
-    """Give an op that would fail otherwise a shape of the tower's rows in place of the batch's, where the trace has it.
+    """Let an input that is a shape count the tower's rows, where the trace has the batch's; else the op would fail.
 
-    So it has that of a state, which all towers have all rows of.
+    The trace has the batch's of a state, of which all towers have all rows.
     """
     if call.unit or not call.inputs[index].whole:
         return

@@ -56,15 +56,15 @@ class Chain:
 
     members: tuple[OpName, ...]  # inputs before consumers; the last one's result is the chain's
     inputs: tuple[TensorName, ...]  # that it takes; first those with rows, as many as the result's or a single one
-    n_whole: int  # how many these are; of the others each repeats in each row
+    n_whole: int  # how many have rows; each of the others repeats in each row
     code: tuple[int, ...]  # see `ncs_expression` in C
 
 
 def untie(graph: StepGraph, ops: Sequence[OpName]) -> StepGraph:
     """Return the step without what would separate ops that can be a chain.
 
-    Constants wait for the value whose gradient they belong to. Who asks for a tensor's shape only is told that of an
-    input, if the trace knows that it is the same.
+    A gradient's constants no longer wait for the value that it is the gradient of. An op that asks for a tensor's shape
+    alone takes that of an operand, if the trace knows that it is the same.
     """
     inside = set(ops)
     inputs: dict[OpName, list[TensorName]] = {}

@@ -43,7 +43,7 @@ class Purpose(str, enum.Enum):
     SLICES_PART = "slices part"  # the same of values and indices
     LOCAL = "local"  # they are this tower's alone
     ADDENDS = "addends"  # a gradient, of which each tower takes its addend
-    ROWS = "rows"  # local values are this tower's rows of the batch again
+    ROWS = "rows"  # local values become this tower's rows of the batch again
     OWN_ROW = "own row"  # of one row for each tower, this tower's
 
 
@@ -85,7 +85,7 @@ class Collective:
         return tf.TensorShape([1, *shape[1:]]) if self.kind == CollectiveKind.REDUCE_SCATTER else shape
 
 
-# Of what towers keep from earlier batches, too, which one without rows of this batch has as well.
+# Of values kept from earlier batches: a tower without rows of this batch has some, too.
 KEPT_SUM = Collective(CollectiveKind.ALL_REDUCE, "sum", empty_too=True)
 
 
@@ -160,7 +160,7 @@ class Context:
             raise NcclSyncError(
                 "Expected a collective at the top level of a step, where the step can be cut. Received: one "
                 f"inside tf.while_loop, tf.cond or a nested tf.function, called at {user_line()}. Move the "
-                "collective out of it, or leave it away: steps on towers compute what one device computes."
+                "collective out of it, or remove it: steps on towers compute what one device computes."
             )
         conditions = [] if when is None else [when]
         details = {"collective": collective, "conditional": when is not None}

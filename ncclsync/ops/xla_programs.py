@@ -32,8 +32,8 @@ _WORDS = {
 def share_programs(devices: tuple[str, ...]) -> bool:
     """Let these devices, such as "GPU:0", share what XLA compiles, as far as they are of a kind; return whether all do.
 
-    Decided once, and logged. NCCLSYNC_XLA_PROGRAMS in the environment is "own", with which each compiles for itself, or
-    "shared"; anything else is a NcclSyncError.
+    Decided once, and logged. NCCLSYNC_XLA_PROGRAMS in the environment is "shared", or "own", with which each compiles
+    for itself; anything else is an NcclSyncError.
     """
     devices = tuple(dict.fromkeys(devices))  # CPU towers are on one
     if len(devices) < 2:

@@ -1,9 +1,10 @@
 """Convert tensors that go from one XLA-compiled segment to another into dense tensors whose shapes XLA knows.
 
-Two kinds need a form for it. Lists are TensorArrays, and what a loop keeps of each iteration for its gradient: XLA
-gives and takes none, but knows their elements' shape, and as many of them as there may be. A tensor that numbers give
-its length, as a mask's rows have, has a bound within a program, and its own length outside: XLA would compile what
-takes it for each length anew. Here alone is known what crosses the border in a tensor's place.
+Two kinds of tensor need another form. A list is a TensorArray, or what a loop keeps of each iteration for its gradient.
+XLA's programs neither take nor return lists, but know the shape of the elements and their largest number. A tensor
+whose length depends on numbers, as of the rows that a mask leaves, has a bound within a program and its own length
+outside: XLA would compile the program that takes it anew for each length. No other module knows what crosses in a
+tensor's place.
 """
 
 import dataclasses
@@ -33,7 +34,7 @@ class Form:
     """Describe the tensors that cross in place of one tensor.
 
     Attributes:
-        names: by which that goes from segment to segment.
+        names: of these tensors.
         specs: of these tensors.
         give: `give(tensor)` makes them in the segment that has it.
         take: `take(*tensors)` makes the tensor of them in a segment that uses it.
@@ -88,7 +89,7 @@ class Forms:
         return [axis for axis, length in enumerate(lengths) if length is None]
 
     def made_where_used(self, ops: Sequence[OpName]) -> list[OpName]:
-        """Return the ops that a segment computes for its own, though another one does, too: XLA has to know them.
+        """Return the ops of other segments that a segment computes as well, since XLA has to know their results.
 
         They make the empty lists that the segment's ops fill, and compute shapes that rest on numbers.
         """

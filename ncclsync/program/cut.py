@@ -36,8 +36,7 @@ def cut(
     Args:
         trace: a step, traced for one tower.
         target: where it is to run.
-        results: how the towers' results are combined. If they differ and are to become one: results as long
-            as the shard by concatenation, other floats by the mean over the samples, integers by the sum.
+        results: how the towers' results become those of the step.
         undone: whether a step may have to be undone after all its writes.
         traceless: whether a step that fails may run again: nothing may be left of it, metrics and random state
             included.

@@ -56,7 +56,7 @@ class TracedGraph:
         kept = (Role.SAME, Role.PARTIAL, Role.PARTITION)
         self.kept = {n for n, v in variables.items() if self.role[n] in kept and not tf_compat.is_seed(v)}
         self.placeholders = {op_name(name) for name in given}
-        # tf.function returns identities that wait for every side effect; what they wait for says the layout.
+        # tf.function returns identities that wait for every side effect; the layout says what results wait for.
         self.results = [tensor.op.inputs[0] if tensor.op.type == "Identity" else tensor for tensor in function.outputs]
         self.must_run: set[OpName] = {op.name for op in self.tf_graph.control_outputs}
         # Creation order is not topological: automatic control dependencies are added later. Walking what outputs and

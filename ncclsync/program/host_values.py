@@ -1,10 +1,10 @@
 """Keep numbers that the host knows in the host's memory where towers are GPUs.
 
-Counts of rows, and what follows from shapes, lie in the host's memory. TensorFlow has ops for them that take and return
-them in a GPU's: then numbers of a few bytes are copied after whatever else is copied to the GPU, such as the next
-batch, and for those that come back the host waits for all that the GPU has been given. Here such ops run on the
-host, and a number that an op of the GPU needs gets there as a kernel's parameter: TensorFlow's kernel of `Range` takes
-its ends from the host's memory. So the host can be a whole step ahead.
+Counts of rows, and what follows from shapes, lie in the host's memory. Some of TensorFlow's ops take or return them in
+a GPU's memory: then a few bytes are copied behind all else that is copied to the GPU, such as the next batch, and for
+the bytes that come back the host waits for all of the GPU's earlier work. Here such ops run on the host, and a number
+that an op of the GPU needs gets there as a kernel's parameter: TensorFlow's kernel of `Range` takes its ends from the
+host's memory. So the host can be a whole step ahead.
 """
 
 from collections.abc import Collection, Sequence

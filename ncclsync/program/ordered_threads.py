@@ -1,8 +1,8 @@
-"""Replace what the threads of TensorFlow's kernels for the CPU add up as they come; called by `ordered_sums.py`.
+"""Replace TensorFlow's kernels for the CPU whose threads add up in no order; called by `ordered_sums.py`.
 
-So they do with many slices for a variable, as those of an embedding's gradient, and with the weights of a histogram:
-what towers compute alike would differ in the last bits, and so would a run that is repeated. Other kernels for the same
-keep an order. Where there is none, all towers take tower 0's result (`semantics/unordered.py`).
+Threads that come first add first: the slices of an embedding's gradient to a variable, and the weights of a histogram.
+What towers compute alike would differ in the last bits, and so would a run that is repeated. Other kernels for these
+sums keep an order. Where there is no other, all towers take tower 0's result (`semantics/unordered.py`).
 Source: tensorflow/core/kernels/scatter_functor.h, ScatterFunctorBase; bincount_op.cc, BincountFunctor.
 """
 

@@ -44,7 +44,7 @@ class SegmentPlan:
 
     Attributes:
         graph: the graph that names stand for.
-        ops: inputs before consumers.
+        ops: names, inputs before consumers.
         sources, incoming, fetches, outgoing, once, unrepeatable: see `Segment`.
         jit_compile: whether XLA compiles it.
         shares_memory: see `Target`.
@@ -160,7 +160,7 @@ def holding(dtypes: Sequence[tf.DType]) -> Any:
     def body(*handles):
         held = []
         for handle, dtype in zip(handles, dtypes, strict=True):
-            # A variable that was written at places gives copies of its memory to who reads it, unless told to share.
+            # After a sparse write a variable gives its readers copies, unless it is told to share its memory.
             with tf.control_dependencies([tf.raw_ops.DisableCopyOnRead(resource=handle)]):
                 held.append(tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype))
         return held

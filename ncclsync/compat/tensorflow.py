@@ -1,8 +1,4 @@
-"""Wrap the interfaces that TensorFlow does not promise to keep.
-
-`keras.py` and `keras_optimizers.py` wrap Keras'. The rest of the package uses no such interface. `tests/compat` tests
-most functions of these modules by name, so that an upgrade that breaks an assumption fails under the assumption's name.
-"""
+"""Wrap the interfaces that TensorFlow does not promise to keep."""
 
 import contextlib
 import copy

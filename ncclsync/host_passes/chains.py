@@ -146,7 +146,8 @@ def _operands(graph: StepGraph, name: OpName, inside: Collection[OpName] = ()) -
         or (result.rank < 2 and not result.is_fully_defined())
     ):
         return None
-    if op.type in _JOINED and _MULTIPLYING & {graph.producer_type(operand) for operand in operands}:
+    makers = (graph.producer(operand) for operand in operands if op.type in _JOINED)
+    if any(one is not None and one.type in _MULTIPLYING for one in makers):
         return None
     whole = [shape.as_list() == result.as_list() for shape in shapes]
     needed = {"AddN": all, "ReluGrad": all, "BroadcastTo": lambda each: each[-1]}.get(op.type, any)

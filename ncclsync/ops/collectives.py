@@ -348,37 +348,29 @@ def whole(gradients: Sequence[Any], *, rows_add_up: bool = False) -> list[Any]:
     Returns:
         The same kinds, in the same order.
     """
-    context = current_context()
-    result = list(gradients)
+    return _marked(gradients, Purpose.WHOLE, Purpose.SLICES, rows_add_up)
+
+
+def parts(gradients: Sequence[Any]) -> list[Any]:
+    """Return this tower's addend of each of the batch's gradients; None stays None."""
+    return _marked(gradients, Purpose.PARTS, Purpose.SLICES_PART)
+
+
+def _marked(gradients: Sequence[Any], dense: Purpose, sparse: Purpose, rows_add_up: bool = False) -> list[Any]:
+    """Mark dense gradients together, and each sparse one by itself."""
+    context, result = current_context(), list(gradients)
     if context is None or not context.can_exchange():
         return result
-    dense = [i for i, one in enumerate(result) if tf.is_tensor(one) and not isinstance(one, tf.IndexedSlices)]
-    for i, tensor in zip(dense, context.mark([result[i] for i in dense], Purpose.WHOLE) if dense else [], strict=True):
+    places = [i for i, one in enumerate(result) if tf.is_tensor(one) and not isinstance(one, tf.IndexedSlices)]
+    for i, tensor in zip(places, context.mark([result[i] for i in places], dense) if places else [], strict=True):
         result[i] = tensor
     for i, one in enumerate(result):
         if isinstance(one, tf.IndexedSlices):
             shape: Any = None if one.dense_shape is None else tf.get_static_value(one.dense_shape)
             details = {"height": int(shape[0]) if rows_add_up and shape is not None else 0}
-            marked = context.mark([one.values, one.indices], Purpose.SLICES, **details)
+            marked = context.mark([one.values, one.indices], sparse, **details)
             result[i] = tf.IndexedSlices(*marked, dense_shape=one.dense_shape)
     return result
-
-
-def parts(gradients: Sequence[Any]) -> list[Any]:
-    """Return this tower's addend of each of the batch's gradients; None stays None."""
-    return [
-        None
-        if one is None
-        else tf.IndexedSlices(*_marked([one.values, one.indices], Purpose.SLICES_PART), dense_shape=one.dense_shape)
-        if isinstance(one, tf.IndexedSlices)
-        else _marked([one], Purpose.PARTS)[0]
-        for one in gradients
-    ]
-
-
-def _marked(tensors: list[tf.Tensor], purpose: Purpose) -> list[tf.Tensor]:
-    context = current_context()
-    return tensors if context is None else context.mark(tensors, purpose)
 
 
 def _map_collective(structure: Any, collective: Collective) -> Any:

@@ -83,7 +83,6 @@ class Conversions(Placer):
         self.rows_of: dict[TensorName, Placement] = {}
         self.reduced_reads: set[OpName] = set()
         self._seen = len(traced.tf_graph.get_operations())
-        self._line_of: dict[OpName, str] = {}
         marked = [name for name, mark in self.marks.items() if mark.purpose == Purpose.SLICES and name in traced.inputs]
         self.joins_slices = {op_name(tensor) for name in marked for tensor in traced.inputs[name]} & {
             op.name for op in traced.ops if op.type == "ConcatV2"
@@ -124,9 +123,6 @@ class Conversions(Placer):
         key = (tensor.name, collective, when)
         if key in self._exchanged:
             return self._exchanged[key]
-        if op.name not in self._line_of:
-            mark = self.marks.get(op.name)
-            self._line_of[op.name] = user_line(op.traceback) if mark is None else mark.line
         sent, wire = tensor, collective
         if tensor.dtype.name not in native.DTYPES and not collective.concatenates:  # rows are, as they are
             if tensor.dtype == tf.bool and collective.op == "sum":
@@ -137,7 +133,7 @@ class Conversions(Placer):
         shape = collective.shape(sent.shape if axis is None else opened(sent.shape, axis))
         with self.traced.tf_graph.as_default(), tf.name_scope(""):
             result = tf.compat.v1.placeholder(sent.dtype, shape, name=f".exchange_{len(self.exchanges)}")
-        line = self._line_of[op.name]
+        line = self.marks[op.name].line if op.name in self.marks else user_line(op.traceback)
         self.exchanges[result.name] = Exchange(sent.name, result.name, wire, shape, sent.dtype, when, line)
         if collective.differs:
             self.differing.add(result.name)

@@ -170,11 +170,6 @@ class StepGraph:
         """Return the op that a tensor comes from; None for the result of an exchange."""
         return self.by_name.get(op_name(name))
 
-    def producer_type(self, name: TensorName) -> str | None:
-        """Return the type of that op; None for the result of an exchange."""
-        op = self.producer(name)
-        return None if op is None else op.type
-
     def is_constant(self, name: TensorName) -> bool:
         """Return whether a tensor is a constant; each segment that uses it gets a copy."""
         op = self.producer(name)

@@ -127,13 +127,8 @@ def shard_batch(
             begins = tf.maximum(begins - tf.reduce_sum(held[: made[0]]), 0)
         ends = begins + tf.stack([share.rows for share in shares])
     parts = list(zip(tf.split(begins, towers), tf.split(ends, towers), strict=True))
-
-    def part(leaf: Any, tower: int) -> Any:
-        if not _has_rows(leaf):
-            return leaf
-        return _take_rows(leaf, *parts[tower])
-
-    batches = [tf.nest.pack_sequence_as(batch, [part(leaf, tower) for leaf in leaves]) for tower in made]
+    taken = [[_take_rows(leaf, *parts[tower]) if _has_rows(leaf) else leaf for leaf in leaves] for tower in made]
+    batches = [tf.nest.pack_sequence_as(batch, one) for one in taken]
     return Shards(batches, unstacked, shares)
 
 

@@ -39,12 +39,12 @@ class Purpose(str, enum.Enum):
     COLLECTIVE = "collective"  # they meet their counterparts, as `Mark.collective` says
     WHOLE = "whole"  # they are the batch's
     SLICES = "slices"  # values and indices of a sparse gradient are the batch's
-    PARTS = "parts"  # each is what this tower adds to the batch's
-    SLICES_PART = "slices part"  # the same of values and indices
+    PARTS = "parts"  # each is this tower's addend of the batch's
+    SLICES_PART = "slices part"  # PARTS, of values and indices of a sparse gradient
     LOCAL = "local"  # they are this tower's alone
     ADDENDS = "addends"  # a gradient, of which each tower takes its addend
     ROWS = "rows"  # local values become this tower's rows of the batch again
-    OWN_ROW = "own row"  # of one row for each tower, this tower's
+    OWN_ROW = "own row"  # of a tensor with one row for each tower, this tower's row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +167,7 @@ class Context:
         results = self.mark([*tensors, *conditions], Purpose.COLLECTIVE, **details)
         results = results[: len(tensors)]
         if collective.changes_rows:
-            # On towers there will be other rows, which what is traced from here on must not know.
+            # On towers the number of rows will be another one: nothing that is traced from here on may know it.
             results = [tf.compat.v1.placeholder_with_default(t, [None, *t.shape[1:]]) for t in results]
         return results
 

@@ -55,7 +55,7 @@ def share_programs(devices: tuple[str, ...]) -> bool:
 
 
 def _join(call: Any, before: tuple[str, ...], device: str) -> str | None:
-    """Give a device the compiler of the first device of its kind; return why it has one of its own.
+    """Give a device the compiler of the first device of its kind; return why not, or None.
 
     The first device of a kind is the one whose compiler the next ones are to have, which makes it compile.
     """

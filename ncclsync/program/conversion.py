@@ -31,7 +31,7 @@ from ncclsync.semantics.placing import REPEATABLE, Placer, Refused, is_zero, ser
 GATHER, FOLLOW = Collective(CollectiveKind.ALL_GATHER), Collective(CollectiveKind.BROADCAST)
 ADD_UP = Collective(CollectiveKind.ALL_REDUCE, "sum")
 
-# Placed as what cannot be exchanged: computed again, of whole inputs.
+# A tensor of these kinds cannot be exchanged: it is computed again, of whole inputs.
 RECOMPUTED = frozenset({Kind.AXES, Kind.PENDING, Kind.PIECE, Kind.PLACES, Kind.INDICES})
 
 
@@ -157,7 +157,7 @@ class Conversions(Placer):
         return self.rows_of.get(tensor.name, REPLICATE)
 
     def spares(self, tensor: tf.Tensor, placed: Placement, depth: int = 8) -> bool:
-        """Return whether every tower can compute all of a tensor by so many element-wise ops of what it has whole."""
+        """Return whether each tower can compute all of a tensor, of whole ones, by up to `depth` element-wise ops."""
         if placed.whole or (placed.kind is not Kind.LOCAL and (tensor.name, placed, REPLICATE) in self.converted):
             return True
         op, given = tensor.op, self.traced.inputs.get(tensor.op.name)
@@ -165,7 +165,7 @@ class Conversions(Placer):
             return placed.kind is Kind.COUNTS and not placed.unit
         return all(self.spares(*self.placed[name], depth - 1) for name in given)
 
-    # What follows makes ops, where `building` takes them over.
+    # The methods that follow make ops, which `building` takes over.
 
     def _convert(self, tensor: tf.Tensor, before: Placement, after: Placement, op: tf.Operation) -> tf.Tensor:
         if after.whole:
@@ -240,7 +240,7 @@ class Conversions(Placer):
         return counted if np.all(counts) and not self.stretched else tf.where(self._as_counted(counts), tensor, counted)
 
     def _as_counted(self, counts: np.ndarray) -> Any:
-        """Return which elements of a tower's counts are the batch's: of a batch of one row, each tower has all."""
+        """Return which elements of a tower's counts are the batch's: all, if it has one row, which each tower has."""
         return tf.logical_or(np.equal(counts, 0), tf.equal(self.share.total, 1)) if self.stretched else counts == 0
 
     def followed(self, tensor: tf.Tensor, op: tf.Operation) -> tf.Tensor:
@@ -272,12 +272,12 @@ class Conversions(Placer):
         return tf_compat.copied_op(op, inputs).outputs[tensor.value_index]
 
     def first_rows(self, tensor: tf.Tensor, before: Placement, count: int, op: tf.Operation) -> tf.Tensor:
-        """Gather so many rows of the batch's first sample, and what other towers send in their place, behind these."""
+        """Gather the first `count` rows of each tower: those of the batch's first sample, and behind them others."""
         own = (*[slice(None)] * before.axis, slice(count))
         return self._gathered(tensor[own], before, op, Size(count * max(tensor.dtype.size, 1)))
 
     def _gathered(self, tensor: tf.Tensor, before: Placement, op: tf.Operation, rows: Size | None = None) -> tf.Tensor:
-        """Gather all towers' rows, in the order of the batch; `rows`: the bytes of all, for each of what they hold."""
+        """Gather all towers' rows, in the order of the batch; `rows`: their bytes, if each held one element."""
         moved = tensor
         turned = before.axis or before.blocks > 1
         if turned:
@@ -323,7 +323,7 @@ class Conversions(Placer):
         begin, size, broadcast = first * each, count * each, None
         if known is None or after.unit:
             broadcast = tf.equal(length, 1)
-            if after.unit:  # of which there may be one in all, and none on a tower
+            if after.unit:  # a batch may have one of them, and a tower none
                 broadcast = tf.logical_and(broadcast, total * after.blocks > 1)
             begin, size = tf.where(broadcast, 0, begin), tf.where(broadcast, 1, size)
         else:

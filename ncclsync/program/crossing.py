@@ -25,7 +25,7 @@ _ANY_SHAPE = -1
 # Ops whose results XLA gives a bound, and a length that is known only when they have run.
 _OF_NUMBERS = frozenset({"Where", "Unique", "UniqueV2", "NonMaxSuppressionV3", "ListDiff"})
 
-# Ops whose first result, or a loop's of the same place, is the list that they were given.
+# Ops whose first result is the list that they take; of a loop, the result at the list's place.
 _PASSING_LISTS = frozenset({"Identity", "TensorListSetItem", "TensorListPushBack", "TensorListPopBack", *LOOPS})
 
 
@@ -144,7 +144,7 @@ def close_branches(definition: tf.compat.v1.GraphDef) -> list[Any]:
 
 
 def list_element(graph: StepGraph, name: TensorName) -> tf.TensorSpec | None:
-    """Return what the elements of a list are, of variants where it holds lists; None if `name` is no list."""
+    """Return the spec of a list's elements, variants if it holds lists; None if `name` is no list."""
     if name in graph.exchanges or name in graph.traced.variable_of:
         return None
     tensor = graph.traced.tensor(name)
@@ -174,7 +174,7 @@ def _stack(handle: tf.Tensor, element: tf.TensorSpec, pushed: bool) -> tf.Tensor
 
 
 def _unstack(tensor: tf.Tensor, element: tf.TensorSpec) -> tf.Tensor:
-    """Return the list that `_stack` was given, for who reads it, or takes elements from its end."""
+    """Return the list that `_stack` was given: it can be read, and elements can be taken from its end."""
     shape = tf.constant(_declared(element.shape), tf.int32)
     return tf.raw_ops.TensorListFromTensor(tensor=tensor, element_shape=shape)
 

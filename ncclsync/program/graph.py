@@ -82,7 +82,7 @@ class TracedGraph:
         return self.tf_graph.get_tensor_by_name(name)
 
     def _place_arguments(self, trace: Trace) -> dict[TensorName, Placement]:
-        """Place what a tower is given: its rows of the batch, and what it knows of them."""
+        """Place a tower's arguments: its rows of the batch, and numbers of them."""
         placed: dict[TensorName, Placement] = {tensor.name: LOCAL for tensor in (*trace.share, *trace.site)}
         placed[trace.share.total.name] = REPLICATE
         for leaf in tf.nest.flatten(trace.batch):
@@ -149,8 +149,8 @@ class StepGraph:
     ops: Sequence[tf.Operation]  # that are computed, inputs before consumers
     by_name: Mapping[OpName, tf.Operation]  # of these, and of those that tower 0 alone runs
     open_axes: Mapping[TensorName, int]  # of tensors that have a tower's rows, where the trace has a length
-    local: Set[OpName]  # ops that compute on what differs between towers
-    differing: Set[TensorName]  # tensors that may differ
+    local: Set[OpName]  # ops that take tensors that may differ between towers
+    differing: Set[TensorName]  # these tensors
     exchanges: Mapping[TensorName, Exchange]  # by name of the result
     folds: Set[OpName]  # ops that write the sums of all towers' metric state, at the end of the step
     outputs: Sequence[tuple[TensorName, bool]]  # see `Program`

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-# By op: the attributes that tell the dtype of what is added, and of the places where.
+# By op: the attributes with the dtypes of what is added, and of the places.
 _TYPES = {
     "ResourceScatterAdd": ("dtype", "Tindices"),
     "ResourceScatterSub": ("dtype", "Tindices"),
@@ -44,7 +44,7 @@ def call_ordered(node: Any) -> Any:
 @functools.cache
 def _function(op_type: str, dtype: tf.DType, indices: tf.DType) -> Any:
     def scatter(variable, places, slices):
-        """By the op for places of several axes, which adds one slice after another; one number may be all slices."""
+        """Use the op for indices of several axes, which adds one slice after another; `slices` may be one number."""
         slice_shape = tf.raw_ops.VariableShape(input=variable)[1:]
         slices = tf.broadcast_to(slices, tf.concat([tf.shape(places), slice_shape], 0))
         slices = tf.reshape(slices, tf.concat([[tf.size(places)], slice_shape], 0))

@@ -57,7 +57,7 @@ class Partition(Conversions):
     """
 
     def __init__(self, traced: TracedGraph, results: Results, exact: bool = False, many_shards: bool = False) -> None:
-        """Take a step; `exact`: whether what a choice makes local is to be the batch's; see `Target.many_shards`."""
+        """Take a step; with `exact`, marks `by_choice` change nothing; see `Target.many_shards`."""
         super().__init__(traced)
         self._results, self._exact = results, exact
         self.differing.update(n for n, one in traced.argument_placements.items() if many_shards and not one.whole)
@@ -66,7 +66,7 @@ class Partition(Conversions):
         self.warned: list[str] = []
         self.normalized: list[str] = []
         self._local: dict[TensorName, tf.Tensor] = {}
-        self._altered: set[TensorName] = set()  # traced tensors that rest on what was made whole on the way
+        self._altered: set[TensorName] = set()  # traced tensors computed from tensors that were made whole on the way
 
     def run(self) -> "Partition":
         """Place the step; return itself.
@@ -93,7 +93,7 @@ class Partition(Conversions):
             return
         given = [self.placed[name] for name in names]
         for tensor, name in zip(op.inputs, names, strict=True):
-            if tensor.name != name:  # of merged ops one alone was placed, and refined
+            if tensor.name != name:  # of merged ops one was placed, and refined
                 tensor.set_shape(self.traced.tensor(name).shape)
         call = Call(op, [tensor for tensor, _ in given], [placed for _, placed in given], self)
         if op.name in self.marks:
@@ -130,7 +130,7 @@ class Partition(Conversions):
         else:
             self.costs.add(op, call.given[1], (*call.inputs, *made))
         for output, placed in zip(op.outputs, made, strict=True):
-            if output.name in self.placed:  # what all towers have from tower 0
+            if output.name in self.placed:  # all towers have it from tower 0
                 continue
             by_rows = placed.kind is Kind.SHARD
             tensor, after = output, None if by_rows else self._rows_again(op, call.given[1], output)
@@ -193,7 +193,7 @@ class Partition(Conversions):
         if op.type == "Assert":
             self._assert(call)
             return []
-        # TensorFlow does not tell of a generator's variable that such a draw alone takes: there is one for all towers.
+        # TensorFlow does not list a generator's variable that only such a draw takes: all towers share that one.
         inputs = zip(self.inputs[op.name], op.inputs, strict=True)
         unheld = {name for name, tensor in inputs if tensor.dtype == tf.resource} - self.traced.role.keys()
         draws_alike = op.type in rules.DRAWS and unheld
@@ -226,7 +226,7 @@ class Partition(Conversions):
             placed = {Role.SAME: REPLICATE, Role.SUM: SUM, Role.SEED: SEEDED}.get(role, LOCAL)
         self._put(output, output, placed)
         known = placed.kind is Kind.SHARD and output.shape[0] is not None and not placed.unit
-        if known:  # what is traced for so many rows computes on the whole batch
+        if known:  # an argument that is traced with its number of rows: all towers take the whole batch
             self.costs.have_rows(op)
             self.append(op)
             self._put(output, self.convert(output, placed, REPLICATE, op), REPLICATE)
@@ -326,9 +326,10 @@ class Partition(Conversions):
         return tf.raw_ops.AssignVariableOp(resource=self.traced.tensor(handle), value=value)
 
     def _hidden(self, call: Call) -> list[Placement]:
-        """Run what changes something outside the step on tower 0 alone: Python, an iterator, a summary, a printed line.
+        """Run an op that changes something outside the step, on tower 0 alone: Python, an iterator, a summary, a print.
 
-        The other towers receive its results, of any shape. So it is with a loop or a branch that writes no variable.
+        The other towers receive its results, of any shape. A loop or a branch with such an op runs on tower 0 alone if
+        it writes no variable.
         """
         op, traced = call.op, self.traced
         for i, name in enumerate(self.inputs[op.name]):
@@ -344,7 +345,7 @@ class Partition(Conversions):
         lazy = any(tensor.dtype == tf.variant for tensor in call.tensors)  # a dataset, which it iterates
         # A loop gives back the handles that it has been given.
         if (others and op.type not in LOOPS) or self.writes[op.name] or lazy:
-            # It writes variables, or may, which every tower must: all run it, and what it does besides it does N
+            # It writes variables, or may, and every tower must write its own: all run it, and so its effects happen N
             # times.
             self.warned.append(
                 f"{op.type}, at {user_line(op.traceback)}, does something that no variable holds (it runs "
@@ -367,7 +368,7 @@ class Partition(Conversions):
         before = len(self.ops)
         with self.building():
             done, *sent = tf.cond(tf.equal(self.share.tower, 0), run, receive)
-            # By a result, since TensorFlow prunes what a branch does and none needs.
+            # By a result: TensorFlow prunes an op of a branch that no result needs.
             done = tf.identity(done)
         for made in self.ops[before:]:
             if made.type in BRANCHES:
@@ -471,7 +472,7 @@ class Partition(Conversions):
         if collective.kind == CollectiveKind.ALL_GATHER and placed.kind is Kind.SHARD:
             return self.convert(tensor, placed, REPLICATE, op), REPLICATE
         if placed.kind is Kind.PARTIAL and reduces and how in ("mean", placed.op):
-            return self.convert(tensor, placed, REPLICATE, op), REPLICATE  # what its parts add up to
+            return self.convert(tensor, placed, REPLICATE, op), REPLICATE  # the reduction of its parts
         local = self._local_value(name)
         settled = collective.kind == CollectiveKind.BROADCAST or (reduces and how in ("mean", "max", "min"))
         if settled and placed.whole and local is tensor:
@@ -543,7 +544,7 @@ class Partition(Conversions):
             if not writers:
                 continue
             last = writers[-1]
-            # What the step itself reads after its last write, and adds up, serves as well.
+            # A read of the step's own after the last write, which is added up, serves as well.
             reads = (op for op in ops if op.name in self.reduced_reads and last.name in self.controls[op.name])
             read = next(reads, None)
             if read is None:

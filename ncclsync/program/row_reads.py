@@ -35,7 +35,7 @@ def read_rows_only(definition: tf.compat.v1.GraphDef, graph: StepGraph, needed: 
             _take_from_variable(node, read)
         for node in others:
             _become_constant(node, shape)
-        # What waits for the read waits for these.
+        # Ops that wait for the read wait for the takers.
         read.op = "NoOp"
         read.attr.clear()
         read.ClearField("input")

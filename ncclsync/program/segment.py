@@ -28,12 +28,12 @@ class Rewrite:
     """Replace some ops of a segment by one node that computes the same.
 
     Attributes:
-        members: names of the ops that are replaced.
+        members: names of the ops that are replaced, inputs before consumers.
         inputs: names of the tensors and handles that the node takes.
         node: it has the name of the member whose result others take.
     """
 
-    members: frozenset[OpName]
+    members: tuple[OpName, ...]
     inputs: tuple[TensorName, ...]
     node: tf.compat.v1.NodeDef
 
@@ -61,16 +61,16 @@ class SegmentPlan:
     unrepeatable: str = ""
     jit_compile: bool = False
     shares_memory: bool = False
-    rewrites: tuple[Rewrite, ...] = ()
+    rewrites: Sequence[Rewrite] = ()
 
     @property
     def needed(self) -> set[TensorName]:
-        """Return the names of the tensors that others need of the segment."""
+        """Return the names of the segment's tensors that are needed outside it."""
         return {*self.fetches, *(exchange.source for bucket in self.outgoing for exchange in bucket.exchanges)}
 
     @property
     def needed_ops(self) -> set[OpName]:
-        """Return the names of the ops of these."""
+        """Return the names of the ops that make them."""
         return set(map(op_name, self.needed))
 
 
@@ -111,7 +111,7 @@ def compile_segment(
         values: dict[TensorName, Any] = {
             name: forms[name].take(*each) for name, each in zip(plan.sources, sources, strict=True)
         }
-        for name in traced.variable_of.keys() & values:  # else what is read has no shape, which some ops ask for
+        for name in traced.variable_of.keys() & values:  # else a read has no shape, and some ops ask for it
             tf_compat.describe_handle(values[name], traced.variable_of[name])
         rank = values.get(trace.site.rank.name)
         values.update(unpack_all(plan.incoming, received, meter, rank))

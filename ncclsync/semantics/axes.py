@@ -41,7 +41,7 @@ class Batch(NamedTuple):
 
 
 # One row finds out lengths that only large batches have, as that of `x[:64]`; 840 rows can be divided by 2 to 8.
-# Another length for what is open tells what depends on it; the last one has other lengths for what is not known.
+# Another length of open axes tells what depends on them; the last batch has other lengths of unknown axes.
 BATCHES = (Batch(1, 13), Batch(840, 13), Batch(1, 24), Batch(1, 13))
 
 Shape = tuple[int, ...]
@@ -127,7 +127,7 @@ class Axes:
         return values[0] if values is not None and _equal(values, (values[0],) * len(values)) else None
 
     def elements(self, tensor: tf.Tensor) -> tuple[Length, ...]:
-        """Return what each number of a small tensor of integers is; of none, if that is not known."""
+        """Return what each number of a small tensor of integers is; () if that is not known."""
         if tensor.op.type == "Pack" and tensor.shape.rank == 1:
             each = [self.elements(one) for one in tensor.op.inputs]
             return tuple(one[0] if one else None for one in each)
@@ -284,7 +284,7 @@ class Axes:
     # Lists of tensors, of which loops are made; optional ones, of which branches are; and variables.
 
     def _of_items(self, op: tf.Operation) -> list[State]:
-        """Return what is known of the results of an op that takes such a thing, or gives one."""
+        """Return what is known of the results of an op that takes or gives a list, an optional tensor or a variable."""
         inputs, kind = list(op.inputs), op.type
         held = [one for one in map(self._state, inputs) if isinstance(one, Items)]
         if kind in ("OptionalNone", "EmptyTensorList"):
@@ -345,7 +345,7 @@ class Axes:
         return unknown if any(one is None for one in given) else self.computed(op, given) or unknown
 
     def _is_small(self, tensor: tf.Tensor) -> bool:
-        """Return whether a tensor has few numbers, as shapes have and what is computed of them."""
+        """Return whether a tensor has few numbers, as shapes and results of arithmetic on them have."""
         shape = tensor.shape
         if shape.rank is None and isinstance(state := self._states.get(tensor.name), tuple):
             shape = tf.TensorShape(state[0])
@@ -415,7 +415,7 @@ class Kernels:
                 for axis, (one, other, met) in enumerate(zip(*shapes, strict=True)):
                     expected = None if None in (one, other) else one + (other - one) * step
                     if step == _LEAST and met is None:
-                        continue  # of nothing TensorFlow cannot tell what -1 stands for in a shape
+                        continue  # without elements TensorFlow cannot tell what -1 stands for in a shape
                     if met != expected if step or one == other else met is None:
                         open_axes.add(axis)
                 for results in found:
@@ -550,7 +550,7 @@ _OPENED = 2
 _LEAST = Fraction(-12, 11)
 _STEPS = (((119,), (_LEAST, 25_000), ()), ((Fraction(1, 839), 3, 119), (_LEAST, Fraction(1, 11), 25_000), (119,)))
 _COMPARING = frozenset({"Equal", "Greater", "GreaterEqual", "Less", "LessEqual", "NotEqual"})
-# What these give for some numbers says nothing of those in between.
+# Results of these for some numbers say nothing of the numbers in between.
 _SPIKING = frozenset({"BitwiseAnd", "BitwiseOr", "BitwiseXor", "ListDiff", "OneHot", "Unique"})
 _NOWHERE = object()
 
@@ -668,7 +668,7 @@ def _held(state: State) -> Any:
 
 
 def passed_on(tensor: tf.Tensor, *also: str) -> tf.Tensor:
-    """Return the tensor that another one is, by way of identities, and `also` of ops of these types."""
+    """Return the tensor that identities have passed on as this one; `also`: other types of ops to look through."""
     while tensor.op.type in ("Identity", "StopGradient", *also):
         tensor = tensor.op.inputs[0]
     return tensor

@@ -1,4 +1,4 @@
-"""Place an op: ask its rule which placements its results have, and bring its inputs to what that takes.
+"""Place an op: ask its rule which placements its results have, and convert its inputs to those that the rule takes.
 
 `Placer` has what placing a step (`partition.py`) and placing a function have in common; `FunctionPlacer`
 places the functions that loops, branches and calls run.
@@ -106,7 +106,7 @@ class Placer(abc.ABC):
         """Let tower 0 compute, on the batch's values, and all towers take its result."""
 
     def place(self, call: Call) -> list[Placement]:
-        """Choose how the results of an op are placed, and bring its inputs to what that takes."""
+        """Choose how the results of an op are placed, and convert its inputs as that requires."""
         for output in call.op.outputs:
             if output.shape.rank is None:
                 self.axes.refine(output)
@@ -224,7 +224,7 @@ class Placer(abc.ABC):
         return None if rule is None else rule(call)
 
     def _counted(self, call: Call) -> list[Placement] | None:
-        """Place what is computed of counts of rows: it is computed for several towers, `_TOWERS`."""
+        """Place arithmetic on counts of rows: compute it for several towers, `_TOWERS`, and compare."""
         fits = all(output.dtype in (tf.int32, tf.int64) for output in call.op.outputs)
         if not fits or any(placed.kind not in (Kind.COUNTS, Kind.REPLICATE) for placed in call.inputs):
             return None
@@ -307,7 +307,7 @@ class Placer(abc.ABC):
         return self._body(op, name, call.inputs)
 
     def _loop(self, call: Call) -> tuple[list[Placement], list[Placement]]:
-        """Place a loop's variables, while it runs and afterwards: as what begins them and what its body makes agree."""
+        """Place a loop's variables, while it runs and afterwards, so that their begins and the body's results agree."""
         op, placed = call.op, list(call.inputs)
         body, condition = op.get_attr("body").name, op.get_attr("cond").name
         each = {one.of.each for one in placed if one.of == EACH}
@@ -455,7 +455,7 @@ def _either(one: Placement, two: Placement) -> Placement:
 
 
 class FunctionPlacer(Placer):
-    """Place a function's tensors, where nothing can be put in between: refuse what would need it."""
+    """Place a function's tensors. Nothing can be put in between: an op that would need it is refused."""
 
     within = True
 

@@ -101,7 +101,7 @@ def names(text: str) -> frozenset[str]:
 Rule = Callable[[Call], Sequence[Placement] | None]
 RULES: dict[str, Rule] = {}
 LINEAR: dict[str, Rule] = {}
-NUMBERED: dict[str, Rule] = {}  # for what numbers the tower's own rows; see `uneven.py`
+NUMBERED: dict[str, Rule] = {}  # for integers that number the tower's own rows; see `uneven.py`
 TAKING_COUNTS: set[str] = set()  # ops whose rules look at counts of rows
 
 
@@ -145,7 +145,7 @@ def same_rows(one: Placement, other: Placement) -> bool:
 
 
 def together(one: Placement, other: Placement) -> Placement | None:
-    """Return the placement of what has the rows of both, along the first's axis; None if they differ."""
+    """Return the placement of a tensor with the rows of both, along the first's axis; None if these rows differ."""
     if not same_rows(one, other):
         return None
     chosen = one if one.blocks else other
@@ -153,7 +153,7 @@ def together(one: Placement, other: Placement) -> Placement | None:
 
 
 def counted(placed: Placement) -> Placement:
-    """Return the placement of rows that are all alike as that of one block of them."""
+    """Return the placement of one block of rows for rows that are all alike; other placements as they are."""
     return dataclasses.replace(placed, blocks=1) if placed.kind is Kind.SHARD and not placed.blocks else placed
 
 
@@ -223,7 +223,7 @@ def only_one(placed: Placement) -> Any:
 
 
 def counted_by(shape: Placement) -> Placement:
-    """Return the placement of what has this shape, of rows that are all alike; the shape's own if it counts none."""
+    """Return the placement, by rows all alike, of a tensor of this shape; the shape's own if it counts no rows."""
     axis = only_one(shape)
     if axis is None:
         return shape if shape.kind is Kind.COUNTS else REPLICATE
@@ -357,7 +357,7 @@ def _scale_partial(call: Call) -> Sequence[Placement] | None:
     shape = lengths_of(call.op.inputs[at])
     if not call.op.outputs[0].dtype.is_floating or call.inputs[at].op not in ("sum", "mean"):
         return None
-    # Only where that makes it no larger: what is exchanged is the smallest of what could be.
+    # Only if the product is no larger: the smallest of the tensors that could be exchanged is exchanged.
     return [call.inputs[at]] if shape is not None and shape == lengths_of(call.op.outputs[0]) else None
 
 
@@ -577,7 +577,7 @@ def _keeps_samples(call: Call) -> bool:
 
 @rule_for("SpaceToBatch SpaceToBatchND BatchToSpace BatchToSpaceND")
 def _space_to_batch(call: Call) -> Sequence[Placement] | None:
-    """Place what a dilated convolution makes: all samples for one offset, then for the next."""
+    """Place the batch of a dilated convolution: all samples for one offset, then for the next."""
     placed, plain = call.inputs[0], not call.op.type.endswith("ND")
     sizes = [call.op.get_attr("block_size")] * 2 if plain else call.constant(1)
     if placed.kind is not Kind.SHARD or placed.axis or sizes is None or not all(p.whole for p in call.inputs[1:]):
@@ -714,7 +714,7 @@ def rows_of_first(call: Call) -> int:
     if op.type != "StridedSlice" or placed.kind is not Kind.SHARD or placed.unit or placed.blocks != 1:
         return 0
     bit, strides = 1 << placed.axis, call.constant(3)
-    moved = (op.get_attr("ellipsis_mask") | op.get_attr("new_axis_mask")) & (2 * bit - 1)  # so that axes are others
+    moved = (op.get_attr("ellipsis_mask") | op.get_attr("new_axis_mask")) & (2 * bit - 1)  # bits are other axes then
     if moved or strides is None or len(strides) <= placed.axis:
         return 0
     begin, end = (_constant_element(call, i, placed.axis) for i in (1, 2))
@@ -961,7 +961,7 @@ def _range(call: Call) -> Sequence[Placement] | None:
 
 @rule_for("TensorScatterAdd", "TensorScatterSub", "TensorScatterUpdate", "TensorScatterMax", "TensorScatterMin")
 def _tensor_scatter(call: Call) -> Sequence[Placement] | None:
-    """Place a tensor of which elements change that have the same indices for each row."""
+    """Place a tensor in which elements change, at the same indices of each row."""
     depth, rank = lengths_of(call.op.inputs[1]), rank_of(call, 1)
     if not call.inputs[1].whole or not depth or depth[-1] is None:
         return None
@@ -1017,7 +1017,7 @@ _DRAWN_APART = names("RandomGamma RandomPoisson RandomPoissonV2")
 
 @rule_for(*DRAWS)
 def _draw(call: Call) -> Sequence[Placement] | None:
-    """Place what is drawn for as many rows as its shape counts, with parameters that have these rows."""
+    """Place numbers drawn for as many rows as the shape counts, with parameters that have these rows."""
     rank, apart = call.op.outputs[0].shape.rank, call.op.type in _DRAWN_APART
     if rank is None:
         return None

@@ -91,7 +91,7 @@ def _moved_numbers(call: Call) -> Sequence[Placement] | None:
 
 @_numbered("AddV2 Mul SelectV2")
 def _computed_numbers(call: Call) -> Sequence[Placement] | None:
-    """Place what is computed of the numbers of rows: what numbers elements of the tower's rows."""
+    """Place arithmetic on the numbers of rows that gives numbers of elements of the tower's rows."""
     kind, one, two = call.op.type, call.inputs[0], call.inputs[1]
     if call.op.outputs[0].dtype not in (tf.int32, tf.int64):
         return None
@@ -186,7 +186,7 @@ def _less_numbers(call: Call) -> Sequence[Placement] | None:
 
 @_numbered("ZerosLike GreaterEqual Maximum")
 def _clipped_numbers(call: Call) -> Sequence[Placement] | None:
-    """Place what the gradient of a sum over segments asks: none of the tower's numbers is negative."""
+    """Place the checks of a sum over segments' gradient: none of the tower's numbers is negative."""
     placed, by = call.inputs[0], numbered(call.inputs[0])
     if by is None or placed.kind is not Kind.PLACES or placed.detail not in (Detail.OWN, Detail.EVERY):
         return None
@@ -237,7 +237,7 @@ def _gather_nd_numbered(call: Call) -> Sequence[Placement] | None:
 
 @rule_for("Where")
 def _where(call: Call) -> Sequence[Placement] | None:
-    """Place the places of what is true, which number the tower's rows."""
+    """Place the indices of true elements, which number the tower's rows."""
     placed, rank = call.inputs[0], rank_of(call, 0)
     if placed.kind is not Kind.SHARD or placed.axis or placed.blocks != 1 or rank is None or call.placer.within:
         return None
@@ -245,7 +245,7 @@ def _where(call: Call) -> Sequence[Placement] | None:
     return [Placement(Kind.INDICES, detail=Detail.OWN, counts=(placed.each, 1), unit=unit)]
 
 
-_OF_PLACES = ("Squeeze", "Where", "Reshape")  # between a sequence mask and the places of what is true in it
+_OF_PLACES = ("Squeeze", "Where", "Reshape")  # between a sequence mask and the places of its true elements
 
 
 def _columns_of(places: tf.Tensor) -> tf.Tensor | None:

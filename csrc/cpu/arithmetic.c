@@ -70,13 +70,13 @@ static void run_chunk(const void* task, size_t chunk) {
   const int n_inputs = expression->n_inputs, last = n_inputs + expression->n_steps - 1;
   const size_t block = run->block, begin = chunk * NCS_CHUNK * block;
   const size_t end = run->count - begin < NCS_CHUNK * block ? run->count : begin + NCS_CHUNK * block;
-  /* Not each at the same place of a page. */
+  /* 16 more, so that not all begin at the same place of a page. */
   float memory[NCS_MOST_REGISTERS][2 * NCS_BLOCK + 16] __attribute__((aligned(64)));
   const float *registers[NCS_MOST_REGISTERS], *same[NCS_MOST_REGISTERS]; /* what is the same for each block, or NULL */
 #if defined(__SSE2__)
   _mm_setcsr(_mm_getcsr() | 0x8040); /* flush to zero, denormals are zero; the pool restores the state */
 #endif
-  for (int r = 0; r < last; ++r) { /* twice, to be read from any of its elements on */
+  for (int r = 0; r < last; ++r) { /* two blocks of it, to be read from any element of the first */
     const int64_t* step = r < n_inputs ? NULL : expression->code + 3 * (r - n_inputs);
     const int is_same = r < n_inputs ? block % run->inputs[r].count == 0
                                      : same[step[1]] != NULL && same[step[step[0] < NCS_LIKE ? 2 : 1]] != NULL;

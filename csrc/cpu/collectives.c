@@ -26,7 +26,7 @@ typedef struct ncs_kernels ncs_kernels;
 typedef struct {
   const ncs_reduced* tensors;
   size_t n_tensors;
-  size_t* begins;     /* per tensor the number of chunks of those before it */
+  size_t* begins;     /* per tensor: the chunks of all tensors before it */
   void* const* recvs; /* destinations of the only tensor's result; NULL: each tensor's own recv */
   int n_recvs;
   const double* weights; /* NULL: all 1 */

@@ -40,14 +40,6 @@ void* ncs_tf_allocate(TF_OpKernelContext* context, int index, const int64_t* dim
   return data;
 }
 
-void* ncs_tf_make_output(TF_OpKernelContext* context, int index, int like, const int* candidates, int n_candidates,
-                         TF_Status* status) {
-  int64_t dims[NCS_MOST_DIMS];
-  const int n_dims = ncs_tf_read_dims(context, like, dims, status);
-  if (n_dims < 0) return NULL;
-  return ncs_tf_allocate(context, index, dims, n_dims, candidates, n_candidates, status);
-}
-
 void ncs_tf_fail(TF_Status* status, int code, const char* format, ...) {
   char words[1200] = "ncclsync: ";
   const size_t known = code == TF_RESOURCE_EXHAUSTED ? 0 : sizeof("ncclsync: ") - 1;

@@ -85,10 +85,6 @@ extern ncs_tf_library ncs_tf;
 
 #define NCS_MOST_DIMS 254 /* TensorFlow's own limit */
 
-/* Outputs of fewer elements are not made in an input's memory: TensorFlow looks at all outputs of an op to find out
- * whether they can be, which takes longer than to write them elsewhere. */
-#define NCS_FEW 256
-
 typedef struct {
   const void* data;
   int64_t count;
@@ -105,10 +101,6 @@ int ncs_tf_read_dims(TF_OpKernelContext* context, int index, int64_t dims[NCS_MO
  * holder; NULL on failure. */
 void* ncs_tf_allocate(TF_OpKernelContext* context, int index, const int64_t* dims, int n_dims, const int* candidates,
                       int n_candidates, TF_Status* status);
-
-/* The same with the shape of input `like`. */
-void* ncs_tf_make_output(TF_OpKernelContext* context, int index, int like, const int* candidates, int n_candidates,
-                         TF_Status* status);
 
 /* An integer attribute; 0 if there was a failure before. */
 int64_t ncs_tf_read_attr(TF_OpKernelConstruction* context, const char* name, TF_Status* status);

@@ -4,6 +4,10 @@
 #include "cpu/pool.h"
 #include "tf/api.h"
 
+/* Results of fewer elements are not made in an input's memory: TensorFlow looks at all outputs of an op to find out
+ * whether they can be, which takes longer than to write them elsewhere. */
+#define NCS_FEW 256
+
 typedef struct {
   int64_t ranks, tensors, op, dtype;
 } collective_kernel;
@@ -18,7 +22,8 @@ static void read_all_reduce(TF_OpKernelConstruction* context, collective_kernel*
 /* Reads all ranks' tensor v and makes its output. */
 static void prepare_tensor(TF_OpKernelContext* context, const collective_kernel* kernel, int v, const double* weights,
                            ncs_reduced* reduced, const void** sends, TF_Status* status) {
-  int first = -1, own;
+  int64_t dims[NCS_MOST_DIMS];
+  int first = -1, own, n_dims;
   for (int r = 0; r < kernel->ranks; ++r) {
     ncs_tf_view seen;
     if (!ncs_tf_read_input(context, (int)(kernel->ranks + r * kernel->tensors + v), &seen, status)) return;
@@ -40,7 +45,9 @@ static void prepare_tensor(TF_OpKernelContext* context, const collective_kernel*
   }
   reduced->sends = sends;
   own = (int)(kernel->ranks + first * kernel->tensors + v);
-  reduced->recv = ncs_tf_make_output(context, v, own, &own, reduced->count >= NCS_FEW, status);
+  n_dims = ncs_tf_read_dims(context, own, dims, status);
+  if (n_dims >= 0)
+    reduced->recv = ncs_tf_allocate(context, v, dims, n_dims, &own, reduced->count >= NCS_FEW, status);
 }
 
 static void compute_all_reduce(const collective_kernel* kernel, TF_OpKernelContext* context, TF_Status* status) {

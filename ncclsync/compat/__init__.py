@@ -1,4 +1,5 @@
 """Wrap every interface that TensorFlow, Keras and other libraries do not promise, each in one place.
 
-One module for each library, and `names` for how TensorFlow writes names. `tests/compat` shows which assumption broke.
+`names` has how TensorFlow writes names. `tests/compat` tests most functions by name, so that an upgrade that breaks an
+assumption fails under the assumption's name.
 """

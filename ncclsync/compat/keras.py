@@ -164,7 +164,7 @@ def _setting_of(value: Any) -> Any:
 
 
 class _Itself:
-    """Equal to the same object alone, which it keeps: no other gets its id."""
+    """Compare an object by its identity, and keep it, so that no other object gets its id."""
 
     def __init__(self, of: Any) -> None:
         self._of = of

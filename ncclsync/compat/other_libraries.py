@@ -14,7 +14,7 @@ from ncclsync.errors import NcclSyncError
 # to join.
 PROCESS_COUNTS = ("HOROVOD_SIZE", "PMI_SIZE")
 
-OTHER_WAY = "ncclsync places the replicas itself: leave the strategy away."
+OTHER_WAY = "ncclsync places the replicas itself: leave the strategy out."
 
 
 def check_outside_strategy() -> None:

@@ -20,7 +20,7 @@ _SOURCES = frozenset({"Const", "Placeholder", "ReadVariableOp"})
 
 
 def user_line(traceback: Any = None) -> str:
-    """Name the innermost line of a stack that is not a library's; installed ones' count if there is no other.
+    """Name the innermost line of a stack that is not a library's; if there is none, that of another installed package.
 
     Args:
         traceback: of an op; None: of the caller.

@@ -1,8 +1,4 @@
-"""Wrap the interfaces that TensorFlow does not promise to keep.
-
-`keras.py` and `keras_optimizers.py` wrap Keras'. The rest of the package uses no such interface. `tests/compat` tests
-most functions of these modules by name, so that an upgrade that breaks an assumption fails under the assumption's name.
-"""
+"""Wrap the interfaces that TensorFlow does not promise to keep."""
 
 import contextlib
 import copy
@@ -600,9 +596,9 @@ def config_without_new_sums(config: bytes) -> bytes:
 
 @contextlib.contextmanager
 def open_branches() -> Iterator[None]:
-    """Let a trace for XLA leave open what a branch that is not taken would have left of the rows for its gradient.
+    """Let a trace for XLA leave the rows open that a branch gives to its gradient where the branch is not taken.
 
-    TensorFlow says 0 rows, since XLA takes no open length there; so does what is cut (`crossing.close_branches`).
+    TensorFlow writes 0 rows, since XLA takes no open length there; `crossing.close_branches` does so after the cut.
     """
     with methods_wrapped([cond_v2], "_convert_dynamic_dimension_to_zero", lambda _, shape: shape):
         yield
@@ -616,7 +612,7 @@ def padded(tensor: tf.Tensor, axes: Sequence[int]) -> tf.Tensor:
 
 
 def unpadded(tensor: tf.Tensor, axes: Sequence[int], lengths: Any) -> tf.Tensor:
-    """Return a tensor that `padded` has given, of its own `lengths` along these axes: one for each axis that it has."""
+    """Return a tensor of `padded` with its own lengths along these axes; `lengths` has one for each axis."""
     for axis in axes:
         tensor = gen_xla_ops.xla_set_dynamic_dimension_size(tensor, axis, lengths[axis])
     return tensor

@@ -8,7 +8,6 @@ The numbers of rows are known when a step runs only: the op broadcasts, or fails
 """
 
 import collections
-import dataclasses
 from collections.abc import Collection, Sequence
 
 import tensorflow as tf
@@ -18,6 +17,7 @@ from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.names import OpName, TensorName, op_name, result_name
 from ncclsync.ops.host_ops import set_attribute
 from ncclsync.program.graph import StepGraph
+from ncclsync.program.segment import Rewrite
 
 # The op that runs a chain, and its operations by TensorFlow's names.
 FUSED = "NcclsyncArithmetic"
@@ -47,24 +47,14 @@ _MOST_ADDED = 8
 _JOINED = {"Add", "AddV2", "Relu"}
 _MULTIPLYING = {"BatchMatMulV2", "BiasAdd", "Conv2D", "Conv3D", "DepthwiseConv2dNative", "MatMul"}
 
-_SLOW = {"SquaredDifference"}  # a chain is worth it for a single one
-
-
-@dataclasses.dataclass(frozen=True)
-class Chain:
-    """Name ops that can run as one."""
-
-    members: tuple[OpName, ...]  # inputs before consumers; the last one's result is the chain's
-    inputs: tuple[TensorName, ...]  # that it takes; first those with rows, as many as the result's or a single one
-    n_whole: int  # how many these are; of the others each repeats in each row
-    code: tuple[int, ...]  # see `ncs_expression` in C
+_SLOW = {"SquaredDifference"}  # worth a chain of one op
 
 
 def untie(graph: StepGraph, ops: Sequence[OpName]) -> StepGraph:
-    """Return the step without what would separate ops that can be a chain.
+    """Return the step without dependencies that would separate ops that can be a chain.
 
-    Constants wait for the value whose gradient they belong to. Who asks for a tensor's shape only is told that of an
-    input, if the trace knows that it is the same.
+    A gradient's constants no longer wait for the value that it is the gradient of. An op that asks for a tensor's shape
+    alone takes that of an operand, if the trace knows that it is the same.
     """
     inside = set(ops)
     inputs: dict[OpName, list[TensorName]] = {}
@@ -81,8 +71,14 @@ def untie(graph: StepGraph, ops: Sequence[OpName]) -> StepGraph:
     return graph.rewired(inputs, controls)
 
 
-def find_chains(graph: StepGraph, ops: Sequence[OpName], needed: Collection[OpName]) -> list[Chain]:
-    """Find the chains of a segment, given its ops, inputs before consumers, and those `needed` outside the segment."""
+def find_chains(graph: StepGraph, ops: Sequence[OpName], needed: Collection[OpName], alone: bool) -> list[Rewrite]:
+    """Find the chains of a segment.
+
+    Args:
+        graph, ops, needed: the step, and the names of the segment's ops, inputs before consumers, and of those whose
+            results are needed outside the segment.
+        alone: whether a chain runs on one thread.
+    """
     consumers: dict[OpName, set[OpName]] = collections.defaultdict(set)
     for name in ops:
         for before in (*map(op_name, graph.inputs[name]), *graph.controls[name]):
@@ -104,7 +100,7 @@ def find_chains(graph: StepGraph, ops: Sequence[OpName], needed: Collection[OpNa
             found.setdefault(end, []).insert(0, name)
             registers[end] += own
     worth = [each for each in found.values() if len(each) > 1 or graph.by_name[each[0]].type in _SLOW]
-    return [_chain_of(graph, members, inside) for members in worth]
+    return [_chain_of(graph, members, inside, alone) for members in worth]
 
 
 def _lengths(graph: StepGraph, name: OpName) -> list[int | None]:
@@ -146,7 +142,8 @@ def _operands(graph: StepGraph, name: OpName, inside: Collection[OpName] = ()) -
         or (result.rank < 2 and not result.is_fully_defined())
     ):
         return None
-    if op.type in _JOINED and _MULTIPLYING & {graph.producer_type(operand) for operand in operands}:
+    makers = (graph.producer(operand) for operand in operands if op.type in _JOINED)
+    if any(one is not None and one.type in _MULTIPLYING for one in makers):
         return None
     whole = [shape.as_list() == result.as_list() for shape in shapes]
     needed = {"AddN": all, "ReluGrad": all, "BroadcastTo": lambda each: each[-1]}.get(op.type, any)
@@ -164,37 +161,29 @@ def _repeats(shape: tf.TensorShape, rows: tf.TensorShape) -> bool:
     return len(lengths) < rows.rank and lengths == rows.as_list()[rows.rank - len(lengths) :]
 
 
-def _chain_of(graph: StepGraph, members: Sequence[OpName], inside: Collection[OpName]) -> Chain:
+def _chain_of(graph: StepGraph, members: Sequence[OpName], inside: Collection[OpName], alone: bool) -> Rewrite:
+    """Return the node that runs a chain; its result has the last member's name and shape."""
     made = {result_name(name) for name in members}
     operands = {name: _operands(graph, name, inside) or [] for name in members}
     lengths = _lengths(graph, members[-1])
     taken = dict.fromkeys(each for name in members for each in operands[name] if each not in made)
+    # First those with rows, as many as the result's or a single one; each of the others repeats in each row.
     whole = [name for name in taken if graph.spec(name).shape.as_list() == lengths]
     inputs = [*whole, *(name for name in taken if name not in whole)]
     registers = {name: i for i, name in enumerate(inputs)}
-    code: list[int] = []
+    code: list[int] = []  # see `ncs_expression` in C
     for name in members:
         first, *others = (registers[operand] for operand in operands[name])
         for other in others or [first]:
             code += [ARITHMETIC[graph.by_name[name].type], first, other]
             first = len(inputs) + len(code) // 3 - 1
         registers[result_name(name)] = first
-    return Chain(tuple(members), tuple(inputs), len(whole), tuple(code))
-
-
-def chain_node(graph: StepGraph, chain: Chain, ops: Collection[OpName], alone: bool) -> tf.compat.v1.NodeDef:
-    """Return the node that replaces a chain; its result has the last member's name and shape.
-
-    Args:
-        graph, chain, ops: the step, and a chain and the names of the ops of a segment.
-        alone: whether it runs on one thread.
-    """
-    controls = {control for member in chain.members for control in graph.controls[member]}
-    waits = [f"^{control}" for control in sorted(controls & set(ops) - set(chain.members))]
-    node = tf.compat.v1.NodeDef(name=chain.members[-1], op=FUSED, input=[*chain.inputs, *waits])
-    sizes = {"n_values": len(chain.inputs), "n_whole": chain.n_whole}
-    for attribute, value in {"code": chain.code, "alone": int(alone), **sizes}.items():
+    controls = {control for member in members for control in graph.controls[member]}
+    waits = [f"^{control}" for control in sorted(controls & set(inside) - set(members))]
+    node = tf.compat.v1.NodeDef(name=members[-1], op=FUSED, input=[*inputs, *waits])
+    attributes = {"code": code, "alone": int(alone), "n_values": len(inputs), "n_whole": len(whole)}
+    for attribute, value in attributes.items():
         set_attribute(node, attribute, value)
     # By which TensorFlow knows the shape of an op that infers none.
-    node.attr["_output_shapes"].list.shape.append(graph.spec(result_name(chain.members[-1])).shape.as_proto())
-    return node
+    node.attr["_output_shapes"].list.shape.append(graph.spec(result_name(members[-1])).shape.as_proto())
+    return Rewrite(tuple(members), tuple(inputs), node)

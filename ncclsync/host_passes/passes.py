@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Sequence
 
-from ncclsync.host_passes.chains import chain_node, find_chains, untie
+from ncclsync.host_passes.chains import find_chains, untie
 from ncclsync.host_passes.direct import unpacked
-from ncclsync.program.segment import Rewrite, SegmentPlan
+from ncclsync.program.segment import SegmentPlan
 
 
 def improve(plans: Sequence[SegmentPlan], *, crowded: bool, joins: bool = True) -> list[SegmentPlan]:
@@ -26,8 +26,4 @@ def _improved(plan: SegmentPlan, crowded: bool, joins: bool) -> SegmentPlan:
     if plan.jit_compile:
         return plan
     graph = untie(plan.graph, plan.ops)
-    rewrites = [
-        Rewrite(frozenset(chain.members), chain.inputs, chain_node(graph, chain, plan.ops, crowded))
-        for chain in find_chains(graph, plan.ops, plan.needed_ops)
-    ]
-    return dataclasses.replace(plan, graph=graph, rewrites=tuple(rewrites))
+    return dataclasses.replace(plan, graph=graph, rewrites=find_chains(graph, plan.ops, plan.needed_ops, crowded))

@@ -30,7 +30,7 @@ def carried(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def delivered(received: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """Return a tensor of this dtype from what `carried` has made of its kind."""
+    """Return a tensor of this dtype from one that `carried` has made; the inverse of `carried`."""
     if dtype.is_complex:
         return tf.complex(received[..., 0], received[..., 1])
     return tf.cast(received, dtype)

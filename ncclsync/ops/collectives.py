@@ -39,12 +39,12 @@ class Purpose(str, enum.Enum):
     COLLECTIVE = "collective"  # they meet their counterparts, as `Mark.collective` says
     WHOLE = "whole"  # they are the batch's
     SLICES = "slices"  # values and indices of a sparse gradient are the batch's
-    PARTS = "parts"  # each is what this tower adds to the batch's
-    SLICES_PART = "slices part"  # the same of values and indices
+    PARTS = "parts"  # each is this tower's addend of the batch's
+    SLICES_PART = "slices part"  # PARTS, of values and indices of a sparse gradient
     LOCAL = "local"  # they are this tower's alone
     ADDENDS = "addends"  # a gradient, of which each tower takes its addend
-    ROWS = "rows"  # local values are this tower's rows of the batch again
-    OWN_ROW = "own row"  # of one row for each tower, this tower's
+    ROWS = "rows"  # local values become this tower's rows of the batch again
+    OWN_ROW = "own row"  # of a tensor with one row for each tower, this tower's row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Collective:
         return tf.TensorShape([1, *shape[1:]]) if self.kind == CollectiveKind.REDUCE_SCATTER else shape
 
 
-# Of what towers keep from earlier batches, too, which one without rows of this batch has as well.
+# Of values kept from earlier batches: a tower without rows of this batch has some, too.
 KEPT_SUM = Collective(CollectiveKind.ALL_REDUCE, "sum", empty_too=True)
 
 
@@ -160,14 +160,14 @@ class Context:
             raise NcclSyncError(
                 "Expected a collective at the top level of a step, where the step can be cut. Received: one "
                 f"inside tf.while_loop, tf.cond or a nested tf.function, called at {user_line()}. Move the "
-                "collective out of it, or leave it away: steps on towers compute what one device computes."
+                "collective out of it, or remove it: steps on towers compute what one device computes."
             )
         conditions = [] if when is None else [when]
         details = {"collective": collective, "conditional": when is not None}
         results = self.mark([*tensors, *conditions], Purpose.COLLECTIVE, **details)
         results = results[: len(tensors)]
         if collective.changes_rows:
-            # On towers there will be other rows, which what is traced from here on must not know.
+            # On towers the number of rows will be another one: nothing that is traced from here on may know it.
             results = [tf.compat.v1.placeholder_with_default(t, [None, *t.shape[1:]]) for t in results]
         return results
 
@@ -348,37 +348,29 @@ def whole(gradients: Sequence[Any], *, rows_add_up: bool = False) -> list[Any]:
     Returns:
         The same kinds, in the same order.
     """
-    context = current_context()
-    result = list(gradients)
+    return _marked(gradients, Purpose.WHOLE, Purpose.SLICES, rows_add_up)
+
+
+def parts(gradients: Sequence[Any]) -> list[Any]:
+    """Return this tower's addend of each of the batch's gradients; None stays None."""
+    return _marked(gradients, Purpose.PARTS, Purpose.SLICES_PART)
+
+
+def _marked(gradients: Sequence[Any], dense: Purpose, sparse: Purpose, rows_add_up: bool = False) -> list[Any]:
+    """Mark dense gradients together, and each sparse one by itself."""
+    context, result = current_context(), list(gradients)
     if context is None or not context.can_exchange():
         return result
-    dense = [i for i, one in enumerate(result) if tf.is_tensor(one) and not isinstance(one, tf.IndexedSlices)]
-    for i, tensor in zip(dense, context.mark([result[i] for i in dense], Purpose.WHOLE) if dense else [], strict=True):
+    places = [i for i, one in enumerate(result) if tf.is_tensor(one) and not isinstance(one, tf.IndexedSlices)]
+    for i, tensor in zip(places, context.mark([result[i] for i in places], dense) if places else [], strict=True):
         result[i] = tensor
     for i, one in enumerate(result):
         if isinstance(one, tf.IndexedSlices):
             shape: Any = None if one.dense_shape is None else tf.get_static_value(one.dense_shape)
             details = {"height": int(shape[0]) if rows_add_up and shape is not None else 0}
-            marked = context.mark([one.values, one.indices], Purpose.SLICES, **details)
+            marked = context.mark([one.values, one.indices], sparse, **details)
             result[i] = tf.IndexedSlices(*marked, dense_shape=one.dense_shape)
     return result
-
-
-def parts(gradients: Sequence[Any]) -> list[Any]:
-    """Return this tower's addend of each of the batch's gradients; None stays None."""
-    return [
-        None
-        if one is None
-        else tf.IndexedSlices(*_marked([one.values, one.indices], Purpose.SLICES_PART), dense_shape=one.dense_shape)
-        if isinstance(one, tf.IndexedSlices)
-        else _marked([one], Purpose.PARTS)[0]
-        for one in gradients
-    ]
-
-
-def _marked(tensors: list[tf.Tensor], purpose: Purpose) -> list[tf.Tensor]:
-    context = current_context()
-    return tensors if context is None else context.mark(tensors, purpose)
 
 
 def _map_collective(structure: Any, collective: Collective) -> Any:

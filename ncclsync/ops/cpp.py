@@ -1,7 +1,7 @@
 """Compile a few lines of C++ against the headers of the installed TensorFlow, when first needed, and keep them.
 
 TensorFlow tells some things only in C++, by interfaces that may change. `gpu_streams.py` and `xla_programs.py` ask for
-them so; each has a way without.
+them so; each can do without.
 """
 
 import ctypes

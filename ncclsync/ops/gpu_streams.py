@@ -21,8 +21,8 @@ VARIABLE = "NCCLSYNC_GPU_EVENTS"
 def missing() -> str:
     """Return why exchanges do not know TensorFlow's streams in this process, or ""; decided once, and logged.
 
-    NCCLSYNC_GPU_EVENTS in the environment is "context", with which they need not, or "stream"; anything else is a
-    NcclSyncError.
+    NCCLSYNC_GPU_EVENTS in the environment is "stream", or "context", with which they are not looked for; anything else
+    is an NcclSyncError.
     """
 
     def find() -> None:

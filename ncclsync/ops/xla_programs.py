@@ -32,8 +32,8 @@ _WORDS = {
 def share_programs(devices: tuple[str, ...]) -> bool:
     """Let these devices, such as "GPU:0", share what XLA compiles, as far as they are of a kind; return whether all do.
 
-    Decided once, and logged. NCCLSYNC_XLA_PROGRAMS in the environment is "own", with which each compiles for itself, or
-    "shared"; anything else is a NcclSyncError.
+    Decided once, and logged. NCCLSYNC_XLA_PROGRAMS in the environment is "shared", or "own", with which each compiles
+    for itself; anything else is an NcclSyncError.
     """
     devices = tuple(dict.fromkeys(devices))  # CPU towers are on one
     if len(devices) < 2:
@@ -55,7 +55,7 @@ def share_programs(devices: tuple[str, ...]) -> bool:
 
 
 def _join(call: Any, before: tuple[str, ...], device: str) -> str | None:
-    """Give a device the compiler of the first device of its kind; return why it has one of its own.
+    """Give a device the compiler of the first device of its kind; return why not, or None.
 
     The first device of a kind is the one whose compiler the next ones are to have, which makes it compile.
     """

@@ -89,7 +89,7 @@ def collective(kind: str, size_bytes: float, gpus: int, cluster: Cluster) -> Est
 
 
 def _sent(algorithm: str, size_bytes: float, latency_s: float, gpus: int, cluster: Cluster) -> Estimate:
-    """Estimate what takes so long, and has each GPU send so many bytes on; those of its last GPU leave a host."""
+    """Estimate a collective in which each GPU sends on so many bytes; what a host's last GPU sends leaves the host."""
     crossing = size_bytes if cluster.hosts(gpus) > 1 else 0.0
     return Estimate(latency_s + size_bytes / cluster.narrowest(gpus), latency_s, algorithm, crossing)
 

@@ -5,7 +5,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from ncclsync.errors import NcclSyncError
 from ncclsync.ops import Collective, CollectiveKind, Purpose
 from ncclsync.ops.carriers import carried, delivered
 from ncclsync.program.cost import Costs
-from ncclsync.program.graph import StepGraph, TracedGraph, opened
+from ncclsync.program.graph import TracedGraph, opened
 from ncclsync.program.program import Exchange
 from ncclsync.program.roofline import Size, product
 from ncclsync.semantics import rules, uneven
@@ -31,15 +31,15 @@ from ncclsync.semantics.placing import REPEATABLE, Placer, Refused, is_zero, ser
 GATHER, FOLLOW = Collective(CollectiveKind.ALL_GATHER), Collective(CollectiveKind.BROADCAST)
 ADD_UP = Collective(CollectiveKind.ALL_REDUCE, "sum")
 
-# Placed as what cannot be exchanged: computed again, of whole inputs.
+# A tensor of these kinds cannot be exchanged: it is computed again, of whole inputs.
 RECOMPUTED = frozenset({Kind.AXES, Kind.PENDING, Kind.PIECE, Kind.PLACES, Kind.INDICES})
 
 
 class Conversions(Placer):
-    """Hold where a step's tensors are, and convert them.
+    """Hold where a step's tensors are, and convert them; and the parts of its `StepGraph`, until it is complete.
 
     Attributes:
-        traced, graph: the step; what is made of it.
+        traced: the step.
         placed: by the traced tensor's name: what stands for it on a tower, and how that is placed.
         declared: lengths that are fixed, of so many rows for each sample.
         costs: of the step.
@@ -52,7 +52,7 @@ class Conversions(Placer):
     def __init__(self, traced: TracedGraph) -> None:
         """Take a step of which nothing is placed."""
         rowed = [name for name, placed in traced.argument_placements.items() if placed == rules.shard()]
-        known = {name: given_rows(traced.tf_graph.get_tensor_by_name(name)) for name in rowed}
+        known = {name: given_rows(traced.tensor(name)) for name in rowed}
         known |= {
             handle: Items(tuple((each * batch.rows, *variable.shape[1:]) for batch in BATCHES))
             for handle, variable, each in traced.opened
@@ -60,7 +60,18 @@ class Conversions(Placer):
         known |= {name: tuple((batch.rows + 1,) for batch in BATCHES) for name in traced.row_splits}
         functions = Functions(traced.definition.library.function, traced.tf_graph)
         super().__init__(functions, Axes(functions, known))
-        self.traced, self.graph = traced, StepGraph(traced, functions, self.axes)
+        self.traced = traced
+        self.nodes, self.writes, self.must_run = dict(traced.nodes), dict(traced.writes), set(traced.must_run)
+        self.inputs: dict[OpName, Sequence[TensorName]] = dict(traced.inputs)
+        self.controls: dict[OpName, Sequence[OpName]] = dict(traced.controls)
+        self.ops: list[tf.Operation] = []
+        self.by_name: dict[OpName, tf.Operation] = {}
+        self.open_axes: dict[TensorName, int] = {}
+        self.local: set[OpName] = set()
+        self.differing: set[TensorName] = set()
+        self.exchanges: dict[TensorName, Exchange] = {}
+        self.folds: set[OpName] = set()
+        self.outputs: list[tuple[TensorName, bool]] = []
         self.row_splits, self.share, self.marks = traced.row_splits, traced.trace.share, traced.trace.marks
         self.placed: dict[TensorName, tuple[tf.Tensor, Placement]] = {}
         self.declared = {(int(variable.shape[0]), each) for _, variable, each in traced.opened}
@@ -72,7 +83,6 @@ class Conversions(Placer):
         self.rows_of: dict[TensorName, Placement] = {}
         self.reduced_reads: set[OpName] = set()
         self._seen = len(traced.tf_graph.get_operations())
-        self._line_of: dict[OpName, str] = {}
         marked = [name for name, mark in self.marks.items() if mark.purpose == Purpose.SLICES and name in traced.inputs]
         self.joins_slices = {op_name(tensor) for name in marked for tensor in traced.inputs[name]} & {
             op.name for op in traced.ops if op.type == "ConcatV2"
@@ -80,57 +90,53 @@ class Conversions(Placer):
 
     def append(self, op: tf.Operation) -> None:
         """Compute an op next, unless it was computed before."""
-        graph = self.graph
-        if op.name in graph.by_name:
+        if op.name in self.by_name:
             return
-        graph.ops.append(op)
-        graph.by_name[op.name] = op
-        if not graph.differing.isdisjoint(graph.inputs[op.name]):
-            graph.local.add(op.name)
+        self.ops.append(op)
+        self.by_name[op.name] = op
+        if not self.differing.isdisjoint(self.inputs[op.name]):
+            self.local.add(op.name)
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
         """Take over the ops that are made meanwhile, to be computed before the op that is being placed."""
-        graph = self.graph
         with self.traced.tf_graph.as_default(), tf.name_scope("ncclsync_partition/"), tf.device(None):
             yield
         made = self.traced.tf_graph.get_operations()[self._seen :]
         self._seen += len(made)
-        made = [op for op in made if not op.outputs or op.outputs[0].name not in graph.exchanges]
+        made = [op for op in made if not op.outputs or op.outputs[0].name not in self.exchanges]
         if any(map(tf_compat.calls_functions, made)):
             definitions = self.traced.tf_graph.as_graph_def().library.function
             self.functions.definitions.update((definition.signature.name, definition) for definition in definitions)
         for op in made:
-            graph.nodes[op.name], graph.writes[op.name] = op.node_def, set()
-            graph.inputs[op.name] = [tensor.name for tensor in op.inputs]
-            graph.controls[op.name] = [control.name for control in op.control_inputs]
+            self.nodes[op.name], self.writes[op.name] = op.node_def, set()
+            self.inputs[op.name] = [tensor.name for tensor in op.inputs]
+            self.controls[op.name] = [control.name for control in op.control_inputs]
             self.append(op)
-            if op.name in graph.local:
-                graph.differing.update(output.name for output in op.outputs)
+            if op.name in self.local:
+                self.differing.update(output.name for output in op.outputs)
 
     def exchange(
         self, tensor: tf.Tensor, collective: Collective, op: tf.Operation, when: TensorName | None = None
     ) -> tf.Tensor:
         """Exchange a tensor with its counterparts, for `op`; return what stands for the result; see `Exchange`."""
-        graph, key = self.graph, (tensor.name, collective, when)
+        key = (tensor.name, collective, when)
         if key in self._exchanged:
             return self._exchanged[key]
-        if op.name not in self._line_of:
-            mark = self.marks.get(op.name)
-            self._line_of[op.name] = user_line(op.traceback) if mark is None else mark.line
         sent, wire = tensor, collective
         if tensor.dtype.name not in native.DTYPES and not collective.concatenates:  # rows are, as they are
             if tensor.dtype == tf.bool and collective.op == "sum":
                 wire = dataclasses.replace(collective, op="max")  # whether any is True
             with self.building():
                 sent = carried(tensor)
-        shape = collective.shape(graph.spec(sent.name).shape)
+        axis = self.open_axes.get(sent.name)
+        shape = collective.shape(sent.shape if axis is None else opened(sent.shape, axis))
         with self.traced.tf_graph.as_default(), tf.name_scope(""):
-            result = tf.compat.v1.placeholder(sent.dtype, shape, name=f".exchange_{len(graph.exchanges)}")
-        line = self._line_of[op.name]
-        graph.exchanges[result.name] = Exchange(sent.name, result.name, wire, shape, sent.dtype, when, line)
+            result = tf.compat.v1.placeholder(sent.dtype, shape, name=f".exchange_{len(self.exchanges)}")
+        line = self.marks[op.name].line if op.name in self.marks else user_line(op.traceback)
+        self.exchanges[result.name] = Exchange(sent.name, result.name, wire, shape, sent.dtype, when, line)
         if collective.differs:
-            graph.differing.add(result.name)
+            self.differing.add(result.name)
         if sent is not tensor:
             with self.building():
                 result = delivered(result, tensor.dtype)
@@ -151,7 +157,7 @@ class Conversions(Placer):
         return self.rows_of.get(tensor.name, REPLICATE)
 
     def spares(self, tensor: tf.Tensor, placed: Placement, depth: int = 8) -> bool:
-        """Return whether every tower can compute all of a tensor by so many element-wise ops of what it has whole."""
+        """Return whether each tower can compute all of a tensor, of whole ones, by up to `depth` element-wise ops."""
         if placed.whole or (placed.kind is not Kind.LOCAL and (tensor.name, placed, REPLICATE) in self.converted):
             return True
         op, given = tensor.op, self.traced.inputs.get(tensor.op.name)
@@ -159,7 +165,7 @@ class Conversions(Placer):
             return placed.kind is Kind.COUNTS and not placed.unit
         return all(self.spares(*self.placed[name], depth - 1) for name in given)
 
-    # What follows makes ops, where `building` takes them over.
+    # The methods that follow make ops, which `building` takes over.
 
     def _convert(self, tensor: tf.Tensor, before: Placement, after: Placement, op: tf.Operation) -> tf.Tensor:
         if after.whole:
@@ -183,7 +189,7 @@ class Conversions(Placer):
         if after.kind is Kind.SHARD:
             return self.rows_of_tower(tensor, rules.counted(after), op)
         if after == SUM:
-            if tensor.name not in self.graph.exchanges and is_zero(tensor):
+            if tensor.name not in self.exchanges and is_zero(tensor):
                 return tensor
             return tf.where(tf.equal(self.share.tower, 0), tensor, tf.zeros_like(tensor))
         raise NcclSyncError(f"Expected a tensor that can be placed as {after}. Received: {before}, {tensor.name}")
@@ -234,7 +240,7 @@ class Conversions(Placer):
         return counted if np.all(counts) and not self.stretched else tf.where(self._as_counted(counts), tensor, counted)
 
     def _as_counted(self, counts: np.ndarray) -> Any:
-        """Return which elements of a tower's counts are the batch's: of a batch of one row, each tower has all."""
+        """Return which elements of a tower's counts are the batch's: all, if it has one row, which each tower has."""
         return tf.logical_or(np.equal(counts, 0), tf.equal(self.share.total, 1)) if self.stretched else counts == 0
 
     def followed(self, tensor: tf.Tensor, op: tf.Operation) -> tf.Tensor:
@@ -266,12 +272,12 @@ class Conversions(Placer):
         return tf_compat.copied_op(op, inputs).outputs[tensor.value_index]
 
     def first_rows(self, tensor: tf.Tensor, before: Placement, count: int, op: tf.Operation) -> tf.Tensor:
-        """Gather so many rows of the batch's first sample, and what other towers send in their place, behind these."""
+        """Gather the first `count` rows of each tower: those of the batch's first sample, and behind them others."""
         own = (*[slice(None)] * before.axis, slice(count))
         return self._gathered(tensor[own], before, op, Size(count * max(tensor.dtype.size, 1)))
 
     def _gathered(self, tensor: tf.Tensor, before: Placement, op: tf.Operation, rows: Size | None = None) -> tf.Tensor:
-        """Gather all towers' rows, in the order of the batch; `rows`: the bytes of all, for each of what they hold."""
+        """Gather all towers' rows, in the order of the batch; `rows`: their bytes, if each held one element."""
         moved = tensor
         turned = before.axis or before.blocks > 1
         if turned:
@@ -300,7 +306,7 @@ class Conversions(Placer):
         if not unit:
             return self.share.begin, self.share.rows, self.share.total
         if unit not in self._extents:
-            named = self.graph.tensor(unit)
+            named = self.traced.tensor(unit)
             ends = self.traced.argument_placements.get(unit) == PIECE
             count = tf.cast(named[-1], tf.int32) if ends else tf.shape(named)[0]
             every = self.exchange(tf.stack([self.share.begin, count])[None], GATHER, op)
@@ -317,7 +323,7 @@ class Conversions(Placer):
         begin, size, broadcast = first * each, count * each, None
         if known is None or after.unit:
             broadcast = tf.equal(length, 1)
-            if after.unit:  # of which there may be one in all, and none on a tower
+            if after.unit:  # a batch may have one of them, and a tower none
                 broadcast = tf.logical_and(broadcast, total * after.blocks > 1)
             begin, size = tf.where(broadcast, 0, begin), tf.where(broadcast, 1, size)
         else:

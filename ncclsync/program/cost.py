@@ -91,7 +91,7 @@ class Costs:
         self._rows.update(one.name for one in op.outputs if one.dtype != tf.resource and one.shape.rank != 0)
 
     def leave_out(self, op: tf.Operation) -> None:
-        """Count nothing that is done with these, the slices of sparse gradients: it is the weights' update."""
+        """Count no op that takes these results, slices of sparse gradients: such ops are the weights' update."""
         self._slices.update(tensor.name for tensor in op.outputs)
 
     def receive(self, op: tf.Operation, size: Size, kind: CollectiveKind) -> None:

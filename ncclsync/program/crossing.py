@@ -1,9 +1,10 @@
 """Convert tensors that go from one XLA-compiled segment to another into dense tensors whose shapes XLA knows.
 
-Two kinds need a form for it. Lists are TensorArrays, and what a loop keeps of each iteration for its gradient: XLA
-gives and takes none, but knows their elements' shape, and as many of them as there may be. A tensor that numbers give
-its length, as a mask's rows have, has a bound within a program, and its own length outside: XLA would compile what
-takes it for each length anew. Here alone is known what crosses the border in a tensor's place.
+Two kinds of tensor need another form. A list is a TensorArray, or what a loop keeps of each iteration for its gradient.
+XLA's programs neither take nor return lists, but know the shape of the elements and their largest number. A tensor
+whose length depends on numbers, as of the rows that a mask leaves, has a bound within a program and its own length
+outside: XLA would compile the program that takes it anew for each length. No other module knows what crosses in a
+tensor's place.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ _ANY_SHAPE = -1
 # Ops whose results XLA gives a bound, and a length that is known only when they have run.
 _OF_NUMBERS = frozenset({"Where", "Unique", "UniqueV2", "NonMaxSuppressionV3", "ListDiff"})
 
-# Ops whose first result, or a loop's of the same place, is the list that they were given.
+# Ops whose first result is the list that they take; of a loop, the result at the list's place.
 _PASSING_LISTS = frozenset({"Identity", "TensorListSetItem", "TensorListPushBack", "TensorListPopBack", *LOOPS})
 
 
@@ -33,7 +34,7 @@ class Form:
     """Describe the tensors that cross in place of one tensor.
 
     Attributes:
-        names: by which that goes from segment to segment.
+        names: of these tensors.
         specs: of these tensors.
         give: `give(tensor)` makes them in the segment that has it.
         take: `take(*tensors)` makes the tensor of them in a segment that uses it.
@@ -84,11 +85,11 @@ class Forms:
 
     def _open_axes(self, name: TensorName) -> list[int]:
         """Return the axes of a tensor whose lengths do not follow from the batch's rows."""
-        lengths = self._graph.axes.lengths(self._graph.tensor(name)) or ()
+        lengths = self._graph.axes.lengths(self._graph.traced.tensor(name)) or ()
         return [axis for axis, length in enumerate(lengths) if length is None]
 
     def made_where_used(self, ops: Sequence[OpName]) -> list[OpName]:
-        """Return the ops that a segment computes for its own, though another one does, too: XLA has to know them.
+        """Return the ops of other segments that a segment computes as well, since XLA has to know their results.
 
         They make the empty lists that the segment's ops fill, and compute shapes that rest on numbers.
         """
@@ -109,14 +110,14 @@ class Forms:
     def _is_shape(self, name: TensorName) -> bool:
         if name not in self._of_numbers:
             return False
-        tensor = self._graph.tensor(name)
+        tensor = self._graph.traced.tensor(name)
         small = tensor.shape.is_fully_defined() and tensor.shape.num_elements() <= SMALL
         return small and tensor.dtype.is_integer and not tf_compat.is_stateful(tensor.op)
 
 
 def _may_be_left_out(graph: StepGraph, name: TensorName) -> bool:
     """Return whether a tensor has no value if its branch is not taken."""
-    tensor = graph.tensor(name)
+    tensor = graph.traced.tensor(name)
     if tensor.op.type not in BRANCHES:
         return False
     for called in graph.functions.called_by(tensor.op):
@@ -143,10 +144,10 @@ def close_branches(definition: tf.compat.v1.GraphDef) -> list[Any]:
 
 
 def list_element(graph: StepGraph, name: TensorName) -> tf.TensorSpec | None:
-    """Return what the elements of a list are, of variants where it holds lists; None if `name` is no list."""
+    """Return the spec of a list's elements, variants if it holds lists; None if `name` is no list."""
     if name in graph.exchanges or name in graph.traced.variable_of:
         return None
-    tensor = graph.tensor(name)
+    tensor = graph.traced.tensor(name)
     return tf_compat.spec_behind(tensor) if tensor.dtype == tf.variant else None
 
 
@@ -173,7 +174,7 @@ def _stack(handle: tf.Tensor, element: tf.TensorSpec, pushed: bool) -> tf.Tensor
 
 
 def _unstack(tensor: tf.Tensor, element: tf.TensorSpec) -> tf.Tensor:
-    """Return the list that `_stack` was given, for who reads it, or takes elements from its end."""
+    """Return the list that `_stack` was given: it can be read, and elements can be taken from its end."""
     shape = tf.constant(_declared(element.shape), tf.int32)
     return tf.raw_ops.TensorListFromTensor(tensor=tensor, element_shape=shape)
 
@@ -181,7 +182,7 @@ def _unstack(tensor: tf.Tensor, element: tf.TensorSpec) -> tf.Tensor:
 def _maker(graph: StepGraph, name: TensorName, *, passed: Collection[str] = _PASSING_LISTS) -> str | None:
     """Return the type of the op that has made a list, behind ops of the types `passed`; None: it is not known."""
     while (op := graph.producer(name)) is not None and op.type in passed:
-        name = graph.inputs[op.name][graph.tensor(name).value_index if op.type in LOOPS else 0]
+        name = graph.inputs[op.name][graph.traced.tensor(name).value_index if op.type in LOOPS else 0]
     return None if op is None else op.type
 
 

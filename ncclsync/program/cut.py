@@ -36,8 +36,7 @@ def cut(
     Args:
         trace: a step, traced for one tower.
         target: where it is to run.
-        results: how the towers' results are combined. If they differ and are to become one: results as long
-            as the shard by concatenation, other floats by the mean over the samples, integers by the sum.
+        results: how the towers' results become those of the step.
         undone: whether a step may have to be undone after all its writes.
         traceless: whether a step that fails may run again: nothing may be left of it, metrics and random state
             included.
@@ -48,7 +47,7 @@ def cut(
     for handle, variable in traced.variable_of.items():
         if traced.role[handle] is not role_of(variable, target.same_seeds):
             declare_role(variable, traced.role[handle])
-    # Gradients that travelled while others are computed would keep all shards' activations.
+    # If gradients travelled while others are computed, all shards' activations would have to be kept.
     scheduled = schedule(graph, None if target.many_shards else target.bucket_bytes)
     if target.many_shards:
         scheduled = divide(graph, scheduled)
@@ -110,7 +109,7 @@ def _rollback(
     """Return `Program.rollback`; see `cut`."""
     last, segments = scheduled.count - 1, scheduled.segments
     written = {(handle, n) for name, n in segments.items() for handle in graph.writes[name] & graph.traced.kept}
-    # Ops that compute on one tower's data, beside the writes, may fail there after some of these are done.
+    # Ops beside the writes that compute on one tower's data may fail on that tower after some writes are done.
     types = {name: graph.by_name[name].type for name, number in segments.items() if number == last}
     raising = ("Assert", "CheckNumerics", "CheckNumericsV2")
     exposed = any(

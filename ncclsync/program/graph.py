@@ -3,10 +3,9 @@
 A view for the passes that cut a step (`partition.py`, `cut.py`, `segment.py`); it decides nothing itself.
 """
 
-import copy
 import dataclasses
 import types
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any
 
 import tensorflow as tf
@@ -21,25 +20,16 @@ from ncclsync.semantics.placements import LOCAL, PIECE, REPLICATE, Detail, Kind,
 from ncclsync.semantics.roles import Role, role_of
 
 
-class _Frozen:
-    """Let nothing change an object once it is frozen: attributes cannot be set, nor collections be added to."""
-
-    _frozen = False
-
-    def freeze(self) -> None:
-        """Let nothing change it from now on."""
-        views: dict[type, Any] = {dict: types.MappingProxyType, list: tuple, set: frozenset}
-        vars(self).update({n: views[type(v)](v) for n, v in vars(self).items() if type(v) in views})
-        self._frozen = True
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if self._frozen:
-            raise dataclasses.FrozenInstanceError(f"cannot assign to {name!r}")
-        super().__setattr__(name, value)
+def read_only(members: Mapping[str, Any]) -> dict[str, Any]:
+    """Return attributes with read-only views of dictionaries, lists and sets."""
+    views: dict[type, Any] = {dict: types.MappingProxyType, list: tuple, set: frozenset}
+    return {name: views[type(v)](v) if type(v) in views else v for name, v in members.items()}
 
 
-class TracedGraph(_Frozen):
+class TracedGraph:
     """Describe a step as it was traced, by names; frozen when it is made."""
+
+    is_made = False
 
     def __init__(self, trace: Trace, home_device: str, same_seeds: bool = False, shared: Collection[int] = ()) -> None:
         """Describe a trace; variables with the ids `shared` are the same on all towers, whatever they show."""
@@ -66,7 +56,7 @@ class TracedGraph(_Frozen):
         kept = (Role.SAME, Role.PARTIAL, Role.PARTITION)
         self.kept = {n for n, v in variables.items() if self.role[n] in kept and not tf_compat.is_seed(v)}
         self.placeholders = {op_name(name) for name in given}
-        # tf.function returns identities that wait for every side effect; what they wait for says the layout.
+        # tf.function returns identities that wait for every side effect; the layout says what results wait for.
         self.results = [tensor.op.inputs[0] if tensor.op.type == "Identity" else tensor for tensor in function.outputs]
         self.must_run: set[OpName] = {op.name for op in self.tf_graph.control_outputs}
         # Creation order is not topological: automatic control dependencies are added later. Walking what outputs and
@@ -80,10 +70,19 @@ class TracedGraph(_Frozen):
         self.writes = {op.name: tf_compat.written_handles(op) & self.role.keys() for op in self.ops}
         # No segment computes these ops: their consumers take their inputs instead.
         self.passing = {op.name for op in self.ops if op.name in trace.marks or op.type == "IdentityN"}
-        self.freeze()
+        vars(self).update(read_only(vars(self)), is_made=True)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.is_made:
+            raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
+        super().__setattr__(name, value)
+
+    def tensor(self, name: TensorName) -> tf.Tensor:
+        """Return a tensor of the trace, or one that was put in."""
+        return self.tf_graph.get_tensor_by_name(name)
 
     def _place_arguments(self, trace: Trace) -> dict[TensorName, Placement]:
-        """Place what a tower is given: its rows of the batch, and what it knows of them."""
+        """Place a tower's arguments: its rows of the batch, and numbers of them."""
         placed: dict[TensorName, Placement] = {tensor.name: LOCAL for tensor in (*trace.share, *trace.site)}
         placed[trace.share.total.name] = REPLICATE
         for leaf in tf.nest.flatten(trace.batch):
@@ -128,45 +127,41 @@ class TracedGraph(_Frozen):
             replaced[op.name] = same.name
             renamed.update((one.name, other.name) for one, other in zip(op.outputs, same.outputs, strict=True))
         self.ops = ops
-        self.results = [self.tf_graph.get_tensor_by_name(renamed.get(t.name, t.name)) for t in self.results]
+        self.results = [self.tensor(renamed.get(t.name, t.name)) for t in self.results]
 
 
-class StepGraph(_Frozen):
-    """Describe a step with what its partition puts in, which alone adds to it, and then freezes it.
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class StepGraph:
+    """Describe a step with what its partition has put in.
 
     A tensor has the name that TensorFlow gave it, as all layers' dictionaries have it for a key: a `TensorName`, which
     a type checker takes neither for an `OpName` nor for another string.
     """
 
-    def __init__(self, traced: TracedGraph, functions: Functions, axes: Axes) -> None:
-        """Begin with nothing but what was traced."""
-        self.traced, self.functions, self.axes = traced, functions, axes
-        self.nodes = dict(traced.nodes)
-        self.inputs: dict[OpName, Sequence[TensorName]] = dict(traced.inputs)
-        self.controls: dict[OpName, Sequence[OpName]] = dict(traced.controls)
-        self.writes, self.must_run = dict(traced.writes), set(traced.must_run)
-        self.ops: list[tf.Operation] = []  # that are computed, inputs before consumers
-        self.by_name: dict[OpName, tf.Operation] = {}  # of these, and of those that tower 0 alone runs
-        self.open_axes: dict[TensorName, int] = {}  # of tensors that have a tower's rows, where the trace has a length
-        self.local: set[OpName] = set()  # ops that compute on what differs between towers
-        self.differing: set[TensorName] = set()  # tensors that may differ
-        self.exchanges: dict[TensorName, Exchange] = {}  # by name of the result
-        self.folds: set[OpName] = set()  # ops that write the sums of all towers' metric state, at the end of the step
-        self.outputs: list[tuple[TensorName, bool]] = []  # see `Program`
-
-    def tensor(self, name: TensorName) -> tf.Tensor:
-        """Return a tensor of the trace, or one that was put in."""
-        return self.traced.tf_graph.get_tensor_by_name(name)
+    traced: TracedGraph
+    functions: Functions
+    axes: Axes
+    nodes: Mapping[OpName, Any]
+    inputs: Mapping[OpName, Sequence[TensorName]]
+    controls: Mapping[OpName, Sequence[OpName]]
+    writes: Mapping[OpName, Set[TensorName]]
+    must_run: Set[OpName]
+    ops: Sequence[tf.Operation]  # that are computed, inputs before consumers
+    by_name: Mapping[OpName, tf.Operation]  # of these, and of those that tower 0 alone runs
+    open_axes: Mapping[TensorName, int]  # of tensors that have a tower's rows, where the trace has a length
+    local: Set[OpName]  # ops that take tensors that may differ between towers
+    differing: Set[TensorName]  # these tensors
+    exchanges: Mapping[TensorName, Exchange]  # by name of the result
+    folds: Set[OpName]  # ops that write the sums of all towers' metric state, at the end of the step
+    outputs: Sequence[tuple[TensorName, bool]]  # see `Program`
 
     def rewired(self, inputs: Mapping[OpName, Any], controls: Mapping[OpName, Any]) -> "StepGraph":
         """Return the same step in which these ops have other inputs and control dependencies."""
-        view = copy.copy(self)
-        vars(view).update(inputs={**self.inputs, **inputs}, controls={**self.controls, **controls})
-        return view
+        return dataclasses.replace(self, inputs={**self.inputs, **inputs}, controls={**self.controls, **controls})
 
     def spec(self, name: TensorName) -> tf.TensorSpec:
         """Return shape and dtype of a tensor of the trace, or of an exchange's result."""
-        tensor = self.tensor(name)
+        tensor = self.traced.tensor(name)
         shape = tf.TensorShape([]) if tensor.dtype == tf.resource else tensor.shape
         axis = self.open_axes.get(name)
         return tf.TensorSpec(shape if axis is None else opened(shape, axis), tensor.dtype)
@@ -174,17 +169,6 @@ class StepGraph(_Frozen):
     def producer(self, name: TensorName) -> tf.Operation | None:
         """Return the op that a tensor comes from; None for the result of an exchange."""
         return self.by_name.get(op_name(name))
-
-    def producer_type(self, name: TensorName) -> str | None:
-        """Return the type of that op; None for the result of an exchange."""
-        op = self.producer(name)
-        return None if op is None else op.type
-
-    def stands_for(self, op: OpName, other: OpName, but_not_to: Collection[OpName] = ()) -> None:
-        """Redirect control dependencies from an op to its replacement, except those of `but_not_to`."""
-        for name, controls in self.controls.items():
-            if op in controls and name not in but_not_to:
-                self.controls[name] = [other if control == op else control for control in controls]
 
     def is_constant(self, name: TensorName) -> bool:
         """Return whether a tensor is a constant; each segment that uses it gets a copy."""
@@ -199,8 +183,6 @@ class StepGraph(_Frozen):
         return op_name(name), hops
 
 
-def opened(shape: tf.TensorShape, axis: int) -> list[int | None]:
-    """Return the lengths of a shape, one of them left open."""
-    lengths = shape.as_list()
-    lengths[axis] = None
-    return lengths
+def opened(shape: tf.TensorShape, axis: int) -> tf.TensorShape:
+    """Return a shape with one of its lengths left open."""
+    return shape[:axis].concatenate([None]).concatenate(shape[axis + 1 :])

@@ -1,10 +1,10 @@
 """Keep numbers that the host knows in the host's memory where towers are GPUs.
 
-Counts of rows, and what follows from shapes, lie in the host's memory. TensorFlow has ops for them that take and return
-them in a GPU's: then numbers of a few bytes are copied after whatever else is copied to the GPU, such as the next
-batch, and for those that come back the host waits for all that the GPU has been given. Here such ops run on the
-host, and a number that an op of the GPU needs gets there as a kernel's parameter: TensorFlow's kernel of `Range` takes
-its ends from the host's memory. So the host can be a whole step ahead.
+Counts of rows, and what follows from shapes, lie in the host's memory. Some of TensorFlow's ops take or return them in
+a GPU's memory: then a few bytes are copied behind all else that is copied to the GPU, such as the next batch, and for
+the bytes that come back the host waits for all of the GPU's earlier work. Here such ops run on the host, and a number
+that an op of the GPU needs gets there as a kernel's parameter: TensorFlow's kernel of `Range` takes its ends from the
+host's memory. So the host can be a whole step ahead.
 """
 
 from collections.abc import Collection, Sequence
@@ -37,8 +37,8 @@ class HostValues:
         self._nodes = {node.name: node for node in definition.node}
         # Tensors in the host's memory. TensorFlow passes int32 to functions there.
         self._host = {name for name in outside if graph.spec(name).dtype == tf.int32}
-        self._on_host: dict[TensorName, TensorName] = {}  # what an op of the host takes, by what others take
-        self._entered: dict[TensorName, TensorName] = {}  # what an op of the GPU takes, by what the host has
+        self._on_host: dict[TensorName, TensorName] = {}  # an op of the host takes this tensor in place of that
+        self._entered: dict[TensorName, TensorName] = {}  # an op of the GPU takes this tensor in place of the host's
 
     def run(self, needed: Collection[OpName]) -> None:
         """Change the nodes in place; others take the results of the `needed` ops from the GPU."""
@@ -110,7 +110,7 @@ class HostValues:
         node.attr["T"].type = output.dtype.as_datatype_enum
 
     def _enter(self, source: TensorName, spec: Any) -> TensorName:
-        """Return what the segment calls a number of the host's, on the GPU."""
+        """Return the name of the tensor on the GPU that has a number of the host's."""
         if source not in self._entered:
             prefix = f"{self._graph.traced.free_prefix}/entered_{len(self._entered)}"
             self._entered[source] = enter(self._definition, prefix, source, spec.dtype, spec.shape)

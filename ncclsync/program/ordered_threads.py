@@ -1,8 +1,8 @@
-"""Replace what the threads of TensorFlow's kernels for the CPU add up as they come; called by `ordered_sums.py`.
+"""Replace TensorFlow's kernels for the CPU whose threads add up in no order; called by `ordered_sums.py`.
 
-So they do with many slices for a variable, as those of an embedding's gradient, and with the weights of a histogram:
-what towers compute alike would differ in the last bits, and so would a run that is repeated. Other kernels for the same
-keep an order. Where there is none, all towers take tower 0's result (`semantics/unordered.py`).
+Threads that come first add first: the slices of an embedding's gradient to a variable, and the weights of a histogram.
+What towers compute alike would differ in the last bits, and so would a run that is repeated. Other kernels for these
+sums keep an order. Where there is no other, all towers take tower 0's result (`semantics/unordered.py`).
 Source: tensorflow/core/kernels/scatter_functor.h, ScatterFunctorBase; bincount_op.cc, BincountFunctor.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-# By op: the attributes that tell the dtype of what is added, and of the places where.
+# By op: the attributes with the dtypes of what is added, and of the places.
 _TYPES = {
     "ResourceScatterAdd": ("dtype", "Tindices"),
     "ResourceScatterSub": ("dtype", "Tindices"),
@@ -44,7 +44,7 @@ def call_ordered(node: Any) -> Any:
 @functools.cache
 def _function(op_type: str, dtype: tf.DType, indices: tf.DType) -> Any:
     def scatter(variable, places, slices):
-        """By the op for places of several axes, which adds one slice after another; one number may be all slices."""
+        """Use the op for indices of several axes, which adds one slice after another; `slices` may be one number."""
         slice_shape = tf.raw_ops.VariableShape(input=variable)[1:]
         slices = tf.broadcast_to(slices, tf.concat([tf.shape(places), slice_shape], 0))
         slices = tf.reshape(slices, tf.concat([[tf.size(places)], slice_shape], 0))

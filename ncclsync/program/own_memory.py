@@ -13,7 +13,7 @@ from ncclsync.semantics.functions import change_functions, is_compiled
 
 _SUFFIX = "_own_memory"
 
-# Of what TensorFlow has a kernel that copies.
+# The dtypes for which TensorFlow has a kernel that copies.
 _COPIED = {
     *(tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.complex64, tf.complex128, tf.bool, tf.string),
     *(tf.int8, tf.int16, tf.int32, tf.int64, tf.uint8, tf.uint16, tf.uint32, tf.uint64),

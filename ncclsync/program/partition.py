@@ -7,17 +7,19 @@ It puts ordinary ops into the same graph (a tower's rows of a whole tensor, the 
 collectives become `Exchange`s.
 """
 
+import dataclasses
 import logging
+from collections.abc import Collection
 
 import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.compat.names import TensorName
+from ncclsync.compat.names import OpName, TensorName
 from ncclsync.compat.source_lines import user_line
 from ncclsync.errors import NcclSyncError
 from ncclsync.ops import Collective, CollectiveKind, Mark, Purpose
 from ncclsync.program.conversion import ADD_UP, GATHER, RECOMPUTED, Conversions
-from ncclsync.program.graph import TracedGraph, opened
+from ncclsync.program.graph import StepGraph, TracedGraph, opened, read_only
 from ncclsync.program.program import Results
 from ncclsync.semantics import rules
 from ncclsync.semantics.axes import Rows
@@ -46,24 +48,25 @@ class Unshared(Exception):
 
 
 class Partition(Conversions):
-    """Walk over one traced step; afterwards `graph` holds its exchanges, and its ops in their order.
+    """Walk over one traced step.
 
     Attributes:
+        graph: the step with what was put in, once it has run.
         warned: what a user should know of the step on towers, in words.
         normalized: lines that normalise by a tower's rows alone.
     """
 
     def __init__(self, traced: TracedGraph, results: Results, exact: bool = False, many_shards: bool = False) -> None:
-        """Take a step; `exact`: whether what a choice makes local is to be the batch's; see `Target.many_shards`."""
+        """Take a step; with `exact`, marks `by_choice` change nothing; see `Target.many_shards`."""
         super().__init__(traced)
         self._results, self._exact = results, exact
-        self.graph.differing.update(n for n, one in traced.argument_placements.items() if many_shards and not one.whole)
+        self.differing.update(n for n, one in traced.argument_placements.items() if many_shards and not one.whole)
         self._on_gpus = "GPU" in traced.home_device and not tf_compat.is_op_determinism_enabled()
         self._unordered = UNORDERED if self._on_gpus else UNORDERED_ON_CPU
         self.warned: list[str] = []
         self.normalized: list[str] = []
         self._local: dict[TensorName, tf.Tensor] = {}
-        self._altered: set[TensorName] = set()  # traced tensors that rest on what was made whole on the way
+        self._altered: set[TensorName] = set()  # traced tensors computed from tensors that were made whole on the way
 
     def run(self) -> "Partition":
         """Place the step; return itself.
@@ -76,22 +79,22 @@ class Partition(Conversions):
         with self.building():
             self._settle_results()
         self._fold_metrics()
-        self.graph.freeze()
+        parts = read_only(vars(self))
+        self.graph = StepGraph(**{field.name: parts[field.name] for field in dataclasses.fields(StepGraph)})
         return self
 
     # One op.
 
     def _step(self, op: tf.Operation) -> None:
-        graph = self.graph
-        names = graph.inputs[op.name]
+        names = self.inputs[op.name]
         if op.name in self.traced.placeholders:
             self._argument(op)
             self.append(op)
             return
         given = [self.placed[name] for name in names]
         for tensor, name in zip(op.inputs, names, strict=True):
-            if tensor.name != name:  # of merged ops one alone was placed, and refined
-                tensor.set_shape(self.traced.tf_graph.get_tensor_by_name(name).shape)
+            if tensor.name != name:  # of merged ops one was placed, and refined
+                tensor.set_shape(self.traced.tensor(name).shape)
         call = Call(op, [tensor for tensor, _ in given], [placed for _, placed in given], self)
         if op.name in self.marks:
             with self.building():
@@ -120,14 +123,14 @@ class Partition(Conversions):
             with self.building():
                 added = added_up(call.tensors[indices], call.tensors[slices])
             call.tensors[indices], call.tensors[slices] = added
-        graph.inputs[op.name] = [tensor.name for tensor in call.tensors]
+        self.inputs[op.name] = [tensor.name for tensor in call.tensors]
         self.append(op)
         if op.name in self.joins_slices and all(placed.whole for placed in made):
             self.costs.leave_out(op)
         else:
             self.costs.add(op, call.given[1], (*call.inputs, *made))
         for output, placed in zip(op.outputs, made, strict=True):
-            if output.name in self.placed:  # what all towers have from tower 0
+            if output.name in self.placed:  # all towers have it from tower 0
                 continue
             by_rows = placed.kind is Kind.SHARD
             tensor, after = output, None if by_rows else self._rows_again(op, call.given[1], output)
@@ -182,16 +185,16 @@ class Partition(Conversions):
         return rules.shard(found[0][0], 1, found[0][1]) if found else None
 
     def _made(self, call: Call) -> list[Placement]:
-        op, graph = call.op, self.graph
-        if graph.writes[op.name] and not self.functions.runs(op):
+        op = call.op
+        if self.writes[op.name] and not self.functions.runs(op):
             return self._write(call)
         if op.type in ("ReadVariableOp", "VariableShape", "VarIsInitializedOp"):
             return [call.inputs[0] if op.type == "ReadVariableOp" else REPLICATE]
         if op.type == "Assert":
             self._assert(call)
             return []
-        # TensorFlow does not tell of a generator's variable that such a draw alone takes: there is one for all towers.
-        inputs = zip(graph.inputs[op.name], op.inputs, strict=True)
+        # TensorFlow does not list a generator's variable that only such a draw takes: all towers share that one.
+        inputs = zip(self.inputs[op.name], op.inputs, strict=True)
         unheld = {name for name, tensor in inputs if tensor.dtype == tf.resource} - self.traced.role.keys()
         draws_alike = op.type in rules.DRAWS and unheld
         if draws_alike or op.type in PRINTS or self.functions.hides_state(op, REPEATABLE | rules.DRAWS):
@@ -223,7 +226,7 @@ class Partition(Conversions):
             placed = {Role.SAME: REPLICATE, Role.SUM: SUM, Role.SEED: SEEDED}.get(role, LOCAL)
         self._put(output, output, placed)
         known = placed.kind is Kind.SHARD and output.shape[0] is not None and not placed.unit
-        if known:  # what is traced for so many rows computes on the whole batch
+        if known:  # an argument that is traced with its number of rows: all towers take the whole batch
             self.costs.have_rows(op)
             self.append(op)
             self._put(output, self.convert(output, placed, REPLICATE, op), REPLICATE)
@@ -231,9 +234,9 @@ class Partition(Conversions):
     def _put(self, output: tf.Tensor, tensor: tf.Tensor, placed: Placement) -> None:
         self.placed[output.name] = tensor, placed
         if placed.kind is Kind.SHARD and tensor.shape.rank and tensor.shape[placed.axis] is not None:
-            self.graph.open_axes[tensor.name] = placed.axis  # the traced length is the batch's
+            self.open_axes[tensor.name] = placed.axis  # the traced length is the batch's
         if not placed.whole:
-            self.graph.differing.add(tensor.name)
+            self.differing.add(tensor.name)
 
     def variables_of_rows(self) -> tuple[tuple[tf.Variable, int], ...]:
         """Return variables whose number of rows the trace has taken for the batch's; and how many for each sample."""
@@ -248,7 +251,7 @@ class Partition(Conversions):
     def whole(self, call: Call) -> list[Placement]:
         """Let every tower compute the same; see `Placer`."""
         handles = {
-            self.graph.inputs[call.op.name][i]
+            self.inputs[call.op.name][i]
             for i, tensor in enumerate(call.tensors)
             if tensor.dtype == tf.resource and not call.inputs[i].whole
         }
@@ -275,9 +278,9 @@ class Partition(Conversions):
     def _follow(self, call: Call) -> list[Placement]:
         """Give all towers what tower 0 computes: `call.op` is appended, and its results are placed."""
         op = call.op
-        self.graph.inputs[op.name] = [tensor.name for tensor in call.tensors]
+        self.inputs[op.name] = [tensor.name for tensor in call.tensors]
         self.append(op)
-        self.graph.differing.update(output.name for output in op.outputs)
+        self.differing.update(output.name for output in op.outputs)
         with self.building():
             for output in op.outputs:
                 sent = output.dtype not in (tf.resource, tf.variant)
@@ -288,41 +291,48 @@ class Partition(Conversions):
 
     def _follow_writes(self, op: tf.Operation) -> None:
         """Give all towers what an op, or a dataset that it iterates, has written to tower 0's variables."""
-        graph, sources = self.graph, [op]
+        sources = [op]
         for one in sources:
             sources += [t.op for t in one.inputs if t.dtype == tf.variant and t.op not in sources]
-        handles = sorted({handle for one in sources for handle in graph.writes.get(one.name, ())})
+        handles = sorted({handle for one in sources for handle in self.writes.get(one.name, ())})
         is_dataset = any(output.dtype == tf.variant for output in op.outputs) and not self.functions.runs(op)
         if not handles or is_dataset:  # which writes when it is iterated
             return
         with self.building():
             reads = [self._read(handle) for handle in handles]
-            graph.differing.update(read.name for read in reads)
+            self.differing.update(read.name for read in reads)
             writes = [self._assigned(one, self.followed(read, op)) for one, read in zip(handles, reads, strict=True)]
             done = tf.group(*writes)
         for write, handle in zip(writes, handles, strict=True):
-            graph.writes[write.name] = {handle}
-        graph.must_run.add(done.name)
+            self.writes[write.name] = {handle}
+        self.must_run.add(done.name)
         names = {one.name for one in sources}
         for one in sources:
-            graph.stands_for(one.name, done.name, but_not_to=names)
+            self._stands_for(one.name, done.name, but_not_to=names)
         for read in reads:
-            graph.controls[read.op.name] = [op.name]
+            self.controls[read.op.name] = [op.name]
+
+    def _stands_for(self, op: OpName, other: OpName, but_not_to: Collection[OpName] = ()) -> None:
+        """Redirect control dependencies from an op to its replacement, except those of `but_not_to`."""
+        for name, controls in self.controls.items():
+            if op in controls and name not in but_not_to:
+                self.controls[name] = [other if control == op else control for control in controls]
 
     def _read(self, handle: TensorName) -> tf.Tensor:
         dtype = self.traced.variable_of[handle].dtype
-        return tf.raw_ops.ReadVariableOp(resource=self.graph.tensor(handle), dtype=dtype)
+        return tf.raw_ops.ReadVariableOp(resource=self.traced.tensor(handle), dtype=dtype)
 
     def _assigned(self, handle: TensorName, value: tf.Tensor) -> tf.Operation:
-        return tf.raw_ops.AssignVariableOp(resource=self.graph.tensor(handle), value=value)
+        return tf.raw_ops.AssignVariableOp(resource=self.traced.tensor(handle), value=value)
 
     def _hidden(self, call: Call) -> list[Placement]:
-        """Run what changes something outside the step on tower 0 alone: Python, an iterator, a summary, a printed line.
+        """Run an op that changes something outside the step, on tower 0 alone: Python, an iterator, a summary, a print.
 
-        The other towers receive its results, of any shape. So it is with a loop or a branch that writes no variable.
+        The other towers receive its results, of any shape. A loop or a branch with such an op runs on tower 0 alone if
+        it writes no variable.
         """
-        op, graph, traced = call.op, self.graph, self.traced
-        for i, name in enumerate(graph.inputs[op.name]):
+        op, traced = call.op, self.traced
+        for i, name in enumerate(self.inputs[op.name]):
             try:
                 call.require(i, REPLICATE)
             except Refused:
@@ -334,8 +344,8 @@ class Partition(Conversions):
         others = [output for output in op.outputs if output.dtype in (tf.resource, tf.variant)]
         lazy = any(tensor.dtype == tf.variant for tensor in call.tensors)  # a dataset, which it iterates
         # A loop gives back the handles that it has been given.
-        if (others and op.type not in LOOPS) or graph.writes[op.name] or lazy:
-            # It writes variables, or may, which every tower must: all run it, and what it does besides it does N
+        if (others and op.type not in LOOPS) or self.writes[op.name] or lazy:
+            # It writes variables, or may, and every tower must write its own: all run it, and so its effects happen N
             # times.
             self.warned.append(
                 f"{op.type}, at {user_line(op.traceback)}, does something that no variable holds (it runs "
@@ -355,17 +365,17 @@ class Partition(Conversions):
             nothing = (part for one in outputs for part in (tf.zeros([0], one.dtype), tf.zeros([0], tf.int32)))
             return [tf.constant(0), *nothing]
 
-        before = len(graph.ops)
+        before = len(self.ops)
         with self.building():
             done, *sent = tf.cond(tf.equal(self.share.tower, 0), run, receive)
-            # By a result, since TensorFlow prunes what a branch does and none needs.
+            # By a result: TensorFlow prunes an op of a branch that no result needs.
             done = tf.identity(done)
-        for made in graph.ops[before:]:
+        for made in self.ops[before:]:
             if made.type in BRANCHES:
-                graph.controls[made.name] = [*graph.controls[made.name], *graph.controls[op.name]]
-        graph.must_run.add(done.op.name)
-        graph.stands_for(op.name, done.op.name)
-        graph.by_name[op.name] = op  # it is run there
+                self.controls[made.name] = [*self.controls[made.name], *self.controls[op.name]]
+        self.must_run.add(done.op.name)
+        self._stands_for(op.name, done.op.name)
+        self.by_name[op.name] = op  # it is run there
         for output in others:
             self._put(output, call.tensors[output.value_index], REPLICATE)
         with self.building():
@@ -383,8 +393,8 @@ class Partition(Conversions):
                 call.require(i, REPLICATE)
 
     def _write(self, call: Call) -> list[Placement]:
-        graph, op = self.graph, call.op
-        handles = {handle: self.traced.role[handle] for handle in graph.writes[op.name]}
+        op = call.op
+        handles = {handle: self.traced.role[handle] for handle in self.writes[op.name]}
         roles = set(handles.values())
         plain = op.type.startswith("Assign")
         if roles <= {Role.PARTIAL, Role.PARTITION, Role.SEED}:
@@ -410,7 +420,7 @@ class Partition(Conversions):
     # Marks and results, whose ops `building` takes over.
 
     def _mark(self, op: tf.Operation, mark: Mark, call: Call) -> None:
-        names, when = self.graph.inputs[op.name], None
+        names, when = self.inputs[op.name], None
         if mark.purpose == Purpose.SLICES:
             self.costs.leave_out(op)
             found = [(tensor, REPLICATE) for tensor in self._slices(op, mark, call)]
@@ -462,7 +472,7 @@ class Partition(Conversions):
         if collective.kind == CollectiveKind.ALL_GATHER and placed.kind is Kind.SHARD:
             return self.convert(tensor, placed, REPLICATE, op), REPLICATE
         if placed.kind is Kind.PARTIAL and reduces and how in ("mean", placed.op):
-            return self.convert(tensor, placed, REPLICATE, op), REPLICATE  # what its parts add up to
+            return self.convert(tensor, placed, REPLICATE, op), REPLICATE  # the reduction of its parts
         local = self._local_value(name)
         settled = collective.kind == CollectiveKind.BROADCAST or (reduces and how in ("mean", "max", "min"))
         if settled and placed.whole and local is tensor:
@@ -477,13 +487,13 @@ class Partition(Conversions):
             return tensor
         if name in self._local:
             return self._local[name]
-        op = self.graph.tensor(name).op
+        op = self.traced.tensor(name).op
         if not op.inputs or op.name in self.traced.passing or tf_compat.is_stateful(op):
             return tensor
         made = tf_compat.copied_op(op, [self._local_value(one) for one in self.traced.inputs[op.name]])
         for output, one in zip(op.outputs, made.outputs, strict=True):
             self._local[output.name] = one
-            self.graph.differing.add(one.name)
+            self.differing.add(one.name)
         return self._local[name]
 
     def _slices_part(self, op: tf.Operation, call: Call) -> list[tf.Tensor]:
@@ -514,7 +524,6 @@ class Partition(Conversions):
         return [tf.concat([few, summed], 0), tf.concat([where, every], 0)]
 
     def _settle_results(self) -> None:
-        graph = self.graph
         for result in self.traced.results:
             tensor, placed = self.placed[result.name]
             if self._results is Results.EACH:
@@ -522,33 +531,32 @@ class Partition(Conversions):
             elif placed != rules.shard():
                 tensor = self.convert(tensor, placed, REPLICATE, result.op)
             joins = self._results is Results.COMBINED and placed == rules.shard()
-            graph.outputs.append((tensor.name, joins))
+            self.outputs.append((tensor.name, joins))
 
     def _fold_metrics(self) -> None:
         """Add up metric state at the end of a step: the first tower of a process keeps the sum, the others zero."""
-        graph = self.graph
         users: dict[TensorName, list[tf.Operation]] = {n: [] for n, r in self.traced.role.items() if r is Role.SUM}
-        for op in graph.ops:
-            for name in users.keys() & set(graph.inputs[op.name]):
+        for op in self.ops:
+            for name in users.keys() & set(self.inputs[op.name]):
                 users[name].append(op)
         for name, ops in users.items():
-            writers = [op for op in ops if name in graph.writes[op.name]]
+            writers = [op for op in ops if name in self.writes[op.name]]
             if not writers:
                 continue
             last = writers[-1]
-            # What the step itself reads after its last write, and adds up, serves as well.
-            reads = (op for op in ops if op.name in self.reduced_reads and last.name in graph.controls[op.name])
+            # A read of the step's own after the last write, which is added up, serves as well.
+            reads = (op for op in ops if op.name in self.reduced_reads and last.name in self.controls[op.name])
             read = next(reads, None)
             if read is None:
                 with self.building():
                     read = self._read(name).op
-                graph.controls[read.name] = [op.name for op in writers]
+                self.controls[read.name] = [op.name for op in writers]
             total = self.exchange(read.outputs[0], ADD_UP, last)
-            before = len(graph.ops)
+            before = len(self.ops)
             with self.building():
                 kept = tf.where(self.traced.trace.site.is_first, total, tf.zeros_like(total))
                 write = self._assigned(name, kept)
-            graph.folds.update(op.name for op in graph.ops[before:])
-            graph.writes[write.name] = {name}
-            graph.controls[write.name] = [op.name for op in (*ops, read)]
-            graph.must_run.add(write.name)
+            self.folds.update(op.name for op in self.ops[before:])
+            self.writes[write.name] = {name}
+            self.controls[write.name] = [op.name for op in (*ops, read)]
+            self.must_run.add(write.name)

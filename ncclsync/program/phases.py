@@ -139,5 +139,5 @@ class _Part:
         if name in self._kinds.once:
             return phase + phase % 2
         if self._graph.by_name[name].type == "ReadVariableOp" and name not in self._awaited:
-            return max(phase, 1)  # not held from one function to the other
+            return max(phase, 1)  # so that its value is not held from one phase to the next
         return phase

@@ -115,9 +115,9 @@ class Segment:
         once: whether it runs once for each tower where a tower has several shards; else it runs for each shard.
         unrepeatable: an op of it that must run once, as Python and prints, and its line; "" if there is none.
         written: names of the handles that its function may write to, sorted.
-        hold: where XLA compiles, see `segment.holding`: what the written variables hold is given to the function last,
-            which does not use it. If such a program fails, TensorFlow frees the memory of each variable that it was to
-            write, which still uses it, unless somebody else holds that memory, too.
+        hold: where XLA compiles, returns the values of the written variables (`segment.holding`). The function takes
+            them last, and does not use them: if a program of XLA's fails, TensorFlow frees the memory of each variable
+            that it was to write, though the variable still points to it, unless something else holds that memory.
             Source: tensorflow/compiler/jit/xla_launch_util.cc, PopulateExecutionInputBuffer.
     """
 
@@ -189,7 +189,7 @@ class Program:
         warnings: what a user should know of the step on towers, in words.
         draws: lines that draw random numbers for rows, different ones on each tower.
         normalized: lines that normalise by a tower's rows alone.
-        declared: numbers of rows, of which the batch must have one that the step was traced for.
+        declared: numbers of rows that a state or a constant of the step fixes: a batch has as many, or one.
         fixed: see `Partition.variables_of_rows`.
         work: of the step's ops, and the rows that every tower gets of all.
         rollback: (name of a variable's handle, whether it is restored if a gradient is not finite, too: metrics count

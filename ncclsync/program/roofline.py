@@ -42,7 +42,7 @@ CUBIC = names(
     MatrixLogarithm MatrixSolve MatrixSolveLs MatrixSquareRoot MatrixTriangularSolve Qr SelfAdjointEigV2 Svd
     """
 )
-_SORTED_ROWS = 1024  # a sort of n numbers takes log₂ n passes: of rows, as many as of these
+_SORTED_ROWS = 1024  # a sort of n numbers takes log₂ n passes; a sort of rows counts as one of so many
 
 POWERS = 4  # of rows: 0 to 3
 COUNTS = 3  # multiplications, bytes moved, kernels

@@ -1,9 +1,9 @@
 """Read only the rows that an op takes of a variable, as an embedding's lookup does, not the whole variable.
 
 Keras reads the whole variable and then takes rows of what it read. From a variable's first sparse update on,
-TensorFlow copies all of it for each such read, so that a step costs as much as the table is large. A variable
-that rows are taken from copies in the same way what is read from it later, and is therefore left alone if it
-is not updated sparsely. Source: tensorflow/core/kernels/training_op_helpers.h, EnsureSparseVariableAccess.
+TensorFlow copies all of it for each such read, so that a step costs as much as the table is large. Rows that
+are taken from a variable have the same effect on its later reads, so a variable that is not updated sparsely is left
+alone. Source: tensorflow/core/kernels/training_op_helpers.h, EnsureSparseVariableAccess.
 """
 
 import collections
@@ -35,7 +35,7 @@ def read_rows_only(definition: tf.compat.v1.GraphDef, graph: StepGraph, needed: 
             _take_from_variable(node, read)
         for node in others:
             _become_constant(node, shape)
-        # What waits for the read waits for these.
+        # Ops that wait for the read wait for the takers.
         read.op = "NoOp"
         read.attr.clear()
         read.ClearField("input")

@@ -61,7 +61,7 @@ def schedule(graph: StepGraph, bucket_bytes: int | None) -> Schedule:
     for level in range(count):
         inside = {name for name, own in levels.items() if own == level}
         buckets = _overlapping(graph, levels, level, of_level[level], bucket_bytes)
-        for part, bucket in reversed(list(enumerate(buckets))):  # an earlier one needs it earlier
+        for part, bucket in reversed(list(enumerate(buckets))):  # the earliest decides on shared ancestors
             sources = [graph.origin(result)[0] for result in bucket]
             parts.update(dict.fromkeys([*bucket, *ancestors(graph, sources, inside)], part))
         begins.append(begins[level] + max(len(buckets), 1))

@@ -28,12 +28,12 @@ class Rewrite:
     """Replace some ops of a segment by one node that computes the same.
 
     Attributes:
-        members: names of the ops that are replaced.
+        members: names of the ops that are replaced, inputs before consumers.
         inputs: names of the tensors and handles that the node takes.
         node: it has the name of the member whose result others take.
     """
 
-    members: frozenset[OpName]
+    members: tuple[OpName, ...]
     inputs: tuple[TensorName, ...]
     node: tf.compat.v1.NodeDef
 
@@ -44,7 +44,7 @@ class SegmentPlan:
 
     Attributes:
         graph: the graph that names stand for.
-        ops: inputs before consumers.
+        ops: names, inputs before consumers.
         sources, incoming, fetches, outgoing, once, unrepeatable: see `Segment`.
         jit_compile: whether XLA compiles it.
         shares_memory: see `Target`.
@@ -61,16 +61,16 @@ class SegmentPlan:
     unrepeatable: str = ""
     jit_compile: bool = False
     shares_memory: bool = False
-    rewrites: tuple[Rewrite, ...] = ()
+    rewrites: Sequence[Rewrite] = ()
 
     @property
     def needed(self) -> set[TensorName]:
-        """Return the names of the tensors that others need of the segment."""
+        """Return the names of the segment's tensors that are needed outside it."""
         return {*self.fetches, *(exchange.source for bucket in self.outgoing for exchange in bucket.exchanges)}
 
     @property
     def needed_ops(self) -> set[OpName]:
-        """Return the names of the ops of these."""
+        """Return the names of the ops that make them."""
         return set(map(op_name, self.needed))
 
 
@@ -111,7 +111,7 @@ def compile_segment(
         values: dict[TensorName, Any] = {
             name: forms[name].take(*each) for name, each in zip(plan.sources, sources, strict=True)
         }
-        for name in traced.variable_of.keys() & values:  # else what is read has no shape, which some ops ask for
+        for name in traced.variable_of.keys() & values:  # else a read has no shape, and some ops ask for it
             tf_compat.describe_handle(values[name], traced.variable_of[name])
         rank = values.get(trace.site.rank.name)
         values.update(unpack_all(plan.incoming, received, meter, rank))
@@ -160,7 +160,7 @@ def holding(dtypes: Sequence[tf.DType]) -> Any:
     def body(*handles):
         held = []
         for handle, dtype in zip(handles, dtypes, strict=True):
-            # A variable that was written at places gives copies of its memory to who reads it, unless told to share.
+            # After a sparse write a variable gives its readers copies, unless it is told to share its memory.
             with tf.control_dependencies([tf.raw_ops.DisableCopyOnRead(resource=handle)]):
                 held.append(tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype))
         return held

@@ -49,7 +49,7 @@ class Trace:
 
 
 def _made_by_itself(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
-    """Create a variable whose start value waits for nothing of the step: TensorFlow computes it before that runs."""
+    """Create a variable whose start value waits for nothing of the step: TensorFlow computes it before the step."""
     with tf.control_dependencies(None):
         return next_creator(**kwargs)
 
@@ -61,7 +61,7 @@ def trace(step: Callable[[Any], Any], batch_specs: Any, *, jit_compile: bool = F
         step: any function of a batch; its collectives become marks.
         batch_specs: the batch's structure with a `tf.TypeSpec` (or None) in place of each tensor.
         jit_compile: whether XLA compiles it. TensorFlow then writes other gradients of loops and branches.
-        opened: variables with so many rows for each sample of the batch: the trace does not know how many there are.
+        opened: (variable, its rows per sample of the batch): the trace leaves its number of rows open.
 
     Returns:
         The trace: a valid program of one tower, in which a mark changes nothing.

@@ -5,8 +5,8 @@ that grows as the batch does counts rows; any other is open. So the arithmetic o
 are computed by TensorFlow's own kernels, for each of these batches. No op of the step runs.
 
 A few batches prove nothing: 16 divides the rows of neither 1 nor 840. So each op is asked for further batches, with
-inputs on the straight line through those of two cases (`Kernels`). Where its results leave the line that theirs lie on,
-they are not known. Each op is judged by its own inputs, so what is known holds for all that it is computed by.
+inputs on the straight line through those of two cases (`Kernels`). Results that leave the line through the results of
+these two cases are not known. Each op is judged by its own inputs, so a known result has passed at every op before it.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ class Batch(NamedTuple):
 
 
 # One row finds out lengths that only large batches have, as that of `x[:64]`; 840 rows can be divided by 2 to 8.
-# Another length for what is open tells what depends on it; the last one has other lengths for what is not known.
+# Another length of open axes tells what depends on them; the last batch has other lengths of unknown axes.
 BATCHES = (Batch(1, 13), Batch(840, 13), Batch(1, 24), Batch(1, 13))
 
 Shape = tuple[int, ...]
@@ -127,7 +127,7 @@ class Axes:
         return values[0] if values is not None and _equal(values, (values[0],) * len(values)) else None
 
     def elements(self, tensor: tf.Tensor) -> tuple[Length, ...]:
-        """Return what each number of a small tensor of integers is; of none, if that is not known."""
+        """Return what each number of a small tensor of integers is; () if that is not known."""
         if tensor.op.type == "Pack" and tensor.shape.rank == 1:
             each = [self.elements(one) for one in tensor.op.inputs]
             return tuple(one[0] if one else None for one in each)
@@ -284,7 +284,7 @@ class Axes:
     # Lists of tensors, of which loops are made; optional ones, of which branches are; and variables.
 
     def _of_items(self, op: tf.Operation) -> list[State]:
-        """Return what is known of the results of an op that takes such a thing, or gives one."""
+        """Return what is known of the results of an op that takes or gives a list, an optional tensor or a variable."""
         inputs, kind = list(op.inputs), op.type
         held = [one for one in map(self._state, inputs) if isinstance(one, Items)]
         if kind in ("OptionalNone", "EmptyTensorList"):
@@ -345,7 +345,7 @@ class Axes:
         return unknown if any(one is None for one in given) else self.computed(op, given) or unknown
 
     def _is_small(self, tensor: tf.Tensor) -> bool:
-        """Return whether a tensor has few numbers, as shapes have and what is computed of them."""
+        """Return whether a tensor has few numbers, as shapes and results of arithmetic on them have."""
         shape = tensor.shape
         if shape.rank is None and isinstance(state := self._states.get(tensor.name), tuple):
             shape = tf.TensorShape(state[0])
@@ -415,7 +415,7 @@ class Kernels:
                 for axis, (one, other, met) in enumerate(zip(*shapes, strict=True)):
                     expected = None if None in (one, other) else one + (other - one) * step
                     if step == _LEAST and met is None:
-                        continue  # of nothing TensorFlow cannot tell what -1 stands for in a shape
+                        continue  # without elements TensorFlow cannot tell what -1 stands for in a shape
                     if met != expected if step or one == other else met is None:
                         open_axes.add(axis)
                 for results in found:
@@ -441,11 +441,11 @@ class Kernels:
         return found
 
     def with_unknown(self, shapes: Sequence[Sequence[int | None]]) -> Shapes:
-        """Return shapes, for each of BATCHES, in which a length of which nothing is known is its own prime's multiple.
+        """Return shapes, for each of BATCHES, in which each unknown length is a multiple of a prime of its own.
 
-        So it is hardly taken for another length. It is equal on all towers, as what is open is. `_STEPS` lead from it
-        to nothing, as a mask may leave, and to lengths that have no divisor in common but that prime. Of two of them
-        the longer one is the shorter one in the last of BATCHES.
+        So it is hardly mistaken for another length. Like an open length it is equal on all towers. `_STEPS` lead from
+        it to 0, which a mask may leave, and to lengths that have that prime alone as a common divisor. Of two such
+        lengths the longer one is the shorter one in the last of BATCHES.
         """
         filled = []
         for lengths in zip(*shapes, strict=True):
@@ -460,10 +460,13 @@ class Kernels:
     ) -> Iterator[tuple[int, Fraction | int, list[Any]]]:
         """Ask what an op gives for further batches: a claim about all batches must not rest on a few of them.
 
-        Its inputs there lie on the straight line from those of the first case to those of another. Yields the other
-        case's number, how many steps along the line, and [outputs] what the op gives; None where it cannot be asked.
-        No steps: one of several open numbers alone is the other case's, or each length of which nothing is known is 1.
-        What both cases have in common has to stay, and the rest has to be known. A reshape needs all of the numbers.
+        Its inputs there lie on the straight line from those of the first case to those of another.
+
+        Yields:
+            The other case's number; how many steps along the line; [outputs] what the op gives there, None where it
+            cannot be asked. With 0 steps one of several open numbers alone is the other case's, or each unknown length
+            is 1: what the results of both cases have in common has to stay, the rest has to be known. A reshape, which
+            needs all of the numbers, is not asked so.
         """
         first, *others = ([_hashable(one) for one in given] for given in cases)
         for which, other in enumerate(others, 1):
@@ -541,13 +544,13 @@ _MOST_AXES = 254
 IMPOSSIBLE = ValueError, OverflowError, tf.errors.OpError
 # The number of the case in which what is open is longer.
 _OPENED = 2
-# How far along the line from the first case to another one an op is asked again, for shapes and for values, and by the
-# number of the other case, or for all further ones. Of BATCHES: for 99,842 rows, and lengths of 1 and 275,013, or, of
-# what is not known, 0; values also for 2 and 2,518 rows, and a length of 14.
+# How many steps along the line an op is asked again: for shapes, and for values; each by the number of the other case,
+# the last for all further cases. With BATCHES these are 99,842 rows, open lengths of 1 and 275,013, and unknown ones of
+# 0; for values also 2 and 2,518 rows, and a length of 14.
 _LEAST = Fraction(-12, 11)
 _STEPS = (((119,), (_LEAST, 25_000), ()), ((Fraction(1, 839), 3, 119), (_LEAST, Fraction(1, 11), 25_000), (119,)))
 _COMPARING = frozenset({"Equal", "Greater", "GreaterEqual", "Less", "LessEqual", "NotEqual"})
-# What these give for some numbers says nothing of those in between.
+# Results of these for some numbers say nothing of the numbers in between.
 _SPIKING = frozenset({"BitwiseAnd", "BitwiseOr", "BitwiseXor", "ListDiff", "OneHot", "Unique"})
 _NOWHERE = object()
 
@@ -610,7 +613,7 @@ def _apart(few: Sequence[Any], opened: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 def _of_one(few: Sequence[Any], other: Sequence[Any]) -> list[Any]:
-    """Return inputs in whose shapes a length of which nothing is known, which the other case tells, is 1."""
+    """Return inputs in whose shapes each unknown length, which is another one in the other case, is 1."""
 
     def shape_of(one: Any, there: Any) -> Any:
         if not isinstance(one, tuple) or not isinstance(there, tuple) or len(one) != len(there):
@@ -665,7 +668,7 @@ def _held(state: State) -> Any:
 
 
 def passed_on(tensor: tf.Tensor, *also: str) -> tf.Tensor:
-    """Return the tensor that another one is, by way of identities, and `also` of ops of these types."""
+    """Return the tensor that identities have passed on as this one; `also`: other types of ops to look through."""
     while tensor.op.type in ("Identity", "StopGradient", *also):
         tensor = tensor.op.inputs[0]
     return tensor

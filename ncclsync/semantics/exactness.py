@@ -17,7 +17,7 @@ _NAMED = 3  # so many layers are named where the same holds for many
 
 @dataclasses.dataclass(frozen=True)
 class Inexact:
-    """Hold one reason why N towers and one device part.
+    """Hold one reason why N towers and one device differ.
 
     Attributes:
         where: the layer or loss, or whatever it is, by class and name.

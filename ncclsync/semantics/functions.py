@@ -41,7 +41,7 @@ class Functions:
         return [f.name for value in attributes for f in (value.func, *value.list.func) if f.name]
 
     def taken_by(self, op: tf.Operation, chosen: Any) -> list[str]:
-        """Return the names of the functions that a branch may run that chooses by this value; None: it is not known."""
+        """Return the names of the functions that a branch may run if it chooses by this value; None: not known."""
         names = self.called_by(op)
         if chosen is None or np.ndim(chosen) or np.asarray(chosen).dtype.kind not in "bi":
             return names

@@ -51,7 +51,7 @@ class Holder(abc.ABC):
 
         Args:
             reads: whether to track reads as well.
-            keeps: whether it lives as long as the variable, since it holds what that does not.
+            keeps: whether the variable keeps it alive, since it holds values that the variable does not.
         """
         tracker = self._tracker()
         tracker.add(self, (lambda: self) if keeps else weakref.ref(self))

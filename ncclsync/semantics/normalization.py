@@ -71,7 +71,7 @@ def batch_moments(inputs: tf.Tensor, axes: Sequence[int], mask: Any) -> tuple[tf
     whole = tf.reduce_sum(counts, 0) + epsilon  # [C], of the batch
     mean = tf.reduce_sum(counts * means, 0) / whole
     variance = tf.reduce_sum(squares + counts * tf.square(means - mean), 0) / whole
-    # So that what flows back meets here, in one exchange, and not where each of them is first needed.
+    # So that their gradients meet here, in one exchange, and not where each is first needed.
     mean, variance = ops.to_replicate([mean, variance])
     return mean, variance
 

@@ -22,8 +22,8 @@ class Detail(enum.Enum):
     ENDS = "ends"  # PIECE: where each row ends
     BEGINS = "begins"  # PIECE: where each row begins
     LENGTH = "length"  # PIECE: how many splits there are
-    OWN = "own"  # PLACES: each numbers any of the rows · w elements that the tower has
-    EVERY = "every"  # PLACES: so, and all of these occur, in ascending order
+    OWN = "own"  # PLACES: each numbers any one of the tower's rows · w elements
+    EVERY = "every"  # PLACES: as OWN, and each element occurs, in ascending order
     MAP = "map"  # PLACES: where each value of a sparse tensor goes when empty rows are filled
 
 
@@ -51,28 +51,29 @@ class Placement:
         kind:
             REPLICATE: it is the batch's.
             SHARD: it has the tower's rows of `axis`. That axis consists of `blocks` blocks, one after the
-                other, each with as many rows for every sample. If all rows are alike, `blocks` is 0: their order
+                other, each with the same number of rows per sample. If all rows are alike, `blocks` is 0: their order
                 does not matter. Rows of another `unit` than samples lie in the order of these units.
             PARTIAL: the batch's value is the towers' values reduced by `op`; "mean" weighs each by its samples.
             COUNTS: integers, a scalar or a vector, that count rows: the batch's are the sums of the towers'.
                 `counts` has an entry per element: how many for each sample, -1 where that is not known, and
                 0 for an element that counts no rows and is the same on all towers.
             LOCAL: each tower's own; the batch has no such value. By agreement its mean by samples stands for it.
-            AXES: the axes over which a gradient is summed since an operand was broadcast; `of` is the
-                operand, and `axis` that of the gradient's rows.
-            PENDING: rows in a shape that the next reshape gives; then it is placed as `of`. None: what a kernel keeps
-                for its gradient, in an order of its own.
-            ITEMS: a list of tensors that are placed as `of`; None: it is empty still, and takes tensors of
-                the shape `counts`, in which -1 is any length. Of ROW, a loop has put in one for each of a tower's rows.
+            AXES: the axes over which the gradient of a broadcast operand is summed; `of` is the operand's placement,
+                `axis` the gradient's axis of rows.
+            PENDING: rows along an axis that only the next reshape shows, whose result is placed as `of`. If `of` is
+                None: what a kernel keeps for its gradient, in an order of its own.
+            ITEMS: a list of tensors that are placed as `of`. If `of` is None, the list is still empty, and takes
+                tensors of the shape `counts`, in which -1 is any length. With detail ROW, a loop has put in one
+                tensor for each of a tower's rows.
             PIECE: row splits of a ragged tensor that holds the tower's rows.
-            PLACES: integers that number what the tower has: 0, w, 2 w, … for its rows along `axis`; of ROW, plus a
-                number below w. `counts` is (rows for each sample, w).
+            PLACES: integers that number the tower's elements: 0, w, 2 w, … for its rows along `axis`; with detail
+                ROW, each plus a number below w. `counts` is (rows for each sample, w).
             INDICES: a matrix of integers, a sparse tensor's indices, whose first column is placed as PLACES.
         axis, blocks: see SHARD; `axis` also AXES and PLACES.
-        unit: what there are so many rows for each of: `SAMPLES`; else the rows of the tensor of that name, or the
-            values between these row splits. How many of these a tower has depends on its data.
-        each: of a SHARD, how many rows for each sample a block has, as far as it is known; 0: not known. It is no part
-            of the placement: tensors that TensorFlow takes together have as many.
+        unit: what rows are counted by: `SAMPLES`; else the rows of the tensor of that name, or the values between
+            these row splits. How many of them a tower has depends on its data.
+        each: of a SHARD, how many rows per sample a block has; 0: not known. Placements are compared without it:
+            tensors that one op takes together have equally many.
         op, detail: see PARTIAL; what else there is to say.
         counts: see COUNTS, ITEMS and PLACES.
         of: see AXES, PENDING and ITEMS.

@@ -1,4 +1,4 @@
-"""Place an op: ask its rule which placements its results have, and bring its inputs to what that takes.
+"""Place an op: ask its rule which placements its results have, and convert its inputs to those that the rule takes.
 
 `Placer` has what placing a step (`partition.py`) and placing a function have in common; `FunctionPlacer`
 places the functions that loops, branches and calls run.
@@ -63,13 +63,13 @@ class Placer(abc.ABC):
     Attributes:
         functions: of the step.
         axes: of the graph whose ops are placed.
-        lenient: whether what is whole may be taken for rows: a loop's body is looked at to see what begins it.
+        lenient: whether whole tensors may be taken for rows, while a loop's body is tried, to see how it begins.
         row_by_row: whether the ops are in a loop over a tower's rows.
         within: whether they are in a function, where nothing can be put before them.
         row_splits: names of the row splits of ragged arguments whose values lie in rows, not in rows of rows.
         draws: the user's lines that draw numbers which are each tower's own.
-        fixed: the lengths that the trace has of axes that are divided; of so many rows for each sample.
-        stretched: whether a batch of one row may have more of a tensor than `each` says: that row was broadcast.
+        fixed: rows per sample, by the length that the trace has of an axis that is divided.
+        stretched: whether a batch of one row may have more rows of a tensor than `each` says, since it was broadcast.
     """
 
     lenient = row_by_row = within = stretched = False
@@ -106,7 +106,7 @@ class Placer(abc.ABC):
         """Let tower 0 compute, on the batch's values, and all towers take its result."""
 
     def place(self, call: Call) -> list[Placement]:
-        """Choose how the results of an op are placed, and bring its inputs to what that takes."""
+        """Choose how the results of an op are placed, and convert its inputs as that requires."""
         for output in call.op.outputs:
             if output.shape.rank is None:
                 self.axes.refine(output)
@@ -224,7 +224,7 @@ class Placer(abc.ABC):
         return None if rule is None else rule(call)
 
     def _counted(self, call: Call) -> list[Placement] | None:
-        """Place what is computed of counts of rows: it is computed for several towers, `_TOWERS`."""
+        """Place arithmetic on counts of rows: compute it for several towers, `_TOWERS`, and compare."""
         fits = all(output.dtype in (tf.int32, tf.int64) for output in call.op.outputs)
         if not fits or any(placed.kind not in (Kind.COUNTS, Kind.REPLICATE) for placed in call.inputs):
             return None
@@ -307,7 +307,7 @@ class Placer(abc.ABC):
         return self._body(op, name, call.inputs)
 
     def _loop(self, call: Call) -> tuple[list[Placement], list[Placement]]:
-        """Place a loop's variables, while it runs and afterwards: as what begins them and what its body makes agree."""
+        """Place a loop's variables, while it runs and afterwards, so that their begins and the body's results agree."""
         op, placed = call.op, list(call.inputs)
         body, condition = op.get_attr("body").name, op.get_attr("cond").name
         each = {one.of.each for one in placed if one.of == EACH}
@@ -368,7 +368,7 @@ _TOWERS = ((0, 0), (1, 0), (2, 2), (0, 1), (1, 1))
 
 
 def _keeps_rows(call: Call, output: tf.Tensor, axis: int) -> bool:
-    """Return whether only tensors of rows can tell how many rows an op gives: nothing else reaches up to their axis."""
+    """Return whether only sharded inputs decide how many rows an op gives: no other input reaches up to the axis."""
     rank = output.shape.rank
     return (
         rank is not None
@@ -382,7 +382,7 @@ def _keeps_rows(call: Call, output: tf.Tensor, axis: int) -> bool:
 
 
 def _of_tower(values: Sequence[np.ndarray], placed: Placement, own: int, batch: int) -> np.ndarray:
-    """Return the integers that a tower has whose rows are those of one of BATCHES, and the whole batch is another."""
+    """Return the integers of a tower that has the rows of `BATCHES[own]`, of the batch `BATCHES[batch]`."""
     whole = values[batch]
     if placed.kind is not Kind.COUNTS:
         return whole
@@ -427,7 +427,7 @@ def _local_of(inputs: Sequence[Placement]) -> Placement:
 
 
 def _any_of(ways: Sequence[Placement], tensors: Sequence[tf.Tensor]) -> Placement:
-    """Return the placement of the result of branches that give these tensors, placed so."""
+    """Return the placement of a result that the branches of an op give as these tensors, placed these ways."""
     given = given_by([*zip(tensors, ways, strict=True)])
     if SUM in ways:  # where a branch has no gradient it gives zeros
         given = [(tensor, SUM if one.whole and is_zero(tensor) else one) for tensor, one in given]
@@ -455,7 +455,7 @@ def _either(one: Placement, two: Placement) -> Placement:
 
 
 class FunctionPlacer(Placer):
-    """Place a function's tensors, where nothing can be put in between: refuse what would need it."""
+    """Place a function's tensors. Nothing can be put in between: an op that would need it is refused."""
 
     within = True
 
@@ -466,9 +466,9 @@ class FunctionPlacer(Placer):
         self._carried: set[TensorName] = set()  # inputs that the function changes
 
     def _row_by_row(self, call: Call) -> list[Placement]:
-        """Place an op of a loop over a tower's rows: what it computes of one row and of what is whole, that row has.
+        """Place an op of a loop over a tower's rows: what it computes of one row, and of whole tensors, is that row's.
 
-        Refused is what takes something else, or which row it is, other than to find it in a list.
+        An op is refused if it takes anything else, or takes the row's number other than to find the row in a list.
         """
         op, inputs, kinds = call.op, call.inputs, {placed.kind for placed in call.inputs}
         numbers = {passed_on(t).op.type for t, one in zip(op.inputs, inputs, strict=True) if one == COUNTER}

@@ -35,8 +35,7 @@ def role_of(variable: tf.Variable, same_seeds: bool = False) -> Role:
         variable: of tower 0.
         same_seeds: whether random state is equal on all towers (`exact`).
 
-    Keras declares `sum` on the state of its metrics; what it declares on other variables (mostly "none")
-    does not distinguish them: whether a step computes their new value from data decides what is averaged.
+    Keras declares `sum` on the state of its metrics. What it declares on other variables, mostly "none", tells nothing.
     """
     if (declared := getattr(variable, DECLARED, None)) is not None:
         return declared

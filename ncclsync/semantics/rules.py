@@ -1,4 +1,4 @@
-"""List, op by op, which placements it takes, and which it gives.
+"""List, op by op, which placements an op takes, and which it gives.
 
 One table, `RULES`, from an op's type to its rule, and each family's reason beside it. A rule looks at a
 `Call`, may ask for other placements of its inputs, and returns those of its outputs; or None: then all inputs
@@ -78,7 +78,7 @@ class Call:
         return self.axes.constant(self.op.inputs[index])
 
     def spares(self, index: int) -> bool:
-        """Return whether input `index` can be placed otherwise and no rows are gathered: every tower knows all."""
+        """Return whether every tower can compute all of input `index` itself, so that no rows are gathered."""
         return self.placer.spares(self.tensors[index], self.inputs[index])
 
     def count_local_as_whole(self) -> None:
@@ -101,7 +101,7 @@ def names(text: str) -> frozenset[str]:
 Rule = Callable[[Call], Sequence[Placement] | None]
 RULES: dict[str, Rule] = {}
 LINEAR: dict[str, Rule] = {}
-NUMBERED: dict[str, Rule] = {}  # for what numbers the tower's own rows; see `uneven.py`
+NUMBERED: dict[str, Rule] = {}  # for integers that number the tower's own rows; see `uneven.py`
 TAKING_COUNTS: set[str] = set()  # ops whose rules look at counts of rows
 
 
@@ -145,7 +145,7 @@ def same_rows(one: Placement, other: Placement) -> bool:
 
 
 def together(one: Placement, other: Placement) -> Placement | None:
-    """Return the placement of what has the rows of both, along the first's axis; None if they differ."""
+    """Return the placement of a tensor with the rows of both, along the first's axis; None if these rows differ."""
     if not same_rows(one, other):
         return None
     chosen = one if one.blocks else other
@@ -153,7 +153,7 @@ def together(one: Placement, other: Placement) -> Placement | None:
 
 
 def counted(placed: Placement) -> Placement:
-    """Return the placement of rows that are all alike as that of one block of them."""
+    """Return the placement of one block of rows for rows that are all alike; other placements as they are."""
     return dataclasses.replace(placed, blocks=1) if placed.kind is Kind.SHARD and not placed.blocks else placed
 
 
@@ -164,7 +164,7 @@ _AXES, _OTHERS = "abcdefghijklm", "nopqrstuvwxyz"
 def _by_letters(
     call: Call, given: Sequence[str | None], made: Sequence[str | None], reduced: Placement | None = None
 ) -> list[Placement] | None:
-    """Place an op by what its axes are, as Shardy's sharding rules do; it computes the rows along each by themselves.
+    """Place an op by what its axes are, as Shardy's sharding rules do: it computes each row along them by itself.
 
     Source: `OpShardingRuleAttr`, https://openxla.org/shardy/sdy_dialect.
 
@@ -223,7 +223,7 @@ def only_one(placed: Placement) -> Any:
 
 
 def counted_by(shape: Placement) -> Placement:
-    """Return the placement of what has this shape, of rows that are all alike; the shape's own if it counts none."""
+    """Return the placement, by rows all alike, of a tensor of this shape; the shape's own if it counts no rows."""
     axis = only_one(shape)
     if axis is None:
         return shape if shape.kind is Kind.COUNTS else REPLICATE
@@ -357,7 +357,7 @@ def _scale_partial(call: Call) -> Sequence[Placement] | None:
     shape = lengths_of(call.op.inputs[at])
     if not call.op.outputs[0].dtype.is_floating or call.inputs[at].op not in ("sum", "mean"):
         return None
-    # Only where that makes it no larger: what is exchanged is the smallest of what could be.
+    # Only if the product is no larger: the smallest of the tensors that could be exchanged is exchanged.
     return [call.inputs[at]] if shape is not None and shape == lengths_of(call.op.outputs[0]) else None
 
 
@@ -577,7 +577,7 @@ def _keeps_samples(call: Call) -> bool:
 
 @rule_for("SpaceToBatch SpaceToBatchND BatchToSpace BatchToSpaceND")
 def _space_to_batch(call: Call) -> Sequence[Placement] | None:
-    """Place what a dilated convolution makes: all samples for one offset, then for the next."""
+    """Place the batch of a dilated convolution: all samples for one offset, then for the next."""
     placed, plain = call.inputs[0], not call.op.type.endswith("ND")
     sizes = [call.op.get_attr("block_size")] * 2 if plain else call.constant(1)
     if placed.kind is not Kind.SHARD or placed.axis or sizes is None or not all(p.whole for p in call.inputs[1:]):
@@ -658,7 +658,7 @@ def _strided_slice(call: Call) -> Sequence[Placement] | None:
 
 
 def _blocks_of_slice(call: Call, axis: int, each: int, total: int) -> int:
-    """Return how many blocks of rows a slice takes from one count of rows to another; 0 if it takes others.
+    """Return how many blocks of rows a slice takes whose bounds count rows; 0 for any other slice.
 
     Args:
         axis, each, total: of the operand: where the rows are, how many for each sample a block has, and all blocks.
@@ -709,12 +709,12 @@ def slice_spec(call: Call) -> list[Any] | None:
 
 
 def rows_of_first(call: Call) -> int:
-    """Return how many of the first sample's rows are all that an op takes of its first input; 0: it may take others."""
+    """Return how many of the first sample's rows an op takes of its first input; 0 if it may take other rows."""
     op, placed = call.op, call.inputs[0]
     if op.type != "StridedSlice" or placed.kind is not Kind.SHARD or placed.unit or placed.blocks != 1:
         return 0
     bit, strides = 1 << placed.axis, call.constant(3)
-    moved = (op.get_attr("ellipsis_mask") | op.get_attr("new_axis_mask")) & (2 * bit - 1)  # so that axes are others
+    moved = (op.get_attr("ellipsis_mask") | op.get_attr("new_axis_mask")) & (2 * bit - 1)  # bits are other axes then
     if moved or strides is None or len(strides) <= placed.axis:
         return 0
     begin, end = (_constant_element(call, i, placed.axis) for i in (1, 2))
@@ -796,9 +796,9 @@ def _constant_element(call: Call, index: int, element: int) -> int | None:
 
 
 def _count_rows(call: Call, index: int) -> None:
-    """Give an op that would fail otherwise a shape of the tower's rows in place of the batch's, where the trace has it.
+    """Let an input that is a shape count the tower's rows, where the trace has the batch's; else the op would fail.
 
-    So it has that of a state, which all towers have all rows of.
+    The trace has the batch's of a state, of which all towers have all rows.
     """
     if call.unit or not call.inputs[index].whole:
         return
@@ -961,7 +961,7 @@ def _range(call: Call) -> Sequence[Placement] | None:
 
 @rule_for("TensorScatterAdd", "TensorScatterSub", "TensorScatterUpdate", "TensorScatterMax", "TensorScatterMin")
 def _tensor_scatter(call: Call) -> Sequence[Placement] | None:
-    """Place a tensor of which elements change that have the same indices for each row."""
+    """Place a tensor in which elements change, at the same indices of each row."""
     depth, rank = lengths_of(call.op.inputs[1]), rank_of(call, 1)
     if not call.inputs[1].whole or not depth or depth[-1] is None:
         return None
@@ -1017,7 +1017,7 @@ _DRAWN_APART = names("RandomGamma RandomPoisson RandomPoissonV2")
 
 @rule_for(*DRAWS)
 def _draw(call: Call) -> Sequence[Placement] | None:
-    """Place what is drawn for as many rows as its shape counts, with parameters that have these rows."""
+    """Place numbers drawn for as many rows as the shape counts, with parameters that have these rows."""
     rank, apart = call.op.outputs[0].shape.rank, call.op.type in _DRAWN_APART
     if rank is None:
         return None

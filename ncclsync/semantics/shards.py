@@ -1,8 +1,7 @@
 """Split one global batch into shards, for any number of rows: one for each tower, or as many as `shards=` says.
 
 Owns the arithmetic (`shard_sizes`) and the slicing of a nested batch inside a graph (`shard_batch`): evenly, or by
-weights.
-A tower for which no row is left gets a copy of the first row and a sample count of zero: it computes on
+weights. A tower for which no row is left gets a copy of the first row and a sample count of zero: it computes on
 something, since an empty tensor has no mean, and the collectives leave its results out. A batch without rows
 is tower 0's, whose results are then one device's.
 """
@@ -128,13 +127,8 @@ def shard_batch(
             begins = tf.maximum(begins - tf.reduce_sum(held[: made[0]]), 0)
         ends = begins + tf.stack([share.rows for share in shares])
     parts = list(zip(tf.split(begins, towers), tf.split(ends, towers), strict=True))
-
-    def part(leaf: Any, tower: int) -> Any:
-        if not _has_rows(leaf):
-            return leaf
-        return _take_rows(leaf, *parts[tower])
-
-    batches = [tf.nest.pack_sequence_as(batch, [part(leaf, tower) for leaf in leaves]) for tower in made]
+    taken = [[_take_rows(leaf, *parts[tower]) if _has_rows(leaf) else leaf for leaf in leaves] for tower in made]
+    batches = [tf.nest.pack_sequence_as(batch, one) for one in taken]
     return Shards(batches, unstacked, shares)
 
 
@@ -198,7 +192,7 @@ def grouped(batch: Any) -> Any:
     """Return a batch, or its specs, with `Grouped` leaves where it holds data sets of different batch sizes.
 
     The samples are as many as the leaf with the fewest rows has, and every other has k of its own for each of them.
-    Nothing is changed if one is no dense tensor of a known number of rows, or has no multiple of the fewest.
+    The batch stays as it is if a leaf is not dense, has an unknown number of rows, or no multiple of the fewest.
     The step is to be given what `ungrouped` returns.
     """
     leaves = [leaf for leaf in tf.nest.flatten(batch) if _has_rows(leaf)]
@@ -244,10 +238,10 @@ def has_groups(batch: Any) -> bool:
 
 
 def rows_of(batch: Any) -> int | None:
-    """Return how many rows a batch has, as all of its tensors have that are no scalars; None: there are none.
+    """Return the number of rows of a batch, the same for all of its tensors but scalars; None if all are scalars.
 
     Raises:
-        ValueError: they have not as many.
+        ValueError: the tensors differ in it.
     """
     leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None and leaf.shape.rank]
     counts = list(dict.fromkeys(int(leaf.shape[0]) for leaf in leaves))
@@ -324,7 +318,7 @@ def count_rows(leaf: Any) -> tf.Tensor:
 
 
 def _take_rows(leaf: Any, begin: tf.Tensor, end: tf.Tensor) -> Any:
-    """Return the rows of a leaf from one to before another one, both [1] int32."""
+    """Return the rows of a leaf from `begin` to before `end`, both [1] int32."""
     if isinstance(leaf, tf.RaggedTensor):
         return leaf[begin[0] : end[0]]
     if isinstance(leaf, tf.Tensor):

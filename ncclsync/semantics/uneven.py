@@ -1,7 +1,8 @@
-"""Rules for sparse and ragged tensors: of their values a tower has as many as its data say, in the order of its rows.
+"""Rules for sparse and ragged tensors.
 
-So such values are the unit that the ops of `OF_ANY_UNIT` count by, with the rules that they have for samples. Numbers
-of the tower's own rows, and row splits (`Kind.PLACES`, `Kind.INDICES`, `PIECE`), have rules in `NUMBERED`.
+How many of their values a tower has, its data say; they lie in the order of its rows. So these values are a unit of
+their own, as samples are: the ops of `OF_ANY_UNIT` count by it, with their rules for samples. Integers that number a
+tower's own rows, and row splits (`Kind.PLACES`, `Kind.INDICES`, `PIECE`), have rules in `NUMBERED`.
 """
 
 import dataclasses
@@ -51,7 +52,7 @@ _numbered = functools.partial(rule_for, table=NUMBERED)
 
 
 def numbered(placed: Placement) -> Placement | None:
-    """Return how numbers of a tower's rows are placed once they are those of the batch's; None: it is none of these."""
+    """Return how integers that number a tower's rows are placed once they number the batch's; None for others."""
     return shard(placed.axis, 1, placed.each, placed.unit) if placed.kind in (Kind.PLACES, Kind.INDICES) else None
 
 
@@ -61,13 +62,13 @@ def _places(like: Placement, by: Placement, detail: Detail | None = Detail.OWN, 
 
 
 def _numbers_of(placed: Placement) -> int:
-    """Return how many elements for each sample it is that numbers number; 0 if that is open."""
+    """Return how many elements per sample these integers number; 0 if that is open."""
     return max(placed.counts[0], 0) * placed.counts[1]
 
 
 @_numbered("Cast ExpandDims Identity Reshape Squeeze Tile Transpose")
 def _moved_numbers(call: Call) -> Sequence[Placement] | None:
-    """Place numbers, each of which stays what it is, as rows go."""
+    """Place numbers that an op moves, and does not change: they go where rows go."""
     placed, kind = call.inputs[0], call.op.type
     if placed.kind is Kind.PIECE:
         return [placed] if kind in ("Cast", "Identity") else None
@@ -90,7 +91,7 @@ def _moved_numbers(call: Call) -> Sequence[Placement] | None:
 
 @_numbered("AddV2 Mul SelectV2")
 def _computed_numbers(call: Call) -> Sequence[Placement] | None:
-    """Place what is computed of the numbers of rows: what numbers elements of the tower's rows."""
+    """Place arithmetic on the numbers of rows that gives numbers of elements of the tower's rows."""
     kind, one, two = call.op.type, call.inputs[0], call.inputs[1]
     if call.op.outputs[0].dtype not in (tf.int32, tf.int64):
         return None
@@ -185,7 +186,7 @@ def _less_numbers(call: Call) -> Sequence[Placement] | None:
 
 @_numbered("ZerosLike GreaterEqual Maximum")
 def _clipped_numbers(call: Call) -> Sequence[Placement] | None:
-    """Place what the gradient of a sum over segments asks: none of the tower's numbers is negative."""
+    """Place the checks of a sum over segments' gradient: none of the tower's numbers is negative."""
     placed, by = call.inputs[0], numbered(call.inputs[0])
     if by is None or placed.kind is not Kind.PLACES or placed.detail not in (Detail.OWN, Detail.EVERY):
         return None
@@ -212,7 +213,7 @@ def _packed_numbers(call: Call) -> Sequence[Placement] | None:
 
 @_numbered("GatherV2")
 def _gather_numbered(call: Call) -> Sequence[Placement] | None:
-    """Place what each takes from one of the tower's rows, as the gradient of a sum over segments does."""
+    """Place what each number takes from a row of the tower, as the gradient of a sum over segments does."""
     params, indices, _ = call.inputs
     by, of, axis = numbered(indices), counted(numbered(params) or params), call.constant(2)
     if by is None or axis is None or call.op.get_attr("batch_dims") or by.axis or rank_of(call, 1) != 1:
@@ -236,7 +237,7 @@ def _gather_nd_numbered(call: Call) -> Sequence[Placement] | None:
 
 @rule_for("Where")
 def _where(call: Call) -> Sequence[Placement] | None:
-    """Place the places of what is true, which number the tower's rows."""
+    """Place the indices of true elements, which number the tower's rows."""
     placed, rank = call.inputs[0], rank_of(call, 0)
     if placed.kind is not Kind.SHARD or placed.axis or placed.blocks != 1 or rank is None or call.placer.within:
         return None
@@ -244,11 +245,11 @@ def _where(call: Call) -> Sequence[Placement] | None:
     return [Placement(Kind.INDICES, detail=Detail.OWN, counts=(placed.each, 1), unit=unit)]
 
 
-_OF_PLACES = ("Squeeze", "Where", "Reshape")  # between a sequence mask and the places of what is true in it
+_OF_PLACES = ("Squeeze", "Where", "Reshape")  # between a sequence mask and the places of its true elements
 
 
 def _columns_of(places: tf.Tensor) -> tf.Tensor | None:
-    """Return how many columns a sequence mask has whose places of what is true these are; None: it is none."""
+    """Return how many columns the sequence mask has whose true elements lie at these places; None: there is none."""
     mask = passed_on(places, *_OF_PLACES).op
     columns = passed_on(mask.inputs[0]).op if mask.type == "Less" and mask.inputs[1].shape.rank == 2 else mask
     from_zero = columns.type == "Range" and [tf.get_static_value(columns.inputs[i]) for i in (0, 2)] == [0, 1]
@@ -256,7 +257,7 @@ def _columns_of(places: tf.Tensor) -> tf.Tensor | None:
 
 
 def _is_as_long(call: Call) -> bool:
-    """Return whether a gather takes, of rows that are repeated, what a sequence mask of as many columns shows."""
+    """Return whether a gather takes, from repeated rows, the true elements of a sequence mask of as many columns."""
     tiled, places = call.op.inputs[:2]
     tile, mask = passed_on(tiled, "Reshape").op, passed_on(places, *_OF_PLACES).op
     if tile.type != "Tile" or tiled.shape.rank != 1 or tile.inputs[1].op.type != "Pack":
@@ -267,7 +268,7 @@ def _is_as_long(call: Call) -> bool:
 
 
 def _splits_of(places: tf.Tensor, row_splits: Collection[TensorName]) -> TensorName | None:
-    """Return the name of the row splits whose rows' lengths a sequence mask of as many columns shows; None: none."""
+    """Return the name of the row splits whose row lengths the sequence mask of these places shows; None: of none."""
     limit = _columns_of(places)
     if limit is None or limit.op.type != "Maximum" or limit.op.inputs[1].op.type != "Max":
         return None
@@ -289,7 +290,7 @@ _GATHERED_SEGMENTS = names("SparseSegmentMean SparseSegmentSqrtN SparseSegmentSu
 
 @_numbered(*SEGMENTS, *_SORTED_SEGMENTS, *_GATHERED_SEGMENTS)
 def _segments_numbered(call: Call) -> Sequence[Placement] | None:
-    """Place what comes of segments that are the tower's rows."""
+    """Place results whose segments are the tower's rows."""
     gathered, unsorted = call.op.type in _GATHERED_SEGMENTS, call.op.type in SEGMENTS
     data, ids = call.inputs[gathered : gathered + 2]  # or, of a whole table, which rows of it
     by, count = numbered(ids), _numbers_of(ids) if ids.kind is Kind.PLACES else 0
@@ -301,7 +302,7 @@ def _segments_numbered(call: Call) -> Sequence[Placement] | None:
 
 
 def _sparse_rows(call: Call, indices: int, values: int, shape: int) -> Placement | None:
-    """Return how the rows are placed of a sparse tensor that an op takes by these inputs; None: not by samples."""
+    """Return the placement of a sparse tensor's rows, by the inputs that have its parts; None: not by samples."""
     placed = call.inputs[indices]
     count = _numbers_of(placed) if placed.kind is Kind.INDICES else 0
     fits = count and call.inputs[values] == shard(0, 1, 1, placed.unit) and placed.detail in (Detail.OWN, Detail.EVERY)

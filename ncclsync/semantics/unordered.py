@@ -1,8 +1,8 @@
 """Ops whose kernels add up in no order: towers that compute the same would differ in the last bits.
 
 Such a kernel's threads add to one place as they come, on GPUs by atomicAdd, also in algorithms that cuDNN chooses. What
-towers sum over their own rows does no harm: the all-reduce after it gives all the same bits. What all compute alike
-must be the same without one. Source: the list in the documentation of
+towers sum over their own rows does no harm: the all-reduce after it gives all of them the same bits. What they compute
+alike meets no all-reduce, and must have the same bits by itself. Source: the list in the documentation of
 `tf.config.experimental.enable_op_determinism`, under which GPUs' kernels keep an order.
 """
 
@@ -13,7 +13,7 @@ from ncclsync.semantics.rules import names
 # Where these have the indices of slices, and the slices that are added up.
 ADDS_SLICES = {"UnsortedSegmentSum": (1, 0), "ResourceScatterAdd": (1, 2), "ResourceScatterSub": (1, 2)}
 
-# Of these all towers take tower 0's result.
+# All towers take tower 0's results of these.
 UNORDERED = names("""
     BiasAddGrad Bincount Conv2DBackpropFilter Conv2DBackpropInput Conv3DBackpropFilterV2 Conv3DBackpropInputV2
     CropAndResizeGradBoxes CropAndResizeGradImage CTCLossV2 DenseBincount DepthwiseConv2dNativeBackpropFilter

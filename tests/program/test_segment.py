@@ -185,7 +185,7 @@ def test_a_placed_step_does_not_change(graph):
     """Passes read one description; one that is to have other inputs is another, which leaves this as it was."""
     name = graph.ops[-1].name
     for frozen in (graph, graph.traced):
-        with pytest.raises(AttributeError, match="cannot assign to 'ops'"):
+        with pytest.raises(AttributeError, match="cannot assign to field 'ops'"):
             frozen.ops = ()
         with pytest.raises(TypeError):
             frozen.inputs[name] = []

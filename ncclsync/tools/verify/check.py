@@ -127,7 +127,7 @@ class _Check:
         # By the names of the towers' tensors: the placement, the trace's op that makes it, and this op's inputs.
         self._traced: dict[TensorName, tuple[Placement, tf.Operation, list[TensorName]]] = {}
         for name, (tensor, placed) in placing.placed.items():
-            op, mark = self._graph.tensor(name).op, placing.marks.get(op_name(name))
+            op, mark = self._graph.traced.tensor(name).op, placing.marks.get(op_name(name))
             # A sparse gradient's slices may come in another order: only what they write is compared. A Bitcast's bits
             # cannot be compared by a tolerance.
             is_sparse = mark is not None and mark.purpose in (Purpose.SLICES, Purpose.SLICES_PART)
@@ -181,7 +181,7 @@ class _Check:
         if name not in self._values:
             exchange = self._graph.exchanges.get(name)
             if exchange is None:
-                constant = self._graph.tensor(name).op
+                constant = self._graph.traced.tensor(name).op
                 self._values[name] = self._results(constant, []) * len(self._shares)
             else:
                 made = self._value(exchange.source)

@@ -97,7 +97,6 @@ class Communicator(contextlib.AbstractContextManager):
     failure: BaseException | None = None
     memory: Mapping[int, str]  # the DLPack device types that its buffers may lie on
     repeatable: bool = True  # whether sums have equal bits in every call and every run
-    waits: bool = False  # whether a collective may wait for another process or a GPU, so that Ctrl-C must end the wait
     peers: Peers | None = None  # the other processes, if there are any
     compares_batches = False  # whether the processes compare the batches that `Peers.on_batch` names
     reads_same_rows = True  # whether all processes read the same batches; False where each reads its own rows alone

@@ -67,7 +67,6 @@ class NcclCommunicator(Communicator):
         devices: the CUDA ordinal of each rank of this process.
     """
 
-    waits = True
     memory = CUDA
     _handle: Any = None
     _joined_by: bytes | None

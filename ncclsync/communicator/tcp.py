@@ -37,7 +37,7 @@ class TcpCommunicator(CpuCommunicator):
     A process runs the collectives of all its communicators one after another, in the same order in all processes.
     """
 
-    waits = compares_batches = True
+    compares_batches = True
     peers: Peers
 
     def __init__(self, peers: Peers, size: int, *, timeout_s: float | None = timeouts.DEFAULT_TIMEOUT_S) -> None:

@@ -6,12 +6,14 @@ a main thread that goes into native code which waits for other threads: these se
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import logging
 import math
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -221,6 +223,24 @@ def held_back() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if pressed:
         raise KeyboardInterrupt
+
+
+def raise_ctrl_c_again() -> None:
+    """Let a KeyboardInterrupt that Python ignores, in a destructor or a callback of its collector, be raised again.
+
+    For the rest of the process. A Ctrl-C during native work, as a long search for garbage, is raised in the first
+    Python that runs after it.
+    """
+    before: Callable[[Any], Any] = sys.unraisablehook
+
+    def again(ignored: Any) -> None:
+        if not issubclass(ignored.exc_type, KeyboardInterrupt):
+            before(ignored)
+        elif _active is None:  # else `interruptible` raises it
+            threading.Timer(SLICE_S / 10, _thread.interrupt_main).start()  # by then the destructor has ended
+
+    if getattr(before, "__qualname__", "") != again.__qualname__:
+        sys.unraisablehook = again
 
 
 def _forget_pipe() -> None:

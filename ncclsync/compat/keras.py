@@ -1,17 +1,19 @@
 """Wrap the interfaces that Keras does not promise to keep, except those of its optimizers."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.legacy.saving import legacy_h5_format
 from keras.src.models.functional import Functional
 from keras.src.ops import numpy as keras_numpy
 from keras.src.saving import saving_lib
+from keras.src.utils import python_utils
 
 from ncclsync.compat import tensorflow as tf_compat
 
@@ -61,23 +63,29 @@ def paths_of(model: keras.Model) -> dict[int, str]:
 
 
 _WRITERS = ((saving_lib, "save_model"), (saving_lib, "save_weights_only"), (legacy_h5_format, "save_model_to_hdf5"))
+_CONVERTERS = ((python_utils, "pythonify_logs"), (keras_trainer, "pythonify_logs"))  # where it is imported, too
 
 
-def write_models_within(context: Callable[[Any], contextlib.AbstractContextManager[bool]]) -> None:
-    """Let Keras write a model's file, also by `keras.saving.save_model`, inside `context(model)`, if that yields True.
+def write_models_by(replacement: Callable[..., Any]) -> None:
+    """Let `replacement(write, model, ...)` stand for each `write` of Keras' that writes a model's file."""
+    _replace(_WRITERS, replacement)
 
-    It holds for the rest of the process; a second call with the same function changes nothing.
+
+def convert_logs_by(replacement: Callable[..., Any]) -> None:
+    """Let `replacement(convert, logs)` stand for Keras' function that makes logs Python's numbers.
+
+    Keras' own takes any exception, also a KeyboardInterrupt, for a value that is no number.
     """
+    _replace(_CONVERTERS, replacement)
 
-    def within(write, model, *args, **kwargs):
-        with context(model) as writes:
-            return write(model, *args, **kwargs) if writes else None
 
-    for module, name in _WRITERS:
-        write = getattr(module, name)
-        if getattr(write, "context", None) is not context:
-            setattr(module, name, tf_compat.wrapped(write, within))
-            getattr(module, name).context = context
+def _replace(functions: Sequence[tuple[ModuleType, str]], replacement: Callable[..., Any]) -> None:
+    """Replace functions for the rest of the process; a second call with the same replacement changes nothing."""
+    for module, name in functions:
+        own = getattr(module, name, None)
+        if own is not None and getattr(own, "replacement", None) is not replacement:
+            setattr(module, name, tf_compat.wrapped(own, replacement))
+            getattr(module, name).replacement = replacement
 
 
 def replace_methods(model: keras.Model, methods: Mapping[str, Callable[..., Any]]) -> None:

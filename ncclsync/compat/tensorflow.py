@@ -495,21 +495,25 @@ def untrack(variable: tf.Variable) -> None:
         vars(variable).pop(name, None)
 
 
-def call_after_read(tensor: tf.Tensor, after: Callable[[], None]) -> None:
-    """Call `after` when an eager tensor's numbers have come to the host; an error of `after` is raised by the read.
+def read_by(tensor: tf.Tensor, read: Callable[..., Any]) -> None:
+    """Let `read` give an eager tensor's numbers: it is called with a function that brings them to the host.
 
-    The read may be any method of the tensor: `numpy()`, `float()`, `str()`. `np.asarray(tensor)` calls none, nor do
+    The reader may be any method of the tensor: `numpy()`, `float()`, `str()`. `np.array(tensor)` calls none, nor do
     ops.
     """
     held = weakref.ref(tensor)  # a reference cycle would keep the tensor's memory until Python's garbage collector runs
 
-    def read() -> Any:
+    def numbers() -> Any:
         own: Any = held()
-        numbers = type(own)._numpy_internal(own)
-        after()
-        return numbers
+        return type(own)._numpy_internal(own)
 
-    tensor._numpy_internal = read
+    tensor._numpy_internal = functools.partial(read, numbers)
+
+
+def numbers_of(value: Any, **given: Any) -> Any:
+    """Return the numbers of a tensor that is read by a function, to which `given` goes, too; None for anything else."""
+    read = vars(value).get("_numpy_internal") if isinstance(value, tf.Tensor) else None
+    return None if read is None else read(**given)
 
 
 def shared_function(

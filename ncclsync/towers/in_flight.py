@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from ncclsync.communicator import Communicator
+from ncclsync.communicator.timeouts import interruptible
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError
 
@@ -46,18 +47,29 @@ class InFlight:
         if launched > ended:
             step = _Step(launched, written)
             self._steps.append(step)
-            check = functools.partial(self._check_results, step)
             for leaf in tf.nest.flatten(results, expand_composites=True):
                 if tf.is_tensor(leaf):
-                    tf_compat.call_after_read(leaf, check)
+                    tf_compat.read_by(leaf, functools.partial(self._read, step))
 
-    def _check_results(self, step: _Step) -> None:
-        """Raise the failure of a step whose result was read, without `report`: the reader may swallow the error."""
+    def _read(self, step: _Step, numbers: Callable[[], Any], *, is_raised: bool = False) -> Any:
+        """Read a step's result; Ctrl-C ends it. Raise the step's failure.
+
+        Unless the failure `is_raised` to the user, it is not reported: the reader may swallow it.
+        """
+        try:
+            with interruptible(self._communicator.interrupt):
+                read = numbers()
+        except KeyboardInterrupt:
+            self.report()
+            raise
         failure, current = step.failure, self._communicator.failure
         if failure is None and current is not None and step.last >= self._communicator.failed_group:
             failure = current
-        if failure is not None:
-            raise failure
+        if failure is None:
+            return read
+        if is_raised:
+            self.report()
+        raise failure
 
     def put(self, error: Exception) -> None:
         """Keep an error that Python raises in the graph of a step: TensorFlow raises its own error in its place."""
@@ -82,7 +94,11 @@ class InFlight:
             NcclError, NcclSyncError: one has failed, which had not been raised.
         """
         if self._steps:
-            self._communicator.wait()
+            try:
+                self._communicator.wait()
+            except BaseException:
+                self.report()
+                raise
             self.check()
             self._steps.clear()
 

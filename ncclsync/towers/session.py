@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from ncclsync.communicator import AllReduce, Broadcast, NcclCommunicator
-from ncclsync.communicator.timeouts import interruptible
+from ncclsync.communicator.timeouts import interruptible, raise_ctrl_c_again
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError, ProcessError
 from ncclsync.ops import device_ops, gpu_streams
@@ -58,6 +58,7 @@ class Session:
             NcclUnavailableError, NcclError: NCCL was chosen and cannot be used.
         """
         self.options, health = options, options.health
+        raise_ctrl_c_again()
         process = own_process(options.devices) if options.processes else None
         if process is not None:
             keep_quiet(process)
@@ -160,9 +161,8 @@ class Session:
         return [paths.get(id(variable), variable.name) for variable in variables]
 
     def interruptible(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which Ctrl-C ends collectives, if they can hang."""
-        communicator = self.communicator
-        return interruptible(communicator.interrupt) if communicator.waits else contextlib.nullcontext()
+        """Return a context in which Ctrl-C ends collectives, where they can hang, and is what is raised."""
+        return interruptible(self.communicator.interrupt)
 
     # What has failed.
 

@@ -8,13 +8,16 @@ import contextlib
 import functools
 import logging
 import pathlib
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
+from ncclsync.communicator.timeouts import interruptible
 from ncclsync.compat import keras as keras_compat
 from ncclsync.compat import keras_optimizers, other_libraries
 from ncclsync.compat import tensorflow as tf_compat
@@ -57,7 +60,9 @@ def attach(model: keras.Model, towers: Towers) -> None:
     if is_plain(towers):
         return  # Keras' own functions train
     makers = {f"make_{kind}_function": maker(model, towers, kind) for kind in ("train", "test", "predict")}
-    keras_compat.replace_methods(model, makers)
+    settled = _settled(towers, model.get_metrics_result)
+    keras_compat.replace_methods(model, {**makers, "get_metrics_result": settled})
+    keras_compat.convert_logs_by(_convert_logs)
 
 
 def is_plain(towers: Towers) -> bool:
@@ -65,6 +70,36 @@ def is_plain(towers: Towers) -> bool:
     options = towers.options
     plain = options.health.on_nonfinite is None and options.on_oom is None and towers.layout.divided is None
     return plain and len(towers) == 1 and towers.devices[0] == default_device()
+
+
+def _convert_logs(convert: Callable[[Any], Any], logs: Any) -> Any:
+    """Convert logs as Keras does, which takes any exception for a value that is no number: lose none.
+
+    Keras also calls it in a thread beside `fit`, which has no Ctrl-C, and which a failure is not to end: `fit` raises
+    it at the next step, or `_settled`.
+    """
+    if not logs or threading.current_thread() is not threading.main_thread():
+        return convert(logs)
+    with interruptible():
+        return convert(tf.nest.map_structure(_read_log, logs))
+
+
+def _read_log(value: Any) -> Any:
+    """Return a log with its failure raised, if its step has failed; a number where it is one, which Keras may take."""
+    numbers = tf_compat.numbers_of(value, is_raised=True)
+    return value if numbers is None or np.ndim(numbers) else numbers
+
+
+def _settled(towers: Towers, result: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a `get_metrics_result` that raises what has failed, since Keras calls it after the last step."""
+
+    @functools.wraps(result)
+    def settled() -> Any:
+        if tf.executing_eagerly():
+            towers.session.in_flight.settle()
+        return result()
+
+    return settled
 
 
 def maker(model: keras.Model, towers: Towers, kind: str) -> Callable[..., Any]:

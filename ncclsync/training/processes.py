@@ -49,7 +49,7 @@ def keep_in_step(model: keras.Model, towers: Towers) -> None:
     for name in ("save", "save_weights", "export"):
         methods[name] = _written_once(towers, getattr(model, name))
     keras_compat.replace_methods(model, methods)
-    keras_compat.write_models_within(_model_file)
+    keras_compat.write_models_by(_write_model)
 
 
 def _peers(towers: Towers) -> Peers:
@@ -272,12 +272,12 @@ def _file(towers: Towers) -> Iterator[bool]:
         peers.report_file()
 
 
-def _model_file(model: Any) -> contextlib.AbstractContextManager[bool]:
-    """Return `_file` for a model; True for a model of one process."""
+def _write_model(write: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Write a model's file as `_written_once` does, also by `keras.saving.save_model`."""
     towers = towers_of(model)
     if towers is not None and towers.layout.meets_processes:
-        return _file(towers)
-    return contextlib.nullcontext(True)
+        write = _written_once(towers, write)
+    return write(model, *args, **kwargs)
 
 
 def _written_once(towers: Towers, write: Callable) -> Callable:

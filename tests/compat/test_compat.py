@@ -542,17 +542,19 @@ def test_track_reads(read, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("read", [lambda t: t.numpy(), float, str, tf.get_static_value, lambda t: f"{t:.1f}", bool])
-def test_call_after_read(read):
-    """Every method that reads an eager tensor's numbers gives them, and calls; what is raised then is raised."""
+def test_read_by(read):
+    """Every method that reads an eager tensor's numbers has the function read them, and raises what that raises."""
     plain, tensor, calls = tf.constant(1.5), tf.constant(1.5), []
-    tf_compat.call_after_read(tensor, lambda: calls.append(1))
+    tf_compat.read_by(tensor, lambda numbers, **given: (calls.append(given), numbers())[1])
     assert str(read(tensor)) == str(read(plain))
-    assert calls
+    assert calls[0] == {}
+    assert tf_compat.numbers_of(tensor, how=1) == 1.5 and calls[-1] == {"how": 1}
+    assert tf_compat.numbers_of(plain) is None and tf_compat.numbers_of(1.5) is None
 
-    def fail():
+    def fail(_):
         raise ValueError("asked to")
 
-    tf_compat.call_after_read(tensor, fail)
+    tf_compat.read_by(tensor, fail)
     with pytest.raises(ValueError, match="asked to"):
         read(tensor)
 
@@ -607,7 +609,7 @@ def test_custom_gradients_are_forgotten(where):
 def test_a_watched_tensor_is_let_go():
     """As soon as nobody has it: its memory on a GPU does not wait for the garbage collector."""
     tensor = tf.constant(1.5)
-    tf_compat.call_after_read(tensor, lambda: None)
+    tf_compat.read_by(tensor, lambda numbers: numbers())
     held = weakref.ref(tensor)
     del tensor
     assert held() is None
@@ -1169,21 +1171,21 @@ def test_function_of_moments():
     assert calls == ["_compute_moments_sync"]
 
 
-def test_write_models_within(monkeypatch, tmp_path):
+def test_write_models_by(monkeypatch, tmp_path):
     """Each of Keras' functions, and the methods, write the models that they are let; a second call adds nothing."""
     for module, name in keras_compat._WRITERS:
         monkeypatch.setattr(module, name, getattr(module, name))  # to be undone
     models = [keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]) for _ in range(2)]
     asked, ended = [], []
 
-    @contextlib.contextmanager
-    def is_first(model):
+    def first_alone(write, model, *args, **kwargs):
         asked.append(model)
-        yield model is models[0]
+        if model is models[0]:
+            write(model, *args, **kwargs)
         ended.append(len([*tmp_path.iterdir()]))
 
     for _ in range(2):
-        keras_compat.write_models_within(is_first)
+        keras_compat.write_models_by(first_alone)
     for i, model in enumerate(models):
         for name in ("function.keras", "function.h5"):
             keras.saving.save_model(model, tmp_path / f"{i}.{name}")
@@ -1193,6 +1195,22 @@ def test_write_models_within(monkeypatch, tmp_path):
     assert ended == [1, 2, 3, 4, 4, 4, 4, 4]
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"0.function.keras", "0.function.h5", "0.method.keras", "0.weights.h5"}
+
+
+def test_convert_logs_by(monkeypatch):
+    """`fit` has all logs converted by it, those of batches and of epochs, and `evaluate` what it returns."""
+    for module, name in keras_compat._CONVERTERS:
+        monkeypatch.setattr(module, name, getattr(module, name, None), raising=False)  # to be undone
+    converted = []
+    keras_compat.convert_logs_by(lambda convert, logs: converted.append(logs) or {one: 7.0 for one in convert(logs)})
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    seen = []
+    callback = keras.callbacks.LambdaCallback(on_train_batch_end=lambda _, logs: seen.append(logs))
+    history = model.fit(np.ones([2, 3]), np.ones([2, 1]), batch_size=1, verbose=0, callbacks=[callback]).history
+    assert seen == [{"loss": 7.0}] * 2 and history == {"loss": [7.0]}
+    assert model.evaluate(np.ones([2, 3]), np.ones([2, 1]), verbose=0, return_dict=True) == {"loss": 7.0}
+    assert len([logs for logs in converted if logs]) >= 4
 
 
 def test_a_users_line_calls_installed_libraries():

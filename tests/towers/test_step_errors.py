@@ -440,6 +440,82 @@ def test_ctrl_c_that_is_lost_while_a_step_is_traced():
     assert_towers_agree(model)
 
 
+def test_ctrl_c_beside_an_error_of_the_step():
+    """It is what is raised, whatever TensorFlow makes of both; no tower has changed."""
+
+    def fail(total):
+        signal.raise_signal(signal.SIGINT)
+        raise ValueError(total)
+
+    def step(x):
+        return tf.numpy_function(fail, [tf.reduce_sum(x)], tf.float32)
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with Towers(2) as towers, pytest.raises(KeyboardInterrupt):
+            towers.run(step, X[:20])
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+class Interrupted(keras.callbacks.Callback):
+    """Presses Ctrl-C once, where it is lost: in a destructor, or while Keras makes a log a number."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.where, self.presses, self.batches = where, 1, 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.batches += 1
+        if self.where == "destructor":
+            Ending(self)
+        time.sleep(0.01)
+
+    def press(self):
+        if self.presses:
+            self.presses -= 1
+            signal.raise_signal(signal.SIGINT)
+
+
+class Ending:
+    def __init__(self, of):
+        self.of = of
+
+    def __del__(self):
+        self.of.press()
+
+
+class Log(float):
+    """A number that takes its time to be one."""
+
+    def __new__(cls, of):
+        self = super().__new__(cls, 1.0)
+        self.of = of
+        return self
+
+    def __float__(self):
+        self.of.press()
+        return 1.0
+
+
+@pytest.mark.parametrize("where", ["destructor", "log"])
+def test_ctrl_c_that_is_lost_between_steps(where):
+    """It ends `fit` within some batches, once; the towers are equal, and train on."""
+    model, pressing = on_towers(mlp, 2), Interrupted(where)
+    if where == "log":
+        own = model.make_train_function()
+        model.train_function = lambda iterator: {**own(iterator), "slow": Log(pressing)}
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            model.fit(X, Y, batch_size=1, verbose=0, callbacks=[pressing])
+        assert not pressing.presses and pressing.batches < 50
+        model.fit(X, Y, batch_size=20, verbose=0, callbacks=[pressing])
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert_towers_agree(model)
+
+
 def test_ctrl_c_while_a_failed_step_is_mended(monkeypatch):
     """It is raised once the step is undone: all towers hold what they held before, and the next step trains."""
     model = on_towers(checked_afterwards, 4)

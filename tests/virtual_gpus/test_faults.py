@@ -7,8 +7,8 @@ from test_virtual_host import AHEAD, on_virtual_gpus  # noqa: F401
 from thorough import some
 
 SCRIPT = pathlib.Path(__file__).parent / "scripts" / "faults.py"
-ALL = ["stuck", "slow", "async", "call", "keeps weights", "own loop", "ctrl-c", "comparison"]
-SOME = some(["slow", "own loop", "ctrl-c", "comparison"], ALL)
+ALL = ["stuck", "slow", "async", "call", "keeps weights", "own loop", "ctrl-c", "logs", "comparison"]
+SOME = some(["slow", "own loop", "ctrl-c", "logs", "comparison"], ALL)
 # Of calls that no plug-in for TensorFlow makes, only ncclsync.
 BY_CONTEXTS = ["record", "wait"]
 

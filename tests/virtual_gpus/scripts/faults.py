@@ -35,11 +35,11 @@ def fail(instructions):
     LIBRARY.standin_fail(instructions.encode())
 
 
-def build():
+def build(kind=keras.Sequential, metrics=("accuracy",)):
     keras.utils.set_random_seed(1)
-    model = keras.Sequential([keras.Input((12,)), keras.layers.Dense(16, "relu"), keras.layers.Dense(5)])
+    model = kind([keras.Input((12,)), keras.layers.Dense(16, "relu"), keras.layers.Dense(5)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"])
+    model.compile(keras.optimizers.Adam(0.01), loss, metrics=list(metrics) or None)
     return model
 
 
@@ -198,7 +198,68 @@ def check_ctrl_c():
         np.testing.assert_allclose(weight.numpy(), 1 + X[:8, :4].mean(0), rtol=1e-5)
 
 
+class OwnLogs(keras.Sequential):
+    """Updates no metric: after the last step Keras reads nothing that a step has written, or its logs alone."""
+
+    has_logs = True
+
+    def train_step(self, batch):
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(*batch, self(batch[0], training=True))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"mine": loss} if self.has_logs else {}
+
+
+def callbacks_of(name):
+    return [keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: float(logs[name]))]
+
+
+def check_logs():
+    """Keras takes any exception for a log that is no number: `fit` raises a failure, and Ctrl-C at once, all the same.
+
+    A callback of the user's has Keras read the logs in the thread of `fit`, without it another thread reads them.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    model = nccl_parallel(towers=2, health=Health(timeout_s=60.0))(build)()
+    callbacks = callbacks_of("loss")
+    fit(model, callbacks=callbacks)
+    weights = model.get_weights()
+    for late_ms in (700, 100000):  # the collective ends by itself, or never
+        fail(f"slow:1:1={late_ms}")
+        began = time.monotonic()
+        threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
+        raised(lambda: fit(model, callbacks=callbacks, epochs=1000), KeyboardInterrupt)
+        assert time.monotonic() - began < 10
+        fail("")
+        if late_ms == 700:
+            assert model.towers.divergence() == 0.0
+        else:
+            raised(model.get_weights, NcclSyncError)
+    model.set_weights(weights)
+    for variable in model.optimizer.variables:
+        variable.assign(np.zeros(variable.shape))
+    fit(model, callbacks=callbacks)
+    assert model.towers.divergence() == 0.0
+    model.towers.close()
+
+    for OwnLogs.has_logs, callbacks in ((True, callbacks_of("mine")), (True, []), (False, [])):
+        model = nccl_parallel(towers=2, health=Health(timeout_s=0.5))(lambda: build(OwnLogs, ()))()
+        one_step = {"steps_per_epoch": 1, "callbacks": callbacks}
+        fit(model, **one_step)
+        weights = model.get_weights()
+        fail("slow:1:1=100000")
+        raised(lambda model=model, one_step=one_step: fit(model, **one_step), NcclTimeoutError)
+        fail("")
+        model.set_weights(weights)
+        for variable in model.optimizer.variables:
+            variable.assign(np.zeros(variable.shape))
+        fit(model, **one_step)  # told once
+        assert model.towers.divergence() == 0.0
+        model.towers.close()
+
+
 OTHERS = {
+    "logs": check_logs,
     "ctrl-c": check_ctrl_c,
     "keeps weights": check_keeps_weights,
     "own loop": check_own_loop,

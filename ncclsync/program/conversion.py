@@ -179,7 +179,7 @@ class Conversions(Placer):
             if each > 0:
                 first = tf.cast(self.share.begin * (each * width), tensor.dtype)
                 if before.kind is Kind.INDICES:
-                    first *= tf.one_hot(0, tf.shape(tensor)[1], dtype=tensor.dtype)
+                    first *= tf.one_hot(0, tf.shape(tensor)[-1], dtype=tensor.dtype)
                 return tensor + first
         if not before.whole:
             tensor = self.convert(tensor, before, REPLICATE, op)

@@ -20,8 +20,7 @@ def moments_of_layers(by_batch: bool = False) -> Iterator[None]:
     """Let `BatchNormalization` normalise by a tower's own rows; `by_batch`, or if `synchronized`, by the batch's."""
 
     def choosing(moments, self, inputs, mask):
-        context = ops.current_context()
-        if context is None or not context.can_exchange():
+        if not _meets(inputs):
             return moments(self, inputs, mask)
         if by_batch or self.synchronized:
             return batch_moments(inputs, keras_compat.reduction_axes(self), mask)
@@ -31,8 +30,7 @@ def moments_of_layers(by_batch: bool = False) -> Iterator[None]:
         return tuple(ops.from_local(list(moments(self, inputs, mask)), by_choice=True))
 
     def choosing_op(moments, x, axes, keepdims):
-        context = ops.current_context()
-        if context is None or not context.can_exchange():
+        if not _meets(x):
             return moments(x, axes, keepdims)
         mean, variance = batch_moments(x, tf.nest.flatten(axes), None)
         return (_expanded(mean, x, axes), _expanded(variance, x, axes)) if keepdims else (mean, variance)
@@ -43,6 +41,15 @@ def moments_of_layers(by_batch: bool = False) -> Iterator[None]:
         tf_compat.methods_wrapped([keras_compat.nn_functions()], "_compute_moments_sync", choosing_op),
     ):
         yield
+
+
+def _meets(inputs: tf.Tensor) -> bool:
+    """Return whether moments can be exchanged: at the top of a step, unless forward derivatives are asked for.
+
+    TensorFlow computes the derivative of a function with a gradient of its own in another graph, without any mark.
+    """
+    context = ops.current_context()
+    return context is not None and context.can_exchange() and not tf_compat.has_tangent(inputs)
 
 
 def batch_moments(inputs: tf.Tensor, axes: Sequence[int], mask: Any) -> tuple[tf.Tensor, tf.Tensor]:

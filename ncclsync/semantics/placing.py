@@ -45,6 +45,7 @@ REPEATABLE = rules.names("""
     PrintV2 ReadVariableOp ResourceGather ResourceGatherNd StatefulPartitionedCall VarHandleOp VarIsInitializedOp
     VariableShape While Empty EnsureShape TensorListPopBack StringFormat RngReadAndSkip
 """)
+NUMBERS = (Kind.PIECE, Kind.PLACES, Kind.INDICES)  # of what a tower has: its rows' differ
 PRINTS = frozenset({"Print", "PrintV2"})
 
 
@@ -165,7 +166,7 @@ class Placer(abc.ABC):
             call.begin_anew()
             return self.whole(call)
         alike = [placed for placed in call.given[1] if placed.kind is Kind.SHARD]
-        divided = [placed for placed in call.inputs if placed.kind is Kind.SHARD]
+        divided = [placed for placed in call.inputs if placed.kind in (Kind.SHARD, *NUMBERS)]
         # If every sharded input has identical rows, so has the result, unless an ordinary sharded input was mixed in.
         if alike and len(alike) == len(divided) and not call.local and not any(one.blocks for one in alike):
             each = alike[0].each
@@ -177,7 +178,7 @@ class Placer(abc.ABC):
 
     def _by_rule(self, call: Call) -> Sequence[Placement] | None:
         kind = call.op.type
-        if any(placed.kind in (Kind.PIECE, Kind.PLACES, Kind.INDICES) for placed in call.inputs):
+        if any(placed.kind in NUMBERS for placed in call.inputs):
             made = rules.NUMBERED[kind](call) if kind in rules.NUMBERED else None
             if made is not None:
                 return made

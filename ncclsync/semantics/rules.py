@@ -189,6 +189,7 @@ def _by_letters(
         chosen, placed = letter, one
     for letters, output in zip(made, call.op.outputs, strict=True):
         adds_up = reduced is not None and output.dtype.name in (*native.DTYPES, "bool")
+        adds_up |= reduced == SUM and output.dtype.is_complex  # which travel as pairs of numbers
         if not chosen or (letters is not None and chosen not in letters and not adds_up):
             return None
     for i, letters in enumerate(given):

@@ -26,6 +26,7 @@ from ncclsync.semantics.rules import (
     SEGMENTS,
     Call,
     counted,
+    counted_by,
     lengths_of,
     names,
     only_one,
@@ -66,7 +67,7 @@ def _numbers_of(placed: Placement) -> int:
     return max(placed.counts[0], 0) * placed.counts[1]
 
 
-@_numbered("Cast ExpandDims Identity Reshape Squeeze Tile Transpose")
+@_numbered("BroadcastTo Cast ExpandDims Identity Reshape Squeeze Tile Transpose")
 def _moved_numbers(call: Call) -> Sequence[Placement] | None:
     """Place numbers that an op moves, and does not change: they go where rows go."""
     placed, kind = call.inputs[0], call.op.type
@@ -155,6 +156,9 @@ def _sliced_numbers(call: Call) -> Sequence[Placement] | None:
             return [dataclasses.replace(PIECE, detail=Detail.ENDS)]
         begins = (call.op.get_attr("begin_mask") or begin[0] == 0) and end[0] == -1 and spec == ["some"]
         return [dataclasses.replace(PIECE, detail=Detail.BEGINS)] if begins else None
+    if placed.kind is Kind.PLACES and spec is not None and {*spec} <= {"all", "new"}:
+        axis = [i for i, one in enumerate(spec) if one == "all"][placed.axis]
+        return None if placed.detail is Detail.MAP else [placed.at(axis)]
     if placed.kind is not Kind.INDICES or spec is None or len(spec) != 2 or spec[0] != "all":
         return None
     by = shard(0, 1, placed.each, placed.unit)
@@ -197,17 +201,20 @@ def _clipped_numbers(call: Call) -> Sequence[Placement] | None:
     return None if not zero else [by if call.op.type == "GreaterEqual" else placed]
 
 
-@_numbered("Pack")
+@_numbered("Pack", "ConcatV2")
 def _packed_numbers(call: Call) -> Sequence[Placement] | None:
     """Place the indices that a step makes of rows and columns."""
-    first, *others = call.inputs
-    by = numbered(first)
-    if by is None or first.axis or first.kind is not Kind.PLACES or rank_of(call, 0) != 1:
+    packs, rank, made = call.op.type == "Pack", rank_of(call, 0), lengths_of(call.op.outputs[0])
+    first, *others = call.inputs if packs else call.inputs[:-1]
+    by, axis = numbered(first), call.op.get_attr("axis") if packs else call.constant(len(call.inputs) - 1)
+    if by is None or first.axis or first.kind is not Kind.PLACES or not made or axis is None:
         return None
     plain = all(one.kind is Kind.SHARD and same_rows(one, by) and not one.axis for one in others)
-    if not plain or not others or first.counts[0] < 1 or call.op.get_attr("axis") % 2 != 1:
+    last = int(axis) % len(made) == len(made) - 1 > 0 and (packs or lengths_of(call.op.inputs[0])[-1] == 1)
+    if not plain or not others or first.counts[0] < 1 or not last:
         return None
     every = first.detail is Detail.EVERY or (first.detail is None and first.counts[1] == 1)
+    every = every and rank == 2 - packs
     return [_places(first, by, Detail.EVERY if every else Detail.OWN, Kind.INDICES)]
 
 
@@ -230,9 +237,48 @@ def _gather_numbered(call: Call) -> Sequence[Placement] | None:
 
 @_numbered("GatherNd")
 def _gather_nd_numbered(call: Call) -> Sequence[Placement] | None:
-    params, indices = call.inputs
-    fits = params == shard() and indices.kind is Kind.INDICES and params.each == _numbers_of(indices) > 0
-    return [shard(0, 1, indices.each, indices.unit)] if fits else None
+    by = _rows_named(call, 1)
+    return [by] if by is not None and _has_rows(*call.inputs) else None
+
+
+@_numbered("ScatterNd TensorScatterAdd TensorScatterMax TensorScatterMin TensorScatterSub TensorScatterUpdate")
+def _scatter_numbered(call: Call) -> Sequence[Placement] | None:
+    """Place rows of which elements are set, or added up, that name the tower's own rows first."""
+    made = call.op.type == "ScatterNd"
+    indices, updates, rowed = call.inputs if made else (*call.inputs[1:], call.inputs[0])
+    by = _rows_named(call, 0 if made else 1)
+    if by is None or not _has_rows(rowed, indices):
+        return None
+    plain = updates.kind is Kind.SHARD and not updates.axis and same_rows(updates, by)
+    return [shard(0, 1, _numbers_of(indices))] if plain else None
+
+
+@_numbered("CropAndResize CropAndResizeGradBoxes CropAndResizeGradImage")
+def _crop_numbered(call: Call) -> Sequence[Placement] | None:
+    """Place crops, of which each names an image among the tower's own."""
+    given = {argument.name: placed for argument, placed in zip(call.op.op_def.input_arg, call.inputs, strict=True)}
+    numbers, rowed = given.pop("box_ind"), given.pop("image", None) or given.pop("image_size")
+    by, size = numbered(numbers), given.pop("crop_size", REPLICATE)
+    if by is None or numbers.kind is not Kind.PLACES or numbers.detail is Detail.MAP or not size.whole:
+        return None
+    plain = all(one.kind is Kind.SHARD and not one.axis and same_rows(one, by) for one in given.values())
+    if not plain or not _has_rows(rowed, numbers):
+        return None
+    return [shard(0, 1, _numbers_of(numbers)) if call.op.type.endswith("Image") else by]
+
+
+def _rows_named(call: Call, index: int) -> Placement | None:
+    """Return how vectors of indices are placed that name one of the tower's rows first; None: this input has others."""
+    placed, lengths = call.inputs[index], lengths_of(call.op.inputs[index])
+    by = numbered(placed)
+    alone = placed.kind is Kind.INDICES or (bool(lengths) and lengths[1:] == [1] and placed.detail is not Detail.MAP)
+    return None if by is None or by.axis or not alone else by
+
+
+def _has_rows(placed: Placement, numbers: Placement) -> bool:
+    """Return whether a tensor, or a shape, has as many rows for each sample as numbers of them number."""
+    of = placed if placed.kind is Kind.SHARD else counted_by(placed)
+    return of.kind is Kind.SHARD and not (of.axis or of.unit) and of.blocks < 2 and of.each == _numbers_of(numbers) > 0
 
 
 @rule_for("Where")

@@ -336,6 +336,13 @@ def soft_argmax(batch, model):
     return ops.mean(ops.einsum("bpk,pc->bkc", weights, grid) ** 2)
 
 
+def attended(batch, model):
+    """Two parts of each image, which it chooses itself."""
+    x = model(batch)
+    boxes = ops.reshape(ops.sigmoid(ops.mean(x, (1, 2))), (-1, 4))
+    return ops.mean(tf.image.crop_and_resize(x, boxes, tf.repeat(tf.range(tf.shape(x)[0]), 2), [3, 3]) ** 2)
+
+
 def gram(batch, model):
     maps = ops.reshape(model(batch), (-1, 64, 8))
     return ops.mean(ops.matmul(ops.transpose(maps, (0, 2, 1)), maps) ** 2)
@@ -384,6 +391,7 @@ row("Swin", fitted(swin, sparse, IMAGES, LABELS))
 row("boxes, IoU loss", fitted(boxes, lambda: iou_loss, IMAGES, floats(128, 4)))
 row("boxes, matched to anchors", own(boxes, x=(IMAGES, floats(6, 4), integers(CLASSES, 6)), loss=anchored))
 row("keypoints, soft argmax", own(conv(CLASSES), x=IMAGES, loss=soft_argmax))
+row("crops, each image's own", own(conv(8), x=IMAGES, loss=attended))
 row("style, Gram matrices", own(conv(), x=IMAGES, loss=gram))
 row("super-resolution", fitted(super_resolution, "mae", IMAGES, floats(16, 16, 3)))
 
@@ -412,6 +420,13 @@ def fnet():
     return keras.Model(inputs, layers.Dense(CLASSES)(layers.GlobalAveragePooling1D()(layers.Dense(WIDTH, "relu")(x))))
 
 
+def neural_operator(batch, lift, mixing):
+    """FNO: weights of a few frequencies, whose gradients are sums of complex numbers."""
+    waves = tf.signal.rfft(tf.transpose(lift(batch[:, :, None]), (0, 2, 1)))[..., :4]
+    weights = tf.complex(mixing.kernel.value, tf.sin(mixing.kernel.value))
+    return ops.mean(tf.signal.irfft(tf.einsum("bck,cd->bdk", waves, weights), [12]) ** 2)
+
+
 def autocorrelation(x):
     spectrum = tf.signal.rfft(tf.transpose(x, (0, 2, 1)))
     return tf.transpose(tf.signal.irfft(spectrum * tf.math.conj(spectrum)), (0, 2, 1))
@@ -437,6 +452,7 @@ def pinball(true, found):
 
 row("speech, CTC", fitted(listener, losses.CTC, floats(20, 8), integers(CLASSES, 4) + 1))
 row("speech, spectra", fitted(spectral, sparse, floats(128), LABELS))
+row("FNO", own(lambda: layers.Dense(8), lambda: built(layers.Dense(8), None, 8), x=WIDE, loss=neural_operator))
 row("FNet", fitted(fnet, sparse, floats(8, WIDTH), LABELS))
 row(
     "autocorrelation",

@@ -230,6 +230,33 @@ def test_exact_is_for_own_steps_too():
     assert not layer.synchronized
 
 
+def test_forward_derivatives():
+    """A step may ask for forward derivatives, which pass through the moments of the batch."""
+
+    def layer_and_step():
+        layer, weights = SYNC(), tf.Variable(X[:12, :3])
+        layer.build((None, 3))
+
+        def step(x):
+            with tf.GradientTape() as tape:
+                with tf.autodiff.ForwardAccumulator(x, tf.cos(x)) as forward:
+                    outputs = layer(tf.tanh(x @ weights), training=True)
+                derivatives = forward.jvp(outputs)
+                loss = tf.reduce_mean(derivatives**4)
+            return outputs, derivatives, tape.gradient(loss, weights)
+
+        return layer, step
+
+    (alone, plain), (layer, step) = layer_and_step(), layer_and_step()
+    for rows in BATCHES[:3]:
+        expected = plain(tf.constant(X[:rows]))
+        with ncclsync.Towers(3) as towers:
+            for one, other in zip(towers.run(step, X[:rows]), expected, strict=True):
+                np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+    for one, other in zip(layer.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name, towers", spread(OTHER))
 def test_other_normalisation(name, towers):

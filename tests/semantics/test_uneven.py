@@ -57,6 +57,11 @@ def masked(batch, w):
     return tf.boolean_mask(x, batch["dense"][:, 0] > 0) ** 2, tf.boolean_mask(x, x > 0) ** 3
 
 
+def waves(x):
+    """Complex numbers of each row."""
+    return tf.complex(tf.cos(x), tf.sin(x))
+
+
 def two_units(batch, w):
     """Values of different tensors beside each other, of which there are as many in all, by chance."""
     x, other = tf.gather(w, batch["tokens"].flat_values), batch["other"].flat_values[:, None]
@@ -84,6 +89,28 @@ def made_indices(batch, w):
     columns = tf.cast(batch["dense"][:, 0] > 0, tf.int64)
     made = tf.SparseTensor(tf.stack([tf.range(rows), columns], 1), batch["dense"][:, 1], [rows, HEIGHT])
     return tf.sparse.sparse_dense_matmul(made, w), tf.sparse.to_dense(made) @ w
+
+
+def numbered_rows(batch, deep=False):
+    """Indices of elements in each row, that name the row first: two of each."""
+    rows, columns = tf.shape(batch["dense"])[0], tf.cast(batch["dense"][:, :2] > 0, tf.int32)
+    places = [tf.tile(tf.range(rows)[:, None], [1, 2]), columns]
+    return tf.stack([places[0], tf.tile(tf.range(2)[None], [rows, 1]), columns] if deep else places, -1)
+
+
+def set_by_rows(batch, w):
+    """What a copy mechanism, a one-hot target and a cache of keys do: elements of each row are added up, or set."""
+    x, places, rows = batch["dense"] @ w[:3], numbered_rows(batch), tf.shape(batch["dense"])[0]
+    first = tf.concat([tf.range(rows)[:, None], places[:, 0, 1:]], 1)
+    return (
+        tf.scatter_nd(places, x, [rows, HEIGHT]),
+        tf.scatter_nd(numbered_rows(batch, deep=True), x, [rows, 2, 3]),
+        tf.scatter_nd(tf.range(rows)[:, None], x, [rows, 2]),
+        tf.scatter_nd(tf.reshape(tf.range(rows) * 2, [-1, 1]), x, [rows * 2, 2]),
+        tf.tensor_scatter_nd_update(x, first, x[:, 1] ** 2),
+        tf.tensor_scatter_nd_max(batch["dense"], places, x),
+        tf.gather_nd(x, places) ** 2,
+    )
 
 
 GRADIENT_OF_SUM, GRADIENT_OF_MEAN = "SparseSegmentSumGradV2", "SparseSegmentMeanGradV2"  # each id once
@@ -145,6 +172,11 @@ PROGRAMS = {
     "other segments": (other_segments, "GatherV2 SegmentSum UnsortedSegmentSum"),
     "masked twice": (masked_twice, "Where GatherV2"),
     "made indices": (made_indices, ""),
+    "set by rows": (set_by_rows, ""),
+    "sums of complex numbers": (
+        lambda b, w: tf.math.real(tf.einsum("bi,ij->j", waves(b["dense"] @ w[:3]), tf.complex(w[:2], w[2:4]))),
+        "",
+    ),
 }
 
 
@@ -212,6 +244,13 @@ def numbered_if(b, condition):
     return tf.cast(tf.where(condition, numbers, 0), tf.float64) * b["x"]
 
 
+def two_for_each(b):
+    """Flags of two rows for each, beside two copies of the rows, which have another order."""
+    labels = tf.reshape(tf.stack([b["label"], 2 - b["label"]], 1), [-1])
+    flags = tf.scatter_nd(at(b, labels), tf.ones_like(labels, tf.float64), [tf.shape(labels)[0], 4])
+    return flags * tf.concat([b["x"], b["x"] ** 2], 0)
+
+
 # What is computed of a tower's own numbers, and is not the batch's: it must not pass as such.
 OF_NUMBERS = {
     "times values": lambda b: tf.boolean_mask(b["x"], b["mask"])[:, None] * tf.cast(tf.where(b["mask"]), tf.float64),
@@ -225,6 +264,7 @@ OF_NUMBERS = {
     "by a flag": lambda b: numbered_if(b, FLAG),
     "by flags": lambda b: numbered_if(b, tf.constant([[True, False, True, True]])),
     "overlapped": overlapped,
+    "two for each": two_for_each,
     "in one row": lambda b: tf.gather(b["x"], tf.reshape(tf.range(tf.shape(b["x"])[0]), [1, -1])),
     "clipped": lambda b: tf.maximum(tf.where(b["keep"])[:, 0], tf.zeros_like(tf.cast(b["label"], tf.int64)[:2, None])),
 }

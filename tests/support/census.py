@@ -48,8 +48,7 @@ OPEN = {
     "lists other than loops make them": "TensorListConcat TensorListConcatLists TensorListConcatV2 TensorListGather "
     "TensorListPushBackBatch TensorListResize TensorListScatter TensorListScatterIntoExistingList TensorListScatterV2 "
     "TensorListSplit",
-    "changes some of the rows, or takes boxes that name theirs": "CropAndResize ScatterNdNonAliasingAdd "
-    "TensorStridedSliceUpdate",
+    "changes some of the rows": "ScatterNdNonAliasingAdd TensorStridedSliceUpdate",
 }
 
 

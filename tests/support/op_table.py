@@ -686,6 +686,19 @@ add("ScatterNd", lambda i, v: tf.scatter_nd(i, v, [3, 2]), given("n 1", "i2"), "
 add("ScatterNd", lambda i, v: tf.scatter_nd(i, v, [tf.shape(v)[0], 2]), given("n 1", "row"), "n 2")
 add("ScatterNd", lambda i, v: tf.scatter_nd(i, v, [tf.shape(v)[0], 2]), given("n 1", "row"), given("n 2", "int"))
 add(
+    "ScatterNd",
+    lambda i, v: tf.scatter_nd(tf.stack([tf.range(tf.shape(v)[0]), i], 1), v, [tf.shape(v)[0], 3]),
+    given("n", "i2"),
+    "n",
+)
+add(
+    "TensorScatterUpdate",
+    lambda x, i, v: tf.tensor_scatter_nd_update(x, tf.stack([tf.range(tf.shape(v)[0]), i], 1), v),
+    "n 3",
+    given("n", "i2"),
+    "n",
+)
+add(
     "ScatterNdNonAliasingAdd",
     lambda x, i, v: raw.ScatterNdNonAliasingAdd(input=x, indices=i, updates=v),
     "3 2",
@@ -771,6 +784,9 @@ add("MatMul", lambda x, w: tf.matmul(x, w), "n 3", "3 2")
 add("MatMul", lambda x, w: tf.matmul(w, x), "3 n", "2 3")
 add("MatMul", lambda x, w: tf.matmul(x, w), "2n 3", "3 2")
 add("MatMul", lambda x, w: tf.matmul(x, w), given("n 3", "complex"), given("3 2", "complex"))
+add("MatMul", lambda x, y: tf.matmul(x, y, transpose_a=True), given("n 3", "complex"), given("n 2", "complex"))
+add("Sum", lambda x: tf.reduce_sum(x, 0), given("n 3", "complex"))
+add("Prod", lambda x: tf.reduce_prod(x, 0), given("n 3", "complex"))
 add("batch with itself", lambda x: tf.matmul(x, x, transpose_b=True), "n 3")
 add("covariance", lambda x: tf.matmul(x, x, transpose_a=True), "n 3")
 for _op in ("BatchMatMul", "BatchMatMulV2"):
@@ -1084,6 +1100,12 @@ add(
     given("n 4 4 1", "f4"),
     given("n 4", "boxes", "S0 R"),
     given("n", "row"),
+)
+add(
+    "CropAndResize",
+    lambda x, b: raw.CropAndResize(image=x, boxes=b, box_ind=tf.range(tf.shape(b)[0]), crop_size=[2, 2]),
+    given("n 4 4 1", "f4"),
+    given("n 4", "boxes", "S0 R"),
 )
 add(
     "ImageProjectiveTransformV2",

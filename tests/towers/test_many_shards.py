@@ -401,7 +401,8 @@ def test_explain_tells_of_shards():
         (1, 8, 10),
     ]
     assert (
-        "a tower computes 2 of them, one after another, and keeps of each what it adds to the sums" in explained.order
+        "a tower computes 2 of them, one after another, and keeps of each only its addends of the sums"
+        in explained.order
     )
     model.towers.close()
     model = on_towers(cnn, 2, shards=4, exact=("batch_norm",))

@@ -137,7 +137,7 @@ class NonFiniteError(NcclSyncError):
         towers: by tower, (begin, end, names): its rows of the batch, ``begin`` to ``end`` - 1, and the variables. With
             several shards on a tower, from the first shard with such a gradient to the last.
         file: a NumPy archive (.npz) of these rows, under the names of the batch's structure, with their ``indices`` in
-            the batch; None if it was not saved.
+            the batch; of several processes that read their own rows each saves these. None if it was not saved.
         unsaved: why it was not saved.
     """
 

@@ -50,7 +50,7 @@ class OnNonFinite:
         self._files = 0
 
     def report(
-        self, finite: np.ndarray, sizes: np.ndarray, names: Sequence[str], batch: Any, owners: Sequence[int]
+        self, finite: np.ndarray, sizes: np.ndarray, names: Sequence[str], batch: Any, owners: Sequence[int], own: range
     ) -> None:
         """Save the rows of shards with gradients that are not finite; raise the error, or log it.
 
@@ -60,6 +60,7 @@ class OnNonFinite:
             names: [gradients] of the variables.
             batch: nested structure of eager tensors.
             owners: the tower of each shard, including shards without samples.
+            own: the rows of the processes' batch that `batch` has.
 
         Raises:
             NonFiniteError: unless `mode` is "skip".
@@ -75,26 +76,29 @@ class OnNonFinite:
                 bad = [name for name, one in zip(names, flags, strict=True) if not one]
                 first, _, before = found.get(owners[shard], (begin, end, ()))
                 found[owners[shard]] = (first, end, tuple(dict.fromkeys([*before, *bad])))
-        error = NonFiniteError(found, *self._save(batch, np.array(indices)))
+        error = NonFiniteError(found, *self._save(batch, indices, own))
         if self._mode == "raise":
             raise error
         logger.warning("%s. The step was skipped: no tower's weights or optimizer state have changed", error)
 
-    def _save(self, batch: Any, indices: np.ndarray) -> tuple[str | None, str]:
-        """Save rows of a batch; return the file, or None and the reason."""
+    def _save(self, batch: Any, indices: list[int], own: range) -> tuple[str | None, str]:
+        """Save those rows that this process has; return the file, or None and the reason."""
+        kept = [index for index in indices if index in own]
+        if indices and not kept:
+            return None, "another process reads them, and saves them"
         if self._files >= MOST_FILES:
             return None, f"this run has saved {MOST_FILES} files already"
         self._files += 1
         try:
-            return _save_rows(batch, indices), ""
+            return _save_rows(batch, np.array(kept, int), own.start), ""
         except Exception as error:  # of any kind: the step is skipped, or fails by its own error
             return None, f"{type(error).__name__}: {error}"
 
 
-def _save_rows(batch: Any, indices: np.ndarray) -> str:
-    """Save rows of a batch to a new file, and remove the oldest ones; return its path."""
+def _save_rows(batch: Any, indices: np.ndarray, first: int) -> str:
+    """Save rows of a batch, whose own `first` row has this index, to a new file; remove the oldest; return its path."""
     arrays: dict[str, Any] = {
-        "/".join(map(str, path)): _rows_of(leaf, indices)
+        "/".join(map(str, path)): _rows_of(leaf, indices - first)
         for path, leaf in keras.tree.flatten_with_path(batch)
         if leaf is not None
     }

@@ -356,13 +356,13 @@ def _report_nonfinite(
     """Report gradients that are not finite; the graph of a step, whose batch is kept, calls this."""
     state, batch = towers(), kept()
     assert state is not None and batch is not None  # the step that calls it is theirs
-    given, total = batch.batch(), int(sizes.sum())
-    if rows_of(given) != total:  # only this process' rows: fill the places of the others with copies
-        rows = tf.range(total) - int(sizes[: state.layout.own_shards[0]].sum())
-        rows = tf.clip_by_value(rows, 0, (rows_of(given) or 1) - 1)
-        given = tf.nest.map_structure(lambda one: tf.gather(one, rows), given)
+    given, ends = batch.batch(), np.cumsum(sizes)
+    own = range(int(ends[-1]))
+    if rows_of(given) != len(own):  # each process reads its own rows alone
+        shards = list(state.layout.own_shards)
+        own = range(int(ends[shards[0]] - sizes[shards[0]]), int(ends[shards[-1]]))
     try:
-        state.watch.on_nonfinite.report(finite, sizes, names, given, state.layout.owners)
+        state.watch.on_nonfinite.report(finite, sizes, names, given, state.layout.owners, own)
     except NonFiniteError as error:  # TensorFlow wraps it
         state.session.in_flight.put(error)
         raise

@@ -1,5 +1,6 @@
 """`@nccl_parallel(on_nonfinite=...)`: a gradient with a NaN or an infinity is named, and its step undone."""
 
+import functools
 import logging
 import os
 import pickle
@@ -106,14 +107,29 @@ def test_why_rows_are_not_saved(trouble, monkeypatch, tmp_path, caplog):
     why = trouble(monkeypatch, tmp_path)
     batch, flags = (tf.constant(X[:2]),), np.array([[False], [True]])
     with pytest.raises(NonFiniteError, match=rf"tower 0, rows 0 to 0, .* not saved: {why}") as caught:
-        nonfinite.OnNonFinite("raise").report(flags, [1, 1], ["w"], batch, range(2))
+        nonfinite.OnNonFinite("raise").report(flags, [1, 1], ["w"], batch, range(2), range(2))
     assert caught.value.file is None
     again = pickle.loads(pickle.dumps(caught.value))
     assert (str(again), again.file) == (str(caught.value), None)
     with caplog.at_level(logging.WARNING, logger="ncclsync"):
-        nonfinite.OnNonFinite("skip").report(flags, [1, 1], ["w"], batch, range(2))
+        nonfinite.OnNonFinite("skip").report(flags, [1, 1], ["w"], batch, range(2), range(2))
     assert re.search(rf"not saved: {why}.* The step was skipped", caplog.records[-1].getMessage())
     assert not list(tmp_path.rglob("*.npz"))
+
+
+def test_own_rows_are_saved():
+    """Of several processes that read their own rows each saves these, of any kind of leaf."""
+    batch = {"sparse": tf.sparse.from_dense(X[2:5]), "none": None, "weight": tf.constant(2.0), "x": tf.constant(X[2:5])}
+    report = functools.partial(nonfinite.OnNonFinite("raise").report, sizes=np.array([2, 2, 1]), names=["w"])
+    flags = np.array([[False], [True], [False]])
+    with pytest.raises(NonFiniteError, match=r"tower 0, rows 0 to 1, .* tower 2, rows 4 to 4") as caught:
+        report(flags, batch=batch, owners=range(3), own=range(2, 5))
+    with np.load(caught.value.file) as saved:
+        assert saved["indices"].tolist() == [4] and saved["weight"] == 2.0
+        np.testing.assert_array_equal(saved["x"], X[4:5])
+        np.testing.assert_array_equal(saved["sparse"], X[4:5])
+    with pytest.raises(NonFiniteError, match="are not saved: another process reads them, and saves them"):
+        report(flags[::-1] | [[False], [True], [True]], batch=batch, owners=range(3), own=range(2, 5))
 
 
 @pytest.mark.slow
@@ -142,7 +158,7 @@ def test_files_are_bounded(monkeypatch, tmp_path):
         found, run = [], nonfinite.OnNonFinite("raise")
         for _ in range(4):
             with pytest.raises(NonFiniteError) as caught:
-                run.report(flags, [1, 1], ["w"], batch, range(2))
+                run.report(flags, [1, 1], ["w"], batch, range(2), range(2))
             found.append(caught.value.file)
         assert "not saved: this run has saved 3 files already" in str(caught.value)
         return found[:3]

@@ -6,7 +6,6 @@ a main thread that goes into native code which waits for other threads: these se
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import logging
 import math
@@ -237,10 +236,16 @@ def raise_ctrl_c_again() -> None:
         if not issubclass(ignored.exc_type, KeyboardInterrupt):
             before(ignored)
         elif _active is None:  # else `interruptible` raises it
-            threading.Timer(SLICE_S / 10, _thread.interrupt_main).start()  # by then the destructor has ended
+            threading.Timer(SLICE_S / 10, _press_ctrl_c).start()  # by then the destructor has ended
 
     if getattr(before, "__qualname__", "") != again.__qualname__:
         sys.unraisablehook = again
+
+
+def _press_ctrl_c() -> None:
+    """Send the main thread Ctrl-C's signal, if Python handles it: `_thread.interrupt_main` would not end a sleep."""
+    if callable(signal.getsignal(signal.SIGINT)):
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
 def _forget_pipe() -> None:

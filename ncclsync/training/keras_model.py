@@ -81,7 +81,8 @@ def _convert_logs(convert: Callable[[Any], Any], logs: Any) -> Any:
     if not logs or threading.current_thread() is not threading.main_thread():
         return convert(logs)
     with interruptible():
-        return convert(tf.nest.map_structure(_read_log, logs))
+        # Of dicts within, Keras calls this again; any other value may be of a type that is not to be taken apart.
+        return convert({name: _read_log(value) for name, value in logs.items()})
 
 
 def _read_log(value: Any) -> Any:

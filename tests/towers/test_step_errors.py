@@ -1,5 +1,6 @@
 """An error in one tower's step surfaces as itself, leaves all towers equal, and the model trains on."""
 
+import collections.abc
 import os
 import signal
 import subprocess
@@ -467,9 +468,10 @@ class Interrupted(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         self.batches += 1
-        if self.where == "destructor":
+        waits = self.where == "before a wait" and self.presses
+        if self.where != "log":
             Ending(self)
-        time.sleep(0.01)
+        time.sleep(20 if waits else 0.01)
 
     def press(self):
         if self.presses:
@@ -498,22 +500,51 @@ class Log(float):
         return 1.0
 
 
-@pytest.mark.parametrize("where", ["destructor", "log"])
+@pytest.mark.parametrize("where", ["destructor", "before a wait", "log"])
 def test_ctrl_c_that_is_lost_between_steps(where):
-    """It ends `fit` within some batches, once; the towers are equal, and train on."""
+    """It ends `fit` within some batches, once, also a long wait of Python's; the towers are equal, and train on."""
     model, pressing = on_towers(mlp, 2), Interrupted(where)
     if where == "log":
         own = model.make_train_function()
         model.train_function = lambda iterator: {**own(iterator), "slow": Log(pressing)}
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    handler, began = signal.signal(signal.SIGINT, signal.default_int_handler), time.monotonic()
     try:
         with pytest.raises(KeyboardInterrupt):
             model.fit(X, Y, batch_size=1, verbose=0, callbacks=[pressing])
-        assert not pressing.presses and pressing.batches < 50
+        assert not pressing.presses and pressing.batches < 50 and time.monotonic() - began < 20
         model.fit(X, Y, batch_size=20, verbose=0, callbacks=[pressing])
     finally:
         signal.signal(signal.SIGINT, handler)
     assert_towers_agree(model)
+
+
+class Table(collections.abc.Mapping):
+    """A mapping that is not made of pairs."""
+
+    def __init__(self, key, value):
+        self.held = {key: value}
+
+    def __getitem__(self, key):
+        return self.held[key]
+
+    def __iter__(self):
+        return iter(self.held)
+
+    def __len__(self):
+        return len(self.held)
+
+
+def test_logs_of_any_type():
+    """What is no number is logged as it is, of a model on towers and, from then on, of any other."""
+    table, models = Table("a", 1.0), [on_towers(mlp, 2), mlp()]
+    for model in models:
+        model.make_train_function()
+        own = model.train_function
+        model.train_function = lambda iterator, own=own: {**own(iterator), "table": table, "of": {"more": tf.ones([])}}
+        seen = []
+        callback = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs, seen=seen: seen.append(logs))
+        model.fit(X, Y, batch_size=20, verbose=0, callbacks=[callback])
+        assert [logs["table"] for logs in seen] == [table] * 3 and {logs["more"] for logs in seen} == {1.0}
 
 
 def test_ctrl_c_while_a_failed_step_is_mended(monkeypatch):

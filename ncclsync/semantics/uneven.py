@@ -78,7 +78,7 @@ def _moved_numbers(call: Call) -> Sequence[Placement] | None:
         return None
     if kind in ("Cast", "Identity"):
         return [placed]
-    if placed.kind is Kind.INDICES and (kind != "Squeeze" or lengths_of(call.op.inputs[0])[1] != 1):
+    if placed.kind is Kind.INDICES and (kind != "Squeeze" or lengths_of(call.op.inputs[0])[1:] != [1]):
         return None
     call.inputs[0], call.unit = before, before.unit
     made = RULES[kind](call)

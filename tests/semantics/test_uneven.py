@@ -251,6 +251,12 @@ def two_for_each(b):
     return flags * tf.concat([b["x"], b["x"] ** 2], 0)
 
 
+def of_one_column(b):
+    """Indices of one element in each row, without the axis of these."""
+    rows, columns = tf.range(tf.shape(b["label"])[0])[:, None], b["label"][:, None]
+    return tf.cast(tf.squeeze(tf.stack([rows, columns], -1), 1), tf.float64) * b["x"][:, :2]
+
+
 # What is computed of a tower's own numbers, and is not the batch's: it must not pass as such.
 OF_NUMBERS = {
     "times values": lambda b: tf.boolean_mask(b["x"], b["mask"])[:, None] * tf.cast(tf.where(b["mask"]), tf.float64),
@@ -265,6 +271,7 @@ OF_NUMBERS = {
     "by flags": lambda b: numbered_if(b, tf.constant([[True, False, True, True]])),
     "overlapped": overlapped,
     "two for each": two_for_each,
+    "of one column": of_one_column,
     "in one row": lambda b: tf.gather(b["x"], tf.reshape(tf.range(tf.shape(b["x"])[0]), [1, -1])),
     "clipped": lambda b: tf.maximum(tf.where(b["keep"])[:, 0], tf.zeros_like(tf.cast(b["label"], tf.int64)[:2, None])),
 }

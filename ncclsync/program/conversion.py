@@ -328,7 +328,8 @@ class Conversions(Placer):
             begin, size = tf.where(broadcast, 0, begin), tf.where(broadcast, 1, size)
         else:
             self.declared.add((known, after.blocks * max(after.each, 1)))
-        if after.blocks > 1 or self.traced.trace.jit_compile:  # a slice XLA compiles anew for each first row
+        # A slice takes up to 8 axes; XLA compiles it anew for each first row.
+        if after.blocks > 1 or self.traced.trace.jit_compile or tensor.shape.rank > 8:
             blocks = after.blocks if broadcast is None else tf.where(broadcast, 1, after.blocks)
             starts = tf.range(blocks) * (length // after.blocks) + begin
             places = tf.reshape(starts[:, None] + tf.range(size)[None], [-1])

@@ -1108,6 +1108,11 @@ add(
     given("n 4", "boxes", "S0 R"),
 )
 add(
+    "crop of all images",  # whose gradient has ten axes
+    lambda x: raw.CropAndResize(image=tf.repeat(x, 2, 0), boxes=[[0.0, 0.0, 1.0, 1.0]], box_ind=[1], crop_size=[2, 2]),
+    given("n 4 4 1", "f4"),
+)
+add(
     "ImageProjectiveTransformV2",
     lambda x, t: raw.ImageProjectiveTransformV2(
         images=x, transforms=t * 0.1 + [[1.0, 0, 0, 0, 1, 0, 0, 0]], output_shape=[3, 3], interpolation="BILINEAR"

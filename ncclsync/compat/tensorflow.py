@@ -17,7 +17,6 @@ from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tensorflow.python.autograph.core import ag_ctx as autograph_context
 from tensorflow.python.eager import context as eager_context
 from tensorflow.python.eager import execute as eager_execute
-from tensorflow.python.eager import forwardprop_util
 from tensorflow.python.eager.polymorphic_function import attributes as function_attributes
 from tensorflow.python.framework import (
     auto_control_deps,
@@ -433,11 +432,6 @@ def wrapped(method: Callable, replacement: Callable[..., Any]) -> Callable:
         return replacement(method, *args, **kwargs)
 
     return replaced
-
-
-def has_tangent(tensor: tf.Tensor) -> bool:
-    """Return whether a `tf.autodiff.ForwardAccumulator` follows a tensor."""
-    return bool(forwardprop_util.pack_tangents([tensor]).tangents)
 
 
 def datasets_of(given: tf.data.Iterator | tf.data.Dataset) -> list[tf.data.Dataset]:

@@ -19,8 +19,27 @@ from ncclsync.compat import tensorflow as tf_compat
 def moments_of_layers(by_batch: bool = False) -> Iterator[None]:
     """Let `BatchNormalization` normalise by a tower's own rows; `by_batch`, or if `synchronized`, by the batch's."""
 
+    forward: list[Any] = []  # accumulators of the step that are open
+
+    def entering(enter, self):
+        if ops.current_context() is not None:
+            forward.append(self)
+        return enter(self)
+
+    def leaving(leave, self, *error):
+        forward[:] = [one for one in forward if one is not self]
+        return leave(self, *error)
+
+    def meets() -> bool:
+        """Return whether moments can be exchanged: at the top of a step, unless forward derivatives are asked for.
+
+        TensorFlow computes the derivative of a function with a gradient of its own in another graph, without any mark.
+        """
+        context = ops.current_context()
+        return context is not None and context.can_exchange() and not forward
+
     def choosing(moments, self, inputs, mask):
-        if not _meets(inputs):
+        if not meets():
             return moments(self, inputs, mask)
         if by_batch or self.synchronized:
             return batch_moments(inputs, keras_compat.reduction_axes(self), mask)
@@ -30,7 +49,7 @@ def moments_of_layers(by_batch: bool = False) -> Iterator[None]:
         return tuple(ops.from_local(list(moments(self, inputs, mask)), by_choice=True))
 
     def choosing_op(moments, x, axes, keepdims):
-        if not _meets(x):
+        if not meets():
             return moments(x, axes, keepdims)
         mean, variance = batch_moments(x, tf.nest.flatten(axes), None)
         return (_expanded(mean, x, axes), _expanded(variance, x, axes)) if keepdims else (mean, variance)
@@ -39,17 +58,10 @@ def moments_of_layers(by_batch: bool = False) -> Iterator[None]:
     with (
         tf_compat.methods_wrapped(classes, "_moments", choosing),
         tf_compat.methods_wrapped([keras_compat.nn_functions()], "_compute_moments_sync", choosing_op),
+        tf_compat.methods_wrapped([tf.autodiff.ForwardAccumulator], "__enter__", entering),
+        tf_compat.methods_wrapped([tf.autodiff.ForwardAccumulator], "__exit__", leaving),
     ):
         yield
-
-
-def _meets(inputs: tf.Tensor) -> bool:
-    """Return whether moments can be exchanged: at the top of a step, unless forward derivatives are asked for.
-
-    TensorFlow computes the derivative of a function with a gradient of its own in another graph, without any mark.
-    """
-    context = ops.current_context()
-    return context is not None and context.can_exchange() and not tf_compat.has_tangent(inputs)
 
 
 def batch_moments(inputs: tf.Tensor, axes: Sequence[int], mask: Any) -> tuple[tf.Tensor, tf.Tensor]:

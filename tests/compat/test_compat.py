@@ -154,20 +154,6 @@ print(tf_compat.is_op_determinism_enabled())
     assert printed(TF_DETERMINISTIC_OPS="1") == ["True", "True"]
 
 
-def test_has_tangent():
-    """Of tensors that a `ForwardAccumulator` follows, and what is computed of these, as long as it is open."""
-    one, other = tf.constant([1.0, 2.0]), tf.constant([3.0])
-
-    @tf.function
-    def traced(one, other):
-        with tf.autodiff.ForwardAccumulator(one, tf.ones_like(one)):
-            assert tf_compat.has_tangent(one * 2.0) and not tf_compat.has_tangent(other)
-        assert not tf_compat.has_tangent(one)
-
-    traced(one, other)
-    traced.python_function(one, other)
-
-
 def test_datasets_of():
     """All that an iterator's elements come from."""
     first, second = tf.data.Dataset.range(3), tf.data.Dataset.range(4)

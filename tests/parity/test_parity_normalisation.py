@@ -257,6 +257,34 @@ def test_forward_derivatives():
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("synchronized", [True, False])
+def test_forward_derivatives_of_gradients(synchronized):
+    """Before the weight that an accumulator follows, the way there has no forward derivatives, but the way back has."""
+
+    def layers_and_step():
+        norms = [layers.BatchNormalization(synchronized=synchronized) for _ in range(2)]
+        one, two = tf.Variable(X[:12, :4]), tf.Variable(X[12:16, :3])
+        for layer, width in zip(norms, (4, 3), strict=True):
+            layer.build((None, width))
+
+        def step(x):
+            with tf.autodiff.ForwardAccumulator(two, tf.cos(two)) as forward:
+                with tf.GradientTape() as tape:
+                    outputs = norms[1](tf.tanh(norms[0](x @ one, training=True) @ two), training=True)
+                    loss = tf.reduce_mean(outputs**4)
+                gradients = tape.gradient(loss, [one, two])
+            return [loss, *gradients, *map(forward.jvp, gradients)]
+
+        return norms, step
+
+    (_, plain), (_, step) = layers_and_step(), layers_and_step()
+    for rows in (6, 7, 5):
+        expected = plain(tf.constant(X[:rows]))
+        with ncclsync.Towers(3) as towers:
+            for one, other in zip(towers.run(step, X[:rows]), expected, strict=True):
+                np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-3 * np.max(np.abs(other)))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name, towers", spread(OTHER))
 def test_other_normalisation(name, towers):

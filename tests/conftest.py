@@ -3,10 +3,13 @@
 import collections
 import fcntl
 import gc
+import math
 import os
+import random
 import re
+import secrets
 import signal
-import zlib
+import time
 
 import pytest
 from standin import COMPILER, Loaded, Standin
@@ -27,12 +30,14 @@ for variable in [*os.environ]:
     if variable.startswith((*OUTSIDE, *ON_GPUS)):
         del os.environ[variable]
 
-LEFT_OUT = pytest.StashKey[int]()
+LEFT_OUT, LOT, ENDS = pytest.StashKey[int](), pytest.StashKey[int](), pytest.StashKey[float]()
+OUT_OF_TIME = "no time was left (--minutes)"
 
 
 def pytest_addoption(parser, pluginmanager):
     """Add --all. Know pytest-timeout's option where it is not installed: tests/gpu asks for pytest alone."""
     parser.addoption("--all", action="store_true", help="run the slow tests, too; in full: NCCLSYNC_THOROUGH=1 as well")
+    parser.addoption("--minutes", type=float, help="start no test after this time; run in an order drawn by lot")
     if not pluginmanager.hasplugin("timeout"):
         parser.addini("timeout", "pytest-timeout's; without it there is no limit")
 
@@ -42,26 +47,37 @@ def pytest_report_header(config):
     return "tests: all" if config.option.all else "tests: those not marked slow; pytest --all runs all"
 
 
-TABLES = frozenset({"parity", "programs", "costs"})  # folders of tables with hundreds of rows
+TOGETHER = 20  # tests of a file that run one after another, since they share what is made once for a file
 
 
-def part_of(item):
-    """Return which part of the slow tests has this one, and of how many parts: of tables' rows four, else two."""
-    parts = 4 if item.path.parent.name in TABLES else 2
-    return zlib.crc32(item.nodeid.encode()) % parts, parts
+def by_lot(items, seed):
+    """Return the tests in an order drawn by lot, up to `TOGETHER` of a file at a time."""
+    groups = collections.defaultdict(list)
+    for i, item in enumerate(items):
+        groups[item.path, i // TOGETHER].append(item)
+    drawn = list(groups.values())
+    random.Random(seed).shuffle(drawn)
+    return [item for group in drawn for item in group]
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Leave out the slow tests, unless all are asked for; or, with NCCLSYNC_PART=0 to 3, those of other parts."""
+    """Leave out the slow tests, unless all are asked for; with `--minutes`, let chance say which run first."""
     slow = set() if config.option.all else set(slow_tests(items))
-    if kept := os.environ.get("NCCLSYNC_PART"):
-        placed = [(item, *part_of(item)) for item in slow_tests(items)]
-        slow |= {item for item, part, parts in placed if part != int(kept) % parts}
     if slow:
         config.hook.pytest_deselected(items=[item for item in items if item in slow])
         items[:] = [item for item in items if item not in slow]
     config.stash[LEFT_OUT] = len(slow)
+    if config.option.minutes is not None:
+        items[:] = by_lot(items, config.stash[LOT])
+        config.stash[ENDS] = time.monotonic() + 60 * config.option.minutes
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Start no test after the time that `--minutes` gives; each of them counts as skipped."""
+    if time.monotonic() > item.config.stash.get(ENDS, math.inf):
+        pytest.skip(OUT_OF_TIME)
 
 
 def slow_tests(items):
@@ -95,8 +111,16 @@ def pytest_configure(config):
     """Tell of failures as they come; pytest-xdist's workers have nobody to tell."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's `pytest &`, though tests press Ctrl-C
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if not hasattr(config, "workerinput"):
+    of_worker = getattr(config, "workerinput", None)
+    config.stash[LOT] = secrets.randbits(32) if of_worker is None else of_worker["lot"]
+    if of_worker is None:
         config.pluginmanager.register(FailedAtOnce(config))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """Let all of pytest-xdist's workers draw the same order, as it asks of them."""
+    node.workerinput["lot"] = node.config.stash[LOT]
 
 
 def pytest_sessionfinish(session):
@@ -124,6 +148,15 @@ def pytest_terminal_summary(terminalreporter, config):
     for name, ops in sorted(found.items()):
         listed = f": {' '.join(sorted(ops))}" if "gather" in name or len(ops) < 10 else ""
         terminalreporter.write_line(f"{len(ops)} {name}{listed}")
+    late = collections.Counter(
+        report.nodeid.partition("::")[0]
+        for report in terminalreporter.stats.get("skipped", ())
+        if OUT_OF_TIME in str(report.longrepr)
+    )
+    if late:
+        terminalreporter.section(f"no time was left for {late.total()} tests")
+        for file, count in sorted(late.items()):
+            terminalreporter.write_line(f"{count:5d} {file}")
     if left_out := config.stash.get(LEFT_OUT, 0):
         terminalreporter.section("left out")
         terminalreporter.write_line(f"{left_out} tests marked slow were left out; pytest --all runs them too")

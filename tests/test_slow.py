@@ -24,18 +24,6 @@ def test_quick(): pass
 """
 
 
-TABLE = """
-import pytest
-
-@pytest.mark.slow(but=2)
-@pytest.mark.parametrize("n", range(40))
-def test_rows(n): pass
-
-@pytest.mark.slow
-def test_alone(): pass
-"""
-
-
 def pytest_in(folder, *options, **environment):
     """Run pytest there, in a process of its own, with what our conftest adds."""
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = slow(but=0): as in the tests\n")
@@ -63,17 +51,41 @@ def test_slow_tests_are_left_out_and_told(tmp_path, everything, workers):
     assert f"tests: {'all' if everything else 'those not marked slow'}" in done.stdout
 
 
-def test_parts_are_all_of_it(tmp_path):
-    """Four of a table and two of others leave out other slow tests each; what every run has is in each."""
-    for folder in ("parity", "towers"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / f"test_{folder}.py").write_text(TABLE)
-    passed = []
-    for part in range(4):
-        done = pytest_in(tmp_path, "--all", NCCLSYNC_PART=str(part))
-        passed.append(int(re.search(r"(\d+) passed", done.stdout)[1]))
-    slow, others = 38 + 1, 2
-    assert sum(passed) == (slow + 4 * others) + (2 * slow + 4 * others) and max(passed) < 45
+ORDER = """
+import pathlib, pytest, time
+
+@pytest.mark.parametrize("n", range(60))
+def test_rows(n):
+    with open(pathlib.Path(__file__).parent / "ran", "a") as ran: ran.write(f"{n} ")
+    time.sleep(PAUSE)
+"""
+
+
+def test_what_a_run_of_some_minutes_leaves_out_is_drawn_by_lot(tmp_path):
+    """Groups of 20 come in another order each time, and each group in its own; the tests that are late are listed."""
+    orders = set()
+    for _ in range(9):
+        (tmp_path / "test_file.py").write_text(ORDER.replace("PAUSE", "0"))
+        assert "60 passed" in pytest_in(tmp_path, "--minutes", "5").stdout
+        ran = (tmp_path / "ran").read_text().split()
+        (tmp_path / "ran").unlink()
+        groups = [[int(n) for n in ran[i : i + 20]] for i in (0, 20, 40)]
+        assert sorted(groups) == [[*range(i, i + 20)] for i in (0, 20, 40)]
+        orders.add(tuple(ran))
+        if len(orders) > 1:
+            break
+    assert len(orders) > 1  # by chance alone it fails once in 6 ** 8 runs
+
+
+@pytest.mark.parametrize("workers", [[], ["-n", "2"]], ids=["one process", "workers"])
+def test_no_test_starts_after_the_minutes(tmp_path, workers):
+    """The tests that ran and those without time are all of them; the file of the latter is named with their number."""
+    (tmp_path / "test_file.py").write_text(ORDER.replace("PAUSE", "0.1"))
+    done = pytest_in(tmp_path, *workers, "--minutes", "0.02", "-ra")
+    assert done.returncode == 0, done.stdout
+    passed, skipped = (int(re.search(rf"(\d+) {word}", done.stdout)[1]) for word in ("passed", "skipped"))
+    assert passed + skipped == 60 and 0 < skipped < 60
+    assert f"no time was left for {skipped} tests" in done.stdout and f"{skipped} test_file.py" in done.stdout
 
 
 def test_a_failure_is_named_at_once(tmp_path):

@@ -12,7 +12,10 @@
 
 #include "tf/api.h"
 
-enum { NCS_ALIGNMENT = 64 }; /* of a tensor's buffer, else TensorFlow copies it */
+enum {
+  NCS_ALIGNMENT = 64, /* of a tensor's buffer, else TensorFlow copies it */
+  NCS_WHAT = 5        /* numbers about a tensor */
+};
 
 /* ---- Tokens ---- */
 
@@ -72,9 +75,9 @@ typedef struct {
   int64_t rank;     /* among those here */
   int64_t ranks;    /* of an arrival those of all processes, of a launch those here */
   int64_t number;   /* of the rank, among those of all processes */
-  int64_t in_place; /* broadcasts and all-reduces write into what the ranks give, memory that no other op has */
   int n;            /* tensors */
-  int64_t* what;    /* [n][4]: kind, operation, root and NCCL's dtype of each */
+  int64_t* what;    /* [n][NCS_WHAT]: kind, operation, root and NCCL's dtype of each; 1 if a broadcast or an all-reduce
+                       writes into what the ranks give, memory that no other op has */
 } exchange_kernel;
 
 static void destroy_exchange(void* kernel_) {
@@ -102,10 +105,9 @@ static void read_arrive(TF_OpKernelConstruction* context, exchange_kernel* kerne
   kernel->launcher = ncs_tf_read_attr(context, "launcher", status);
   kernel->ranks = ncs_tf_read_attr(context, "ranks", status);
   kernel->what = ncs_tf_read_list(context, "what", &kernel->n, status);
-  kernel->n /= 4;
+  kernel->n /= NCS_WHAT;
   kernel->rank = ncs_tf_read_attr(context, "rank", status);
   kernel->number = ncs_tf_read_attr(context, "number", status);
-  kernel->in_place = ncs_tf_read_attr(context, "in_place", status);
 }
 
 /* Whether tensor i shares its memory with no other input: TensorFlow may merge two ops with equal results. */
@@ -122,7 +124,7 @@ static void prepare_tensor(TF_OpKernelContext* context, const exchange_kernel* k
   TF_AllocatorAttributes attributes = {TF_ALLOCATOR_ATTRIBUTES_STRUCT_SIZE, 0};
   int64_t dims[NCS_MOST_DIMS];
   TF_Tensor *send = all->tensors[2 * i], *recv = NULL;
-  const int64_t* what = kernel->what + 4 * i;
+  const int64_t* what = kernel->what + NCS_WHAT * i;
   const int kind = (int)what[0], n_dims = ncs_tf.TF_NumDims(send);
   for (int d = 0; d < n_dims; ++d) dims[d] = ncs_tf.TF_Dim(send, d);
   buffer->kind = kind;
@@ -140,7 +142,7 @@ static void prepare_tensor(TF_OpKernelContext* context, const exchange_kernel* k
     if (kind == NCS_REDUCE_SCATTER) buffer->count /= (size_t)kernel->ranks;
   }
   if ((kind == NCS_BROADCAST && what[2] == kernel->number) ||
-      (kernel->in_place && (kind == NCS_BROADCAST || kind == NCS_ALL_REDUCE) && is_alone(all, i))) {
+      (what[4] && (kind == NCS_BROADCAST || kind == NCS_ALL_REDUCE) && is_alone(all, i))) {
     buffer->recv = ncs_tf.TF_TensorData(send);
     return;
   }
@@ -235,8 +237,7 @@ NCS_TF_KERNEL(exchange_kernel, deliver)
 
 const ncs_tf_op ncs_tf_arrive = {
     "NcclsyncArrive",
-    {"launcher: int", "rank: int", "number: int", "in_place: int", "ranks: int >= 1", "what: list(int)",
-     "T: list(type) >= 0", NULL},
+    {"launcher: int", "rank: int", "number: int", "ranks: int >= 1", "what: list(int)", "T: list(type) >= 0", NULL},
     {"sends: T", NULL},
     "token: int64",
     create_arrive, run_arrive, destroy_exchange, 1, "token"};

@@ -13,6 +13,10 @@ import tensorflow as tf
 # Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.3.
 DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
 
+# TensorFlow shares memory between a tensor and a slice of it that begins and ends at multiples of this many bytes.
+# Source: IsDim0SliceAligned in tensorflow/core/framework/tensor.h, EIGEN_MAX_ALIGN_BYTES.
+ALIGNED_BYTES = 64
+
 
 def fill_buckets(
     sizes_bytes: Sequence[int], kinds: Sequence[Hashable], bucket_bytes: int, first_bytes: int | None = None
@@ -51,7 +55,18 @@ def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def unpack(bucket: tf.Tensor, shapes: Sequence[tf.TensorShape]) -> list[tf.Tensor]:
-    """Split a bucket into tensors of the given static shapes; the inverse of `pack`."""
+    """Split a bucket into tensors of the given static shapes; the inverse of `pack`.
+
+    The first tensors, as far as each has a multiple of `ALIGNED_BYTES`, share the bucket's memory; others are copies.
+    """
     sizes = [shape.num_elements() for shape in shapes]
-    parts = [bucket] if len(sizes) == 1 else tf.split(bucket, sizes)
+    parts, begin = [], 0
+    if len(sizes) == 1:
+        parts = [bucket]
+    while len(parts) < len(sizes) and sizes[len(parts)] * bucket.dtype.size % ALIGNED_BYTES == 0:
+        size = sizes[len(parts)]
+        parts.append(tf.slice(bucket, [begin], [size]))
+        begin += size
+    if len(parts) < len(sizes):
+        parts += tf.split(bucket[begin:], sizes[len(parts) :])
     return [tf.reshape(part, shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -75,7 +75,7 @@ def launch(
     after: Sequence[Sequence[Any]] = (),
     launched_after: Sequence[Any] = (),
     *,
-    in_place: bool = False,
+    in_place: Sequence[bool] | None = None,
 ) -> Launched:
     """Launch one group of collectives, in a graph.
 
@@ -86,8 +86,8 @@ def launch(
         devices: [n] the towers', such as "GPU:0".
         after: [n] for each tower, ops and tensors on its device that it arrives after.
         launched_after: what the launch waits for: ops and tensors on the CPU, such as an earlier launch's token.
-        in_place: whether all-reduces write into the tensors, and broadcasts into those of the towers other than the
-            root. The tensors must share their memory with nothing else.
+        in_place: [B] whether an all-reduce writes into its tensors, and a broadcast into those of the towers other than
+            the root; None: none does. These tensors must share their memory with nothing else.
     """
     assert isinstance(communicator, NcclCommunicator)
     after = after or [()] * len(devices)
@@ -95,12 +95,13 @@ def launch(
     launcher = communicator.launcher(on_host=on_host)
     if not on_host:
         gpu_streams.missing()  # looks for them, once
-    attributes = {"launcher": launcher.address, "ranks": communicator.world_size, "in_place": int(in_place)}
+    attributes = {"launcher": launcher.address, "ranks": communicator.world_size}
     tokens = []
     for tower, (device, number) in enumerate(zip(devices, communicator.ranks, strict=True)):
         sends = [column[tower] for column in columns]
-        given = zip(collectives, sends, strict=True)
-        what = [number for one, send in given for number in (*kind_op_root(one), host_ops.dtype_code(send.dtype))]
+        given = zip(collectives, sends, in_place or [False] * len(sends), strict=True)
+        each = [(*kind_op_root(one), host_ops.dtype_code(send.dtype), int(inside)) for one, send, inside in given]
+        what = [number for numbers in each for number in numbers]
         own = {"rank": tower, "number": number, "what": what, "T": [send.dtype for send in sends]}
         with tf.control_dependencies(after[tower]):
             tokens += host_ops.create("NcclsyncArrive", sends, [tf.int64], attributes | own, device).outputs

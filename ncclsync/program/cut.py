@@ -12,7 +12,7 @@ from typing import Any
 from ncclsync.compat.names import OpName, TensorName, op_name
 from ncclsync.compat.source_lines import user_line
 from ncclsync.ops import Collective, CollectiveKind
-from ncclsync.ops.buckets import fill_buckets
+from ncclsync.ops.buckets import ALIGNED_BYTES, fill_buckets
 from ncclsync.ops.spans import Meter
 from ncclsync.program.conversion import ADD_UP
 from ncclsync.program.crossing import Forms, find_uncrossable
@@ -80,6 +80,7 @@ def cut(
         work=placed.costs.step_work(),
         rollback=_rollback(graph, scheduled, undone, traceless),
         updates=tuple(find_updates(graph).items()),
+        last_meeting=scheduled.last_meeting,
         jit_compile=forms.jit_compile,
     )
 
@@ -107,10 +108,10 @@ def _rollback(
     graph: StepGraph, scheduled: Schedule, undone: bool, traceless: bool
 ) -> tuple[tuple[TensorName, bool], ...]:
     """Return `Program.rollback`; see `cut`."""
-    last, segments = scheduled.count - 1, scheduled.segments
+    last, segments = scheduled.last_meeting, scheduled.segments
     written = {(handle, n) for name, n in segments.items() for handle in graph.writes[name] & graph.traced.kept}
     # Ops beside the writes that compute on one tower's data may fail on that tower after some writes are done.
-    types = {name: graph.by_name[name].type for name, number in segments.items() if number == last}
+    types = {name: graph.by_name[name].type for name, number in segments.items() if number >= last}
     raising = ("Assert", "CheckNumerics", "CheckNumericsV2")
     exposed = any(
         kind in raising or "PyFunc" in kind or (name in graph.local and not kind.startswith("Assign"))
@@ -190,9 +191,12 @@ def _fill_buckets(exchanges: list[Exchange], bucket_bytes: int, scheduled: Sched
         receiver = scheduled.received[exchange.result] if scheduled.once else None
         kinds.append((_wire(exchange.collective), exchange.dtype, exchange.when, None if packed else index, receiver))
         sizes.append(exchange.shape.num_elements() * exchange.dtype.size if packed else 0)
+    filled = fill_buckets(sizes, kinds, bucket_bytes)
     return tuple(
-        Bucket(kinds[indices[0]][0], tuple(exchanges[i] for i in indices), kinds[indices[0]][3] is None)
-        for indices in fill_buckets(sizes, kinds, bucket_bytes)
+        # First what `unpack` takes out without a copy.
+        Bucket(kinds[indices[0]][0], tuple(exchanges[i] for i in ordered), kinds[indices[0]][3] is None)
+        for indices in filled
+        for ordered in [sorted(indices, key=lambda i: sizes[i] % ALIGNED_BYTES != 0)]
     )
 
 

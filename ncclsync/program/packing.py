@@ -44,8 +44,8 @@ def pack_all(
         values: by name; the exchanges' sources among them.
         fraction: the tower's share of the samples, float64; 0 for a tower without.
         has_samples: 1 if that is not 0, else 0; int32, in the host's memory, as the lengths of slices are.
-        selects: whether to select what is sent; else slices of all or nothing are packed. On GPUs a select is a kernel
-            for each bucket, and XLA wants to know lengths; on the CPU it is a second copy of the bucket.
+        selects: whether to select what is sent; else slices of all or nothing are packed. On GPUs a select is one
+            kernel for each bucket, and XLA wants to know lengths; on the CPU it is a second copy of the bucket.
         meter, tower: see `unpack_all`.
     """
     packed = any(bucket.packed for bucket in buckets)
@@ -68,21 +68,20 @@ def _send(
             tensors[i] = tensors[i] * tf.cast(fraction, tensors[i].dtype)
     if wire.concatenates and not wire.empty_too:
         tensors = [tensor[: tf.shape(tensor)[0] * has_samples] for tensor in tensors]
-    elif wire.kind != CollectiveKind.BROADCAST and not wire.empty_too:
-        # Not a product: what a tower computed on a stand-in row may be NaN.
-        neutral = _neutral(wire.op, tensors[0].dtype)
-        if selects or not bucket.packed or bucket.specs[0].shape[0] > tf.int32.max:
-            tensors = [tf.where(fraction > 0, tensor, neutral) for tensor in tensors]
-        else:
-            flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
-            sizes = [tf.size(tensor) for tensor in flat]  # a shape that the trace has lost may be another
-            own = [tensor[: size * has_samples] for tensor, size in zip(flat, sizes, strict=True)]
-            tensors = [*own, tf.fill([tf.add_n(sizes) * (1 - has_samples)], neutral)]
-    if not bucket.packed:
         return tensors
-    sent = pack(tensors)
-    sent.set_shape(bucket.specs[0].shape)
-    return [sent]
+    if bucket.packed:  # of the known sizes: a shape that the trace has lost may be another
+        sizes = [exchange.shape.num_elements() for exchange in bucket.exchanges]
+        flat = [tf.reshape(tensor, [size]) for tensor, size in zip(tensors, sizes, strict=True)]
+        if bucket.leaves_out_empty and not selects and sum(sizes) <= tf.int32.max:
+            own = [tensor[: size * has_samples] for tensor, size in zip(flat, sizes, strict=True)]
+            sent = pack([*own, tf.fill([sum(sizes) * (1 - has_samples)], _neutral(wire.op, flat[0].dtype))])
+            sent.set_shape(bucket.specs[0].shape)
+            return [sent]
+        tensors = [pack(flat)]
+    if bucket.leaves_out_empty:
+        # Not a product: what a tower computed on a stand-in row may be NaN.
+        tensors = [tf.where(fraction > 0, tensor, _neutral(wire.op, tensor.dtype)) for tensor in tensors]
+    return tensors
 
 
 def _neutral(op: str, dtype: tf.DType) -> tf.Tensor:

@@ -36,6 +36,7 @@ def divide(graph: StepGraph, scheduled: Schedule) -> Schedule:
         {result: numbers[number, parts[number].sends] for result, number in scheduled.sent.items()},
         {result: numbers[number, parts[number].receives[result]] for result, number in scheduled.received.items()},
         len(numbers),
+        min(number for (part, _), number in numbers.items() if part == scheduled.last_meeting),
         tuple(phase % 2 == 0 for _, phase in numbers),
     )
 

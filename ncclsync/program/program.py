@@ -71,6 +71,16 @@ class Bucket:
         return self.exchanges[0].when
 
     @property
+    def leaves_out_empty(self) -> bool:
+        """Return whether a tower without samples sends what changes nothing, in place of what it has computed."""
+        return not (self.wire.concatenates or self.wire.kind == CollectiveKind.BROADCAST or self.wire.empty_too)
+
+    @property
+    def owns_memory(self) -> bool:
+        """Return whether what a tower sends is a tensor of its own, which shares memory with no other tensor."""
+        return self.packed and (self.leaves_out_empty or len(self.exchanges) > 1)
+
+    @property
     def result(self) -> TensorName:
         """Return the name of its first exchange's result, which no other bucket of the program has."""
         return self.exchanges[0].result
@@ -199,6 +209,8 @@ class Program:
             gradients are finite; None if `on_nonfinite` is not set. If one is not, the step is to be undone.
         gradients: names of the variables of these gradients.
         noise: name of the result of `gradient_moments`, equal on all towers; None if `NoiseScale` does not ask.
+        last_meeting: how many segments all towers have run before any of them runs the next, of those that come after
+            the last exchange. So an error in one of these leaves the weights of all towers alone.
         updates: (name of a variable's handle, the exchange's result that its new value rests on).
         jit_compile: whether XLA compiles the segments.
     """
@@ -218,6 +230,7 @@ class Program:
     work: StepWork
     rollback: tuple[tuple[TensorName, bool], ...]
     updates: tuple[tuple[TensorName, TensorName], ...]
+    last_meeting: int
     finite: TensorName | None = None
     gradients: tuple[str, ...] = ()
     noise: TensorName | None = None

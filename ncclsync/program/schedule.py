@@ -3,11 +3,14 @@
 Every op gets a *level*, one more than any exchange before it, and a level is a segment. Where the gradients
 of one level fill several buckets that travel while the towers compute, it becomes several segments: as many
 as there are buckets, each ending where a bucket is complete. The towers go on with the next one meanwhile,
-and get what was exchanged in the segment after the last.
+and get what was exchanged in the segment after the last. The last level, which writes the weights, then becomes
+a segment for each of these buckets: so a bucket, and the old values of the variables that it updates, take
+memory only until its own variables are written.
 Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020,
 section 3.2.3, which does this by hooks as gradients come; here the traced graph gives their order.
 """
 
+import bisect
 import collections
 import dataclasses
 from collections.abc import Collection, Iterable, Sequence
@@ -17,6 +20,7 @@ from ncclsync.ops import CollectiveKind
 from ncclsync.ops.buckets import fill_buckets
 from ncclsync.program.graph import StepGraph
 from ncclsync.program.program import Exchange
+from ncclsync.semantics.placing import REPEATABLE
 from ncclsync.semantics.roles import Role
 
 # The first bucket is small, so that something travels soon. Source: PyTorch's DistributedDataParallel.
@@ -32,6 +36,7 @@ class Schedule:
         sent: by name of an exchange's result: the segment that ends with what it sends.
         received: by the same: the segment that is given the result.
         count: number of segments.
+        last_meeting: see `Program`.
         once: [count] whether a segment runs once for each tower, not for each of its shards; empty where every
             tower has one shard. See `phases.py`.
     """
@@ -40,6 +45,7 @@ class Schedule:
     sent: dict[TensorName, int]
     received: dict[TensorName, int]
     count: int
+    last_meeting: int
     once: tuple[bool, ...] = ()
 
 
@@ -51,10 +57,10 @@ def schedule(graph: StepGraph, bucket_bytes: int | None) -> Schedule:
         bucket_bytes: the size of the buckets that travel while the towers compute; None: nothing does.
     """
     levels = _assign_levels(graph)
-    sent = {result: _available(graph, levels, result) - 1 for result in graph.exchanges}
-    count = 1 + max([*levels.values(), *(level + 1 for level in sent.values()), 0])
+    leaving = {result: _available(graph, levels, result) - 1 for result in graph.exchanges}
+    count = 1 + max([*levels.values(), *(level + 1 for level in leaving.values()), 0])
     of_level: dict[int, list[TensorName]] = collections.defaultdict(list)
-    for result, level in sent.items():
+    for result, level in leaving.items():
         of_level[level].append(result)
     parts: dict[OpName | TensorName, int] = {}  # also of exchanges' results; a level's last part where nothing stands
     begins = [0]  # of levels, and the end
@@ -69,12 +75,53 @@ def schedule(graph: StepGraph, bucket_bytes: int | None) -> Schedule:
     def segment(name: OpName | TensorName, level: int) -> int:
         return begins[level] + parts[name] if name in parts else begins[level + 1] - 1
 
-    return Schedule(
-        {name: segment(name, level) for name, level in levels.items()},
-        {result: segment(result, level) for result, level in sent.items()},
-        {result: begins[level + 1] for result, level in sent.items()},
-        begins[-1],
-    )
+    last_meeting = begins[-2]
+    segments = {name: segment(name, level) for name, level in levels.items()}
+    sent = {result: segment(result, level) for result, level in leaving.items()}
+    received = {result: begins[level + 1] for result, level in leaving.items()}
+    if bucket_bytes is not None:
+        _divide_last(graph, segments, sent, received, last_meeting)
+    return Schedule(segments, sent, received, 1 + max([*segments.values(), last_meeting]), last_meeting)
+
+
+def _divide_last(
+    graph: StepGraph,
+    segments: dict[OpName, int],
+    sent: dict[TensorName, int],
+    received: dict[TensorName, int],
+    last: int,
+) -> None:
+    """Divide the last segment into one for each earlier segment whose buckets it gets, as far as ops need no others.
+
+    What rests on several comes with the latest of them, what rests on none where it is used first. Segments that write
+    nothing are joined with the next.
+    """
+    arriving = [result for result, number in received.items() if number == last]
+    order = {number: i for i, number in enumerate(sorted({sent[result] for result in arriving}))}
+    own = [op.name for op in graph.ops if segments.get(op.name) == last]
+    # A part of XLA's that cannot be compiled would leave what earlier parts have written.
+    if len(order) < 2 or any(graph.functions.hides_state(graph.by_name[name], REPEATABLE) for name in own):
+        return
+    parts: dict[OpName, int] = {}
+    waits: dict[OpName, list[OpName]] = {}  # for each op, the ops of the segment that wait for it
+    for name in own:
+        taken = {tensor for one in (name, *graph.controls[name]) for tensor in graph.inputs.get(one, ())}
+        found = [order[sent[tensor]] for tensor in taken.intersection(arriving)]
+        for parent, hops in dependencies(graph, name):
+            if hops == 0 and segments.get(parent) == last:
+                waits.setdefault(parent, []).append(name)
+                found += [parts[parent]] if parent in parts else []
+        if found:
+            parts[name] = max(found)
+    for name in reversed(own):
+        if name not in parts:
+            parts[name] = min((parts[one] for one in waits.get(name, ())), default=len(order) - 1)
+    writing = sorted({part for name, part in parts.items() if graph.writes[name] & graph.traced.kept})
+    place = {part: bisect.bisect_left(writing[:-1], part) for part in range(len(order))}
+    segments.update((name, last + place[part]) for name, part in parts.items())
+    for result in arriving:
+        used = [segments[name] for name in own if result in graph.inputs[name]]
+        received[result] = min(used, default=last + place[order[sent[result]]])
 
 
 def _overlapping(

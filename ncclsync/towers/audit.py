@@ -47,7 +47,7 @@ class Audit:
         """Make copies of the program's variables; of `towers`, two at least are in this process."""
         count, owned = len(towers.layout.devices), towers.layout.places
         self._program, self._towers = program, towers
-        self._segments = program.segments[:-1]
+        self._segments = program.segments[: program.last_meeting]
         self._times = min(_MOST_COMPUTED, count)
         self.repeats = [
             _Repeat(shard, owner, (owner + i) % count)

@@ -64,11 +64,15 @@ class _Call(NamedTuple):
 class Exchanges:
     """The exchanges of one laid out step: what was sent, until a segment takes it."""
 
-    def __init__(self, towers: TowerState, shards: Shards, meter: Meter | None) -> None:
-        """Begin a step on the parts of a batch; the meter records when calls begin and end."""
+    def __init__(self, towers: TowerState, shards: Shards, meter: Meter | None, *, keeps_sent: bool) -> None:
+        """Begin a step on the parts of a batch; the meter records when calls begin and end.
+
+        `keeps_sent`: whether others look at what was sent after it has been joined.
+        """
         self._towers, self._shards, self._meter = towers, shards, meter
         self._layout, self._divided = towers.layout, towers.layout.divided is not None
         # Outside a graph everything has happened, and nothing is enqueued.
+        self._reuses = not keeps_sent and not self._divided
         self._enqueues = towers.session.launches and not tf.executing_eagerly() and len(towers) > 1
         self.recorded: list[tf.Operation] = []  # timestamps that nothing of the step waits for
         self.turns = Turns([shards.shares[0].total, *shards.whole], _described)  # the order in which processes meet
@@ -136,6 +140,21 @@ class Exchanges:
             tensors.append(received)
         return tensors
 
+    def wait_for_all(self, after: After, *, waits: bool) -> After:
+        """Return what each tower waits for until all that was exchanged is there, before it writes the first weight.
+
+        A failed exchange then leaves all weights as they were. On devices that only enqueue, where the host `waits` for
+        no exchange, towers go on.
+        """
+        waited = [[*each] for each in after]
+        for tower, received in zip(self._layout.tower_places, self._received, strict=True):
+            for tensors in received.values():
+                if not isinstance(tensors, tuple):
+                    waited[tower] += tensors
+                elif waits:
+                    waited[tower] += tensors[1].deliver(tower, after[tower], waits=True)
+        return waited
+
     def _enqueue(self, call: _Call) -> After:
         """Launch buckets as a group; return what each tower waits for."""
         columns, collectives = call.columns, call.collectives
@@ -146,7 +165,8 @@ class Exchanges:
             columns = [_stacked_nodes(column, op, self._layout) for column, op in zip(columns, ops, strict=True)]
             collectives = [AllGather((), (), label) for label in call.labels]
         span = self._begin(call)
-        launched = self._launch(columns, collectives, call.done, in_place=self._layout.adds_up)
+        in_place = [self._layout.adds_up or (self._reuses and bucket.owns_memory) for bucket in call.buckets]
+        launched = self._launch(columns, collectives, call.done, in_place=in_place)
         if span.ops:  # only then is there anything to wait for
             with tf.control_dependencies(span.ops):
                 self.recorded += span.end([launched.ended()])
@@ -176,7 +196,7 @@ class Exchanges:
         done: After,
         anywhere: Sequence[Any] = (),
         *,
-        in_place: bool = False,
+        in_place: Sequence[bool] | None = None,
     ) -> device_ops.Launched:
         before = [*self.turns.last, *anywhere]
         to = self._towers.communicator, collectives, self._layout.devices

@@ -59,8 +59,10 @@ def lay_out(
     after = [[*step.ops, *each] for each in run.begin(rollback)]
     for number, segment in enumerate(program.segments, start=1):
         sent, done = run.compute(number, segment, after)
-        # Wait for this segment on every tower, so that an error anywhere stops all towers.
-        after = run.exchanges.join(number, segment.outgoing, sent, done, run.values[0])
+        if program.last_meeting < number < len(program.segments):
+            after = done
+        else:  # wait for this segment on every tower, so that an error anywhere stops all towers
+            after = run.exchanges.join(number, segment.outgoing, sent, done, run.values[0])
     done = run.apply(rollback, run.exchanges.agree(after))
     recorded = run.recorded
     ends = [*recorded, *step.end([done, *recorded], samples=shards.shares[0].total)]
@@ -75,7 +77,7 @@ class _Run:
         self, program: Program, towers: TowerState, shards: Shards, meter: Meter | None, audit: Audit | None
     ) -> None:
         self._program, self._towers, self._shards, self._meter = program, towers, shards, meter
-        self.exchanges = Exchanges(towers, shards, meter)
+        self.exchanges = Exchanges(towers, shards, meter, keeps_sent=audit is not None)
         with tf.device("/CPU:0"):
             # From sizes, which lie in the host's memory, as fractions may not. A batch without rows is tower 0's.
             samples = [shards.sizes[0] + tf.cast(shards.shares[0].total == 0, tf.int32), *shards.sizes[1:]]
@@ -124,6 +126,8 @@ class _Run:
         waits = self._towers.session.model.save is not None and bool(segment.written)
         if self._towers.layout.meets_processes and segment.written:
             after = self.exchanges.agree(after)
+        if number == self._program.last_meeting + 1:
+            after = self.exchanges.wait_for_all(after, waits=waits)
         sent: list[Sent] = []
         calls: list[SegmentCall] = []
         done: After = []
@@ -136,8 +140,10 @@ class _Run:
                 before = [*waited, *tokens]
                 incoming = self.exchanges.take(place, segment.incoming, before, waits=waits)
                 given = itertools.chain(*incoming) if number > 1 else components_of(self._shards.batches[place])
-                name, meets = segment_name(self._program, number), bool(segment.incoming)
-                span = begin(self._meter, rank, name, [*before, *given], meets=meets)
+                met: dict[str, Any] = {}
+                if number <= self._program.last_meeting + 1:
+                    met["meets"] = bool(segment.incoming)
+                span = begin(self._meter, rank, segment_name(self._program, number), [*before, *given], **met)
                 with tf.device(f"/{device}"), tf.control_dependencies([*before, *span.ops]):
                     outcome = segment.run(self.values[place], incoming)
                 for one in own if segment.once else [place]:
@@ -151,7 +157,7 @@ class _Run:
                 sent.append(sends)
                 ends += [*span.end(tokens=[outcome.token]), outcome.token]
             done.append(ends)
-        if self._audit is not None and number < len(self._program.segments):
+        if self._audit is not None and number <= self._program.last_meeting:
             self._audit.compute(number, segment, calls, list(zip(layout.devices, after, done, strict=True)))
         return sent, done
 
@@ -231,8 +237,11 @@ def _checked_rows(program: Program, shards: Shards) -> list[Any]:
 
 
 def segment_name(program: Program, number: int) -> str:
-    """Return a segment's name in a timeline; "apply" for the last segment, which writes the weights."""
-    return "apply" if 1 < number == len(program.segments) else f"segment_{number}"
+    """Return a segment's name in a timeline; "apply" for the last ones, which write the weights."""
+    part = number - program.last_meeting
+    if number == 1 or part < 1:
+        return f"segment_{number}"
+    return "apply" if part == 1 else f"apply_{part}"
 
 
 def _concat_rows(pieces: Sequence[Any], sizes: Sequence[Any]) -> Any:

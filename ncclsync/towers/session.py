@@ -256,7 +256,7 @@ class Session:
 
             def body(*own: tf.Tensor) -> list[tf.Tensor]:
                 collective = Broadcast((), 0, what)
-                launched = device_ops.launch([own], self.communicator, [collective], devices, in_place=in_place)
+                launched = device_ops.launch([own], self.communicator, [collective], devices, in_place=[in_place])
                 return [launched.deliver(tower)[0] for tower in range(len(devices))]
 
             self._broadcasts[key] = tf.compat.v1.wrap_function(body, [tf.TensorSpec(None, key[1])] * len(values))

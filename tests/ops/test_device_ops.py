@@ -238,7 +238,7 @@ def test_towers_that_receive_into_one_piece_of_memory_are_told(joined):
 
     @tf.function(autograph=False)
     def step(*tensors):
-        return device_ops.launch([tensors], joined, [KINDS["sum"]], CPUS, in_place=True).deliver(0)
+        return device_ops.launch([tensors], joined, [KINDS["sum"]], CPUS, in_place=[True]).deliver(0)
 
     one, other = (unique("float32", tower) for tower in range(2))
     with pytest.raises(tf.errors.InvalidArgumentError, match=r"into memory of its own. Received: that of tower 0"):

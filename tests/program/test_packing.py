@@ -113,3 +113,31 @@ def test_a_tensor_of_another_size_than_the_trace_says_is_an_error(selects):
     np.testing.assert_array_equal(graph(A, B), B)
     with pytest.raises(tf.errors.InvalidArgumentError):
         graph(A, np.ones(3, "float32"))
+
+
+def test_a_bucket_takes_one_select_and_no_copies():
+    """On a GPU each is a kernel: one select, behind the concat; what is taken out shares the bucket's memory."""
+    sizes = [(32, 16), (48,), (5, 7), (3,)]
+    exchanges = tuple(
+        Exchange(str(i), f"{i} joined", Collective("all_reduce", "sum"), tf.TensorShape(size), tf.float32)
+        for i, size in enumerate(sizes)
+    )
+    many = Bucket(exchanges[0].collective, exchanges, packed=True)
+
+    @tf.function(autograph=False)
+    def graph(*tensors):
+        values = {str(i): tensor for i, tensor in enumerate(tensors)}
+        ((flat,),) = pack_all([many], values, tf.constant(1.0, tf.float64), tf.constant(1))[0]
+        return flat, unpack_all([many], [[flat]])
+
+    tensors = [tf.random.stateless_normal(size, (1, 2)) for size in sizes]
+    types = [op.type for op in graph.get_concrete_function(*tensors).graph.get_operations()]
+    assert (types.count("SelectV2"), types.count("ConcatV2"), types.count("SplitV")) == (1, 1, 1)
+    flat, parts = graph(*tensors)
+    begin, address = 0, np.from_dlpack(flat).ctypes.data
+    for i, tensor in enumerate(tensors):
+        part = parts[f"{i} joined"]
+        np.testing.assert_array_equal(part, tensor)
+        shares = np.from_dlpack(part).ctypes.data == address + 4 * begin
+        assert shares == (i < 2)  # 3 and 35 numbers begin or end between TensorFlow's alignments
+        begin += tensor.shape.num_elements()

@@ -1,4 +1,4 @@
-"""A step that goes on after its update: in which segments its writes lie."""
+"""In which segments a step writes: where it goes on after its update, and where its gradients fill several buckets."""
 
 import keras
 import numpy as np
@@ -83,3 +83,58 @@ def test_a_table_needs_no_rollback():
     model = on_towers(factory, 3)
     model.train_on_batch(np.arange(24 * 3).reshape(24, 3) % 50, Y)
     assert program_of(model).rollback == ()
+
+
+def deep(optimizer, **compiled):
+    keras.utils.set_random_seed(4)
+    hidden = [keras.layers.Dense(16, activation="relu") for _ in range(3)]
+    hidden.append(keras.layers.Dense(16, use_bias=False))  # normalised away: its gradient would be rounding
+    model = keras.Sequential([keras.Input((12,)), *hidden, keras.layers.BatchNormalization(), keras.layers.Dense(5)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer(), loss, metrics=["accuracy"], **compiled)
+    return model
+
+
+BY_BUCKETS = {
+    "adam": lambda: keras.optimizers.Adam(epsilon=1e-3),
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9, weight_decay=0.01),
+    "clipped": lambda: keras.optimizers.SGD(0.1, clipnorm=0.1),
+    "averaged": lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=2),
+}
+
+
+@pytest.mark.slow(but=2)
+@pytest.mark.parametrize("name", BY_BUCKETS)
+def test_each_bucket_updates_its_own_variables(name, as_on_gpus):
+    """A segment for each of several buckets, all after the last exchange; no variable is in two, and no rollback.
+
+    But an average that replaces the weights, every second step here, does so in the last segment.
+    """
+    model, alone = on_towers(lambda: deep(BY_BUCKETS[name]), 3, bucket_bytes=1200, exact=True), deep(BY_BUCKETS[name])
+    told = [[one.train_on_batch(X[:rows], Y[:rows], return_dict=True) for rows in (24, 7, 2)] for one in (model, alone)]
+    assert_close(*told)
+    assert_close(state(model), state(alone))
+    assert model.towers.divergence() == 0.0
+    program = program_of(model)
+    updates = program.segments[program.last_meeting :]
+    assert len(updates) > 2 and all(one.incoming and not one.outgoing for one in updates)
+    assert all(len(one.incoming) == 1 for one in updates[:-1])  # the last also gets what metrics and moments add up
+    trained = {handle for handle, variable in program.variables if variable.trainable}
+    written = [handle for one in updates for handle in set(one.written) & trained]
+    if name == "averaged":
+        written = written[: -len(trained)]
+    assert len(set(written)) == len(written) > len(trained) / 2 and program.rollback == ()
+
+
+def test_an_op_that_needs_all_gradients_keeps_the_update_in_one_segment(as_on_gpus):
+    """As a norm of all of them does."""
+
+    def factory():
+        return deep(lambda: keras.optimizers.Adam(global_clipnorm=0.1, epsilon=1e-3))
+
+    model, alone = on_towers(factory, 3, bucket_bytes=1200, exact=True), factory()
+    for one in (model, alone):
+        one.train_on_batch(X, Y)
+    assert_close(state(model), state(alone))
+    program = program_of(model)
+    assert len(program.segments) == program.last_meeting + 1

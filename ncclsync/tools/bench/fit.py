@@ -263,4 +263,7 @@ def until_last_exchange(program: Program) -> Program:
     kept, left = program.segments[: sending[-1]], program.segments[sending[-1] :]
     received = tuple(bucket for segment in left for bucket in segment.incoming)
     last = Segment((), received, (), (), use)
-    return dataclasses.replace(program, segments=(*kept, last), outputs=(), structure=None, rollback=())
+    segments = (*kept, last)
+    return dataclasses.replace(
+        program, segments=segments, last_meeting=len(kept), outputs=(), structure=None, rollback=()
+    )

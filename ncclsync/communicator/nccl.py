@@ -184,7 +184,7 @@ class NcclCommunicator(Communicator):
         self._launcher = Launcher(self.size, timeout_s)
         self._is_launched = self._on_host = False  # whether ops launch groups; on buffers in host memory
         self._ending = threading.Event()
-        self._labels: list[tuple[tuple[type, str], ...]] = [()]  # of groups that ops launch
+        self._labels: dict[tuple[tuple[type, str], ...], int] = {(): 0}  # of groups that ops launch, in order
         self._aborting: timeouts.Aside | None = None  # an abort that runs on by itself
         self._lock = threading.Lock()  # NCCL: never two threads at once on one communicator
         self._user: int | None = None  # the thread that has the lock, in a call
@@ -239,8 +239,8 @@ class NcclCommunicator(Communicator):
 
     def label(self, collectives: Sequence[AnyCollective]) -> int:
         """Return a number by which a launched group is named in messages, of these collectives."""
-        self._labels.append(tuple((type(one), one.label) for one in collectives))
-        return len(self._labels) - 1
+        with self._lock:
+            return self._labels.setdefault(tuple((type(one), one.label) for one in collectives), len(self._labels))
 
     def interrupt(self) -> None:
         """Give up launched groups unless one ends within a second, after Ctrl-C."""
@@ -297,7 +297,7 @@ class NcclCommunicator(Communicator):
                 return error
             if self.peers.failed_since(self._met):
                 return self._refused or self.peers.raised
-        kinds = self._labels[found.label]
+        kinds = [*self._labels][found.label]
         usual = nccl_calls.CALLS[_KINDS[kinds[0][0]]] if kinds else "ncclGroupEnd"
         call = native.name_of_call(found.failure) or usual
         if found.status == native.IN_PROGRESS:
@@ -312,7 +312,7 @@ class NcclCommunicator(Communicator):
 
     def _words_of(self, found: Any) -> tuple[str, str]:
         """Return what a launched group is, and who has arrived."""
-        kinds = self._labels[found.label]
+        kinds = [*self._labels][found.label]
         sizes = zip(kinds, found.counts, found.dtypes, strict=False)  # of a large group the first ones
         names = [_name(kind, found.first + i, label, *size) for i, ((kind, label), *size) in enumerate(sizes)]
         what = _list(len(names), names.__getitem__) if names else "a group of collectives"
@@ -367,6 +367,8 @@ class NcclCommunicator(Communicator):
                 return
             if self._closed:
                 self.raise_closed()
+            for user in [*self.users]:
+                user.keep(self._failure)
             if self._joined_by is not None and self.peers is None:
                 raise NcclSyncError(
                     "Expected a communicator of one process. Received: one that was joined by a unique id. "

@@ -106,6 +106,7 @@ class Communicator(contextlib.AbstractContextManager):
     failed_group: int = 0  # the first launched group that the last failure has ended, from 1
     was_delivered: bool = False  # whether an op may have computed with the failed groups' results
     agreed: float = math.inf  # the last group that all processes are known to have launched
+    taken_bytes = 0  # the most memory of one of this process' GPUs that NCCL has taken
     _closed = False  # by `close`
 
     @functools.cached_property

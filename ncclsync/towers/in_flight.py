@@ -150,6 +150,7 @@ class InFlight:
         if self.lost:
             raise NcclSyncError(
                 f"Expected variables that are whole. Received: {names()} that a step wrote after a collective had "
-                f"failed ({self._kept or self._reported}). Load the weights and the optimizer's state of a checkpoint, or build the "
-                "model again. With Health(emergency_checkpoint=...), a step waits for its collectives before it writes."
+                f"failed ({self._kept or self._reported}). Load the weights and the optimizer's state of a "
+                "checkpoint, or build the model again. With Health(emergency_checkpoint=...), a step waits for its "
+                "collectives before it writes."
             )

@@ -63,8 +63,9 @@ def choose_devices(
         chosen, reason = _first_devices(towers, gpus if process is None else _own_gpus(gpus, towers, process))
     kinds = {device.split(":")[0] for device in chosen}
     if backend is None:
-        backend = "nccl" if kinds == {"GPU"} else "cpu"
+        backend = "nccl" if kinds == {"GPU"} and (len(chosen) > 1 or process is not None) else "cpu"
         why = f"the towers stand on {' and '.join(sorted(kinds))} devices"
+        why = why if len(chosen) > 1 or process is not None else "one tower meets no other"
     else:
         why = "asked for"
         if backend == "nccl" and devices is not None and kinds != {"GPU"}:
@@ -135,7 +136,7 @@ def connect(
         NcclSyncError: the processes cannot be joined, or TensorFlow does not take ncclsync's ops.
     """
     host_ops.register()
-    if choice.backend == "nccl":
+    if choice.backend == "nccl" and (process is not None or len(choice.devices) > 1):
         known = [int(gpu.name.rpartition(":")[2]) for gpu in _physical_gpus()]  # as CUDA numbers them
         ordinals = [
             index if is_cpu(device) else known[int(device.split(":")[1])] for index, device in enumerate(choice.devices)

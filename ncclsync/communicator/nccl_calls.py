@@ -109,7 +109,7 @@ def raise_explained(error: NcclError, devices: Sequence[int]) -> NoReturn:
 def advised(error: NcclError) -> NcclError:
     """Return the error with advice, where there is any."""
     words = error.last_error
-    text = f"{words}.{_remedy(words)}" if _remedy(words) else words
+    text = f"{words}.{_remedy(words)}".rstrip(".")
     return type(error)(error.status, error.call, text, error.status_name, error.during)
 
 

@@ -35,8 +35,8 @@ def test_beside_tensorflow():
     assert found == ["communicators 4 taken 192", "192 MiB of each GPU"]
     # The tree fits, which the preflight takes; the ring does not, which the first step would take.
     (failed,) = on_gpus(*whole, "--nccl", "32,3000", SCRIPT, "once")
-    assert failed.startswith("NcclError Expected") and "out of memory" in failed
-    assert "NCCL needs some hundred MB on each GPU" in failed
+    assert failed.startswith("NcclError ncclCommGetAsyncError returned") and "out of memory" in failed
+    assert "NCCL needs some hundred MB on each GPU" in failed and "during the first nccl" in failed
 
 
 def test_drivers(monkeypatch):

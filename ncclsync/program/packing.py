@@ -71,7 +71,10 @@ def _send(
     elif wire.kind != CollectiveKind.BROADCAST and not wire.empty_too:
         # Not a product: what a tower computed on a stand-in row may be NaN.
         neutral = _neutral(wire.op, tensors[0].dtype)
-        if selects or not bucket.packed or bucket.specs[0].shape[0] > tf.int32.max:
+        is_long = bucket.packed and (bucket.specs[0].shape[0] or 0) > tf.int32.max
+        if selects and bucket.packed and not is_long:
+            tensors = [pack(tensors)]  # one select for all
+        if selects or not bucket.packed or is_long:
             tensors = [tf.where(fraction > 0, tensor, neutral) for tensor in tensors]
         else:
             flat = [tf.reshape(tensor, [-1]) for tensor in tensors]

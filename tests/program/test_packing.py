@@ -100,6 +100,18 @@ def test_unpacked_as_packed():
         np.testing.assert_array_equal(found["b joined"], B)
 
 
+def test_a_bucket_takes_one_select():
+    """Of its tensors together, after they are joined: on a GPU each select is a kernel, and a pass over memory."""
+
+    @tf.function(autograph=False)
+    def graph(a, b, share):
+        joined = bucket(Collective("all_reduce", "sum"))
+        return pack_all([joined, joined], {"a": a, "b": b}, share, tf.constant(1))[0]
+
+    ops = graph.get_concrete_function(A, B, tf.constant(1.0, tf.float64)).graph.get_operations()
+    assert [op.type for op in ops].count("SelectV2") == 2
+
+
 @pytest.mark.parametrize("selects", [True, False])
 def test_a_tensor_of_another_size_than_the_trace_says_is_an_error(selects):
     """Such as a gradient that Python computes: it is not cut to size."""

@@ -15,8 +15,10 @@
 
 /* NCCL 2.14 has added ncclCommInitRankConfig and ncclCommFinalize, which make aborting a communicator safe. */
 #define NCS_OLDEST_NCCL 21400
-/* CUDA 12.5 (R555) has added cuCtxRecordEvent and cuCtxWaitEvent, by which GPUs wait in place of the host. */
-#define NCS_OLDEST_DRIVER 12050
+/* CUDA 12.5 (R555) has added cuCtxRecordEvent and cuCtxWaitEvent, which take all streams of a GPU as one. */
+#define NCS_DRIVER_WITH_CONTEXT_EVENTS 12050
+/* NCCL 2.17 has added maxCTAs. */
+#define NCS_NCCL_WITH_MAX_CTAS 21700
 
 /* cdef begin */
 
@@ -197,15 +199,22 @@ typedef struct {
   int n;                 /* the number of ranks in this process, at least 1 */
   const int* ranks;      /* [n] their numbers */
   const int* devices;    /* [n] their GPUs, CUDA ordinals */
+  int max_ctas;          /* the most blocks of threads, and so channels, that NCCL takes; 0: as many as it chooses */
 } ncs_ranks;
 
 /* Begins to join GPUs of this process as its ranks, with one stream on each; ncs_nccl_wait ends it. CUDA's libraries
  * are those at the two paths. The caller owns *comm and ends it by ncs_nccl_destroy or ncs_nccl_abort; `nccl` must
- * outlive it. On failure everything made so far is released and *comm is NULL. ncclInvalidUsage: the driver is older
- * than NCS_OLDEST_DRIVER; the message has both versions. This and all following functions leave the thread's current
- * CUDA context as it was. */
+ * outlive it. On failure everything made so far is released and *comm is NULL. This and all following functions leave
+ * the thread's current CUDA context as it was. */
 ncclResult_t ncs_nccl_create(ncs_nccl* nccl, const char* cudart_path, const char* driver_path, const ncs_ranks* own,
                              /*outputs*/ ncs_failure* failure, ncs_nccl_comm** comm);
+
+/* Whether the driver has events of all streams of a GPU: that of CUDA 12.5 (R555), or newer. */
+int ncs_nccl_has_context_events(const ncs_nccl_comm* comm);
+
+/* How much less memory each of the n devices has free than before they were joined: what NCCL has taken, if nobody else
+ * takes or gives any meanwhile. */
+ncclResult_t ncs_nccl_get_taken(const ncs_nccl_comm* comm, /*outputs*/ ncs_failure* failure, int64_t* bytes);
 
 /* Waits for the call under way, at most slice_s seconds: ncclInProgress if it has not ended by then. Polls continuously
  * at first, then between naps of up to a millisecond. After any other failure, here and below, only ncs_nccl_abort may
@@ -255,7 +264,8 @@ ncclResult_t ncs_nccl_find_devices(const ncs_nccl_comm* comm, const uintptr_t* a
  * wait began; ncclInProgress if it has not ended: then call it again. Call it before ncs_nccl_launch_group, whose
  * streams do not wait for other streams. Afterwards sent buffers have been written, and received buffers are no longer
  * read (an allocator may have handed them out while earlier work of its stream was pending). Work queued during the
- * wait is not waited for. csrc/README.md says how; it fails while a stream of a device is captured into a graph. */
+ * wait is not waited for. csrc/README.md says how; it fails while a stream of a device is captured into a graph. Without
+ * context events: ncs_launcher_synchronize. */
 ncclResult_t ncs_nccl_wait_for_devices(ncs_nccl_comm* comm, double slice_s, /*outputs*/ ncs_failure* failure);
 
 /* Begins to run collectives on the communicator's own streams, as one group that is opened and closed here, also when a
@@ -335,6 +345,12 @@ typedef struct {
  * take; 0: no limit. */
 ncclResult_t ncs_launcher_create(int n_ranks, double timeout_s, /*outputs*/ ncs_launcher** launcher);
 
+/* Tells it the GPUs, of the first communicator that it will be lent. */
+void ncs_launcher_know(ncs_launcher* launcher, const ncs_nccl_comm* comm);
+
+/* Blocks until the GPUs' own work has ended, which may be never, whatever becomes of the communicator. */
+ncclResult_t ncs_launcher_synchronize(const ncs_launcher* launcher, /*outputs*/ ncs_failure* failure);
+
 /* Lends it a communicator, and clears an earlier failure. */
 void ncs_launcher_open(ncs_launcher* launcher, ncs_nccl_comm* comm);
 
@@ -370,8 +386,8 @@ void ncs_launcher_interrupt(ncs_launcher* launcher);
 /* Waits, at most slice_s, for the end of a failure's abort, which may wait for the GPUs' own work. */
 ncclResult_t ncs_launcher_wait_for_abort(ncs_launcher* launcher, double slice_s);
 
-/* Captures the work of a stream of the rank's GPU; if CUDA refuses, the launcher fails. After success let_go is called
- * later. */
+/* Captures the work of a stream of the rank's GPU, which lives as long as the process; if CUDA refuses, the launcher
+ * fails, and so without a stream if there are no context events. After success let_go is called later. */
 ncclResult_t ncs_arrive(ncs_launcher* launcher, int rank, void* stream, const ncs_buffers* buffers,
                         /*outputs*/ ncs_failure* failure, ncs_arrival** arrival);
 

@@ -55,6 +55,31 @@ def test_everything_passes_against_the_standin(built_standin, tmp_path):
         assert "|   1 KiB |" in summary and "The launcher takes more than 1.05 times as long as C: " in summary
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_fifteen_minutes_against_the_standin(built_standin, tmp_path):
+    """Each part that needs no real GPU is done, and tells what it has found; the memory is that of NCCL's formula."""
+    variables = {"STANDIN_FOLDER": str(tmp_path), "STANDIN_NCCL": "16,1024", "STANDIN_MEMORY_MB": "600"}
+    run(SUITE / "run.py", "--out", tmp_path, "--minutes", "3", **variables, **built_standin.environment)
+    summary = (tmp_path / "summary.txt").read_text()
+    parts = dict(one.split("\n", 1) for one in summary.split("== ")[1:])
+    ctas = [f"matmuls {n}: done" for n in (1, 2, 4, 8, 16, 32)]
+    assert [*parts][:-1] == [
+        *("memory: done", "little_memory: done", "overhead: done", *ctas),
+        *("second_thread: done", "pool_memory: done"),
+    ], summary
+    lines = parts["memory: done"].splitlines()
+    assert lines[:3] == [
+        "joined without preflight, MiB taken: 0",
+        "after an all-reduce of 16384 bytes, MiB taken: 64",  # two ranks, a tree's two neighbours, 16 channels
+        f"after an all-reduce of {25 * 2**20} bytes, MiB taken: 96",
+    ]
+    assert {line.partition(", ")[2] for line in lines if "dropped" in line} == {"MiB taken: 96"}
+    assert lines[-1] == "all closed, MiB taken: 0"
+    assert "out of memory" not in parts["little_memory: done"] and "all-reduce after it: done" in summary
+    assert "groups, frees, ms of the slowest group: 1000" in parts["second_thread: done"]
+
+
 @pytest.mark.parametrize(
     "environment, reason",
     [

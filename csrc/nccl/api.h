@@ -18,17 +18,19 @@ typedef struct {
   char internal[NCS_UNIQUE_ID_BYTES];
 } ncclUniqueId;
 
-/* The first fields of ncclConfig_t, as of NCCL 2.14, which `version` names: a later NCCL takes the other fields as
- * unset. (cgaClusterSize came with 2.17; here it fills the padding with "unset".) */
+/* The first fields of ncclConfig_t. `version` names the NCCL of which they are, and `size` how many: a later NCCL takes
+ * the other fields as unset. Those up to `blocking` are of 2.14, the others of 2.17. */
 typedef struct {
   size_t size;
   unsigned int magic;
   unsigned int version;
   int blocking;
   int cgaClusterSize;
+  int minCTAs;
+  int maxCTAs;
+  const char* netName;
 } ncclConfig_t;
 #define NCS_NCCL_API_MAGIC 0xcafebeefu
-#define NCS_CONFIG_VERSION 21400u
 #define NCS_CONFIG_UNDEF_INT INT_MIN
 
 /* Every symbol in use: return type, name, parameters. test_nccl_header.py compares NCCL's with nccl.h. */
@@ -72,7 +74,9 @@ typedef struct {
   X(cudaError_t, cudaStreamDestroy, (cudaStream_t stream))                \
   X(cudaError_t, cudaMalloc, (void** pointer, size_t size))               \
   X(cudaError_t, cudaMemcpy, (void* to, const void* from, size_t size, cudaMemcpyKind_t kind)) \
-  X(cudaError_t, cudaFree, (void* pointer))
+  X(cudaError_t, cudaFree, (void* pointer))                               \
+  X(cudaError_t, cudaMemGetInfo, (size_t* left, size_t* all))             \
+  X(cudaError_t, cudaDeviceSynchronize, (void))
 
 /* Of the driver's own library. */
 #define NCS_DRIVER_SYMBOLS(X)                                           \
@@ -80,10 +84,13 @@ typedef struct {
   X(CUresult, cuInit, (unsigned int flags))                             \
   X(CUresult, cuCtxGetCurrent, (CUcontext* current))                    \
   X(CUresult, cuCtxSetCurrent, (CUcontext context))                     \
-  X(CUresult, cuCtxRecordEvent, (CUcontext context, cudaEvent_t event)) \
-  X(CUresult, cuCtxWaitEvent, (CUcontext context, cudaEvent_t event))   \
   X(CUresult, cuPointerGetAttributes,                                   \
     (unsigned int n, int* attributes, void** data, unsigned long long pointer))
+
+/* Those that an older driver lacks: NULL there. */
+#define NCS_CONTEXT_EVENTS(X)                                           \
+  X(CUresult, cuCtxRecordEvent, (CUcontext context, cudaEvent_t event)) \
+  X(CUresult, cuCtxWaitEvent, (CUcontext context, cudaEvent_t event))
 
 /* Of CUpointer_attribute and CUmemorytype. */
 enum { NCS_CU_MEMORY_TYPE = 2, NCS_CU_IS_MANAGED = 8, NCS_CU_DEVICE_ORDINAL = 9 };
@@ -98,23 +105,26 @@ enum { NCS_CU_NO_MEMORY = 0, NCS_CU_HOST = 1 };
 typedef struct {
   NCS_CUDART_SYMBOLS(NCS_DECLARE)
   NCS_DRIVER_SYMBOLS(NCS_DECLARE)
+  NCS_CONTEXT_EVENTS(NCS_DECLARE)
 } ncs_cuda;
 
 struct ncs_nccl {
   void* handle;
+  int version;
   NCS_NCCL_SYMBOLS(NCS_DECLARE)
 };
 
 struct ncs_nccl_comm {
   ncs_nccl* nccl; /* borrowed */
   ncs_cuda cuda;
-  int n, world_size;
+  int n, world_size, max_ctas;
   int *ranks, *devices;
   ncclComm_t* comms;     /* NULL where there is none */
   cudaStream_t* streams; /* NULL where there is none */
   CUcontext* contexts;   /* each device's primary one */
   cudaEvent_t* events;   /* NULL where there is none */
   void** scratch;        /* device memory; NULL where there is none */
+  size_t* left;          /* the device's free memory before the ranks were joined */
   int is_waiting;   /* for the devices' own work */
   int is_launching; /* NCCL has not reported yet that it has launched the call under way */
 };
@@ -146,6 +156,12 @@ ncclResult_t ncs_poll_comm(ncclResult_t (*look)(void* comm, ncs_failure* failure
                            ncs_failure* failure);
 /* Makes a context current, and returns the one before; after ncclSuccess the caller must restore it. */
 ncclResult_t ncs_enter(const ncs_cuda* cuda, CUcontext context, ncs_failure* failure, CUcontext* before);
+/* Record an event of a stream of the context, or let the stream's later work wait for one. NULL: of all its streams. The
+ * context is current. */
+ncclResult_t ncs_record(const ncs_cuda* cuda, CUcontext context, cudaStream_t stream, cudaEvent_t event,
+                        ncs_failure* failure);
+ncclResult_t ncs_order(const ncs_cuda* cuda, CUcontext context, cudaStream_t stream, cudaEvent_t event,
+                       ncs_failure* failure);
 /* Makes an event in the current context. */
 ncclResult_t ncs_make_event(const ncs_cuda* cuda, cudaEvent_t* event, ncs_failure* failure);
 /* ncclInProgress where one of n events has not come; NULL stands for none. */

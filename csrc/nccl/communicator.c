@@ -42,21 +42,28 @@ static ncclResult_t release(ncs_nccl_comm* comm, ncclResult_t (*end)(ncclComm_t)
 static ncclResult_t create_stream(ncs_nccl_comm* comm, int r, ncs_failure* failure) {
   const ncs_cuda* cuda = &comm->cuda;
   int least = 0, greatest = 0;
+  size_t all;
   ncclResult_t status = NCS_CUDA(cudaSetDevice, (comm->devices[r]));
   if (status == ncclSuccess) status = NCS_CUDA(cudaDeviceGetStreamPriorityRange, (&least, &greatest));
   if (status == ncclSuccess)
     status = NCS_CUDA(cudaStreamCreateWithPriority, (&comm->streams[r], NCS_CUDA_STREAM_NON_BLOCKING, greatest));
   if (status == ncclSuccess) status = NCS_CUDA(cuCtxGetCurrent, (&comm->contexts[r]));
   if (status == ncclSuccess) status = ncs_make_event(cuda, &comm->events[r], failure);
+  if (status == ncclSuccess) status = NCS_CUDA(cudaMemGetInfo, (&comm->left[r], &all));
   return status;
 }
 
 /* NCCL takes the rank's GPU from what is current. */
 static ncclResult_t join(const ncs_nccl_comm* comm, int r, const void* id, ncs_failure* failure) {
-  ncclConfig_t config = {sizeof(config), NCS_NCCL_API_MAGIC, NCS_CONFIG_VERSION, 0, NCS_CONFIG_UNDEF_INT};
+  ncclConfig_t config = {offsetof(ncclConfig_t, minCTAs), NCS_NCCL_API_MAGIC, NCS_OLDEST_NCCL, 0,
+                         NCS_CONFIG_UNDEF_INT, NCS_CONFIG_UNDEF_INT, comm->max_ctas, NULL};
   const ncs_cuda* cuda = &comm->cuda;
   ncclResult_t status = NCS_CUDA(cudaSetDevice, (comm->devices[r]));
   if (status != ncclSuccess) return status;
+  if (comm->max_ctas > 0 && comm->nccl->version >= NCS_NCCL_WITH_MAX_CTAS) {
+    config.size = sizeof(config);
+    config.version = NCS_NCCL_WITH_MAX_CTAS;
+  }
   status = comm->nccl->ncclCommInitRankConfig(&comm->comms[r], comm->world_size, *(const ncclUniqueId*)id,
                                               comm->ranks[r], &config);
   return ncs_check_begun(comm->nccl, status, "ncclCommInitRankConfig", failure);
@@ -69,19 +76,21 @@ static ncclResult_t finalize(const ncs_nccl_comm* comm, int r, const void* unuse
 
 /* A communicator and its arrays, in one piece of memory; NULL if there is none. */
 static ncs_nccl_comm* make(ncs_nccl* nccl, const ncs_cuda* cuda, const ncs_ranks* own) {
-  const size_t n = (size_t)own->n, per_rank = 5 * sizeof(void*) + 2 * sizeof(int);
+  const size_t n = (size_t)own->n, per_rank = 5 * sizeof(void*) + sizeof(size_t) + 2 * sizeof(int);
   ncs_nccl_comm* comm = calloc(1, sizeof(*comm) + n * per_rank);
   if (comm == NULL) return NULL;
   comm->nccl = nccl;
   comm->cuda = *cuda;
   comm->n = own->n;
   comm->world_size = own->world_size;
+  comm->max_ctas = own->max_ctas;
   comm->comms = (ncclComm_t*)(comm + 1);
   comm->streams = (cudaStream_t*)(comm->comms + n);
   comm->contexts = (CUcontext*)(comm->streams + n);
   comm->events = (cudaEvent_t*)(comm->contexts + n);
   comm->scratch = (void**)(comm->events + n);
-  comm->ranks = (int*)(comm->scratch + n);
+  comm->left = (size_t*)(comm->scratch + n);
+  comm->ranks = (int*)(comm->left + n);
   comm->devices = comm->ranks + n;
   memcpy(comm->ranks, own->ranks, n * sizeof(int));
   memcpy(comm->devices, own->devices, n * sizeof(int));
@@ -129,6 +138,23 @@ ncclResult_t ncs_nccl_abort(ncs_nccl_comm* comm, ncs_failure* failure) {
 }
 
 /* ---- Memory ---- */
+
+ncclResult_t ncs_nccl_get_taken(const ncs_nccl_comm* comm, ncs_failure* failure, int64_t* bytes) {
+  const ncs_cuda* cuda = &comm->cuda;
+  CUcontext before = NULL;
+  ncclResult_t status = ncclSuccess;
+  for (int r = 0; r < comm->n && status == ncclSuccess; ++r) {
+    size_t left, all;
+    status = ncs_enter(cuda, comm->contexts[r], failure, &before);
+    if (status != ncclSuccess) break;
+    status = NCS_CUDA(cudaMemGetInfo, (&left, &all));
+    bytes[r] = left < comm->left[r] ? (int64_t)(comm->left[r] - left) : 0;
+    cuda->cuCtxSetCurrent(before);
+  }
+  return status;
+}
+
+int ncs_nccl_has_context_events(const ncs_nccl_comm* comm) { return comm->cuda.cuCtxRecordEvent != NULL; }
 
 ncclResult_t ncs_nccl_scratch(ncs_nccl_comm* comm, int index, size_t size, ncs_failure* failure, void** pointer) {
   const ncs_cuda* cuda = &comm->cuda;

@@ -60,11 +60,29 @@ ncclResult_t ncs_make_event(const ncs_cuda* cuda, cudaEvent_t* event, ncs_failur
   return NCS_CUDA(cudaEventCreateWithFlags, (event, NCS_CUDA_EVENT_DISABLE_TIMING));
 }
 
+static ncclResult_t fail_without_events(ncs_failure* failure) {
+  return ncs_fail(failure, ncclInvalidUsage, "cuDriverGetVersion", -1,
+                  "Expected an NVIDIA driver of CUDA 12.5 (R555) or newer, whose events take all streams of a GPU as one, "
+                  "or TensorFlow's streams to be known. Received: an older driver, and an unknown stream");
+}
+
+ncclResult_t ncs_record(const ncs_cuda* cuda, CUcontext context, cudaStream_t stream, cudaEvent_t event,
+                        ncs_failure* failure) {
+  if (stream != NULL) return NCS_CUDA(cudaEventRecord, (event, stream));
+  return cuda->cuCtxRecordEvent != NULL ? NCS_CUDA(cuCtxRecordEvent, (context, event)) : fail_without_events(failure);
+}
+
+ncclResult_t ncs_order(const ncs_cuda* cuda, CUcontext context, cudaStream_t stream, cudaEvent_t event,
+                       ncs_failure* failure) {
+  if (stream != NULL) return NCS_CUDA(cudaStreamWaitEvent, (stream, event, 0));
+  return cuda->cuCtxWaitEvent != NULL ? NCS_CUDA(cuCtxWaitEvent, (context, event)) : fail_without_events(failure);
+}
+
 static ncclResult_t record_events(const ncs_nccl_comm* comm, ncs_failure* failure) {
   const ncs_cuda* cuda = &comm->cuda;
   ncclResult_t status = ncclSuccess;
   for (int r = 0; r < comm->n && status == ncclSuccess; ++r)
-    status = NCS_CUDA(cuCtxRecordEvent, (comm->contexts[r], comm->events[r]));
+    status = ncs_record(cuda, comm->contexts[r], NULL, comm->events[r], failure);
   return status;
 }
 

@@ -34,6 +34,7 @@ struct ncs_arrival {
   ncs_launcher* launcher;
   int rank, n_buffers;
   int users;          /* references, and the group that it went into until its delivery */
+  cudaStream_t stream; /* NULL: not known */
   cudaEvent_t before; /* NULL: goes with the group, or there is none */
   void* kept;
   void (*let_go)(void* kept);
@@ -268,14 +269,14 @@ ncclResult_t ncs_arrive(ncs_launcher* launcher, int rank, void* stream, const nc
   if (arrival == NULL) return ncclSystemError;
   arrival->launcher = launcher;
   arrival->rank = rank;
+  arrival->stream = stream;
   arrival->n_buffers = buffers->n;
   arrival->users = 1;
   if (size > 0) memcpy(arrival->buffers, buffers->buffers, size);
   if (buffers->n > 0) {
     status = ncs_enter(cuda, launcher->contexts[rank], failure, &current);
     if (status == ncclSuccess) status = ncs_make_event(cuda, &arrival->before, failure);
-    if (status == ncclSuccess && stream != NULL) status = NCS_CUDA(cudaEventRecord, (arrival->before, stream));
-    else if (status == ncclSuccess) status = NCS_CUDA(cuCtxRecordEvent, (launcher->contexts[rank], arrival->before));
+    if (status == ncclSuccess) status = ncs_record(cuda, launcher->contexts[rank], stream, arrival->before, failure);
     cuda->cuCtxSetCurrent(current);
   }
   if (status != ncclSuccess) {
@@ -475,8 +476,7 @@ static ncclResult_t order(const ncs_launched* launched, int rank, cudaStream_t s
   if (launched->end[rank] == NULL) return ncclSuccess;
   status = ncs_enter(cuda, launcher->contexts[rank], failure, &current);
   if (status != ncclSuccess) return status;
-  if (stream != NULL) status = NCS_CUDA(cudaStreamWaitEvent, (stream, launched->end[rank], 0));
-  else status = NCS_CUDA(cuCtxWaitEvent, (launcher->contexts[rank], launched->end[rank]));
+  status = ncs_order(cuda, launcher->contexts[rank], stream, launched->end[rank], failure);
   cuda->cuCtxSetCurrent(current);
   return status;
 }
@@ -525,7 +525,7 @@ void ncs_launched_release(ncs_launched* launched) {
   if (launched == NULL || __atomic_sub_fetch(&launched->users, 1, __ATOMIC_ACQ_REL) > 0) return;
   for (int r = 0; r < launched->launcher->n; ++r) {
     if (launched->arrivals[r] != NULL) {
-      order(launched, r, NULL, NULL);
+      order(launched, r, launched->arrivals[r]->stream, NULL);
       let_arrival_go(launched, r);
     }
     destroy_event(launched->launcher, r, launched->before[r]);
@@ -549,12 +549,28 @@ ncclResult_t ncs_launcher_create(int n_ranks, double timeout_s, ncs_launcher** o
   return ncclSuccess;
 }
 
-void ncs_launcher_open(ncs_launcher* launcher, ncs_nccl_comm* comm) {
-  pthread_mutex_lock(&launcher->mutex);
-  if (launcher->contexts[0] == NULL) { /* once: arrivals and groups read it without the lock */
-    launcher->cuda = comm->cuda;
-    memcpy(launcher->contexts, comm->contexts, (size_t)launcher->n * sizeof(*launcher->contexts));
+void ncs_launcher_know(ncs_launcher* launcher, const ncs_nccl_comm* comm) {
+  if (launcher->contexts[0] != NULL) return; /* arrivals and groups read it without the lock */
+  launcher->cuda = comm->cuda;
+  memcpy(launcher->contexts, comm->contexts, (size_t)launcher->n * sizeof(*launcher->contexts));
+}
+
+ncclResult_t ncs_launcher_synchronize(const ncs_launcher* launcher, ncs_failure* failure) {
+  const ncs_cuda* cuda = &launcher->cuda;
+  CUcontext before = NULL;
+  ncclResult_t status = ncclSuccess;
+  for (int r = 0; r < launcher->n && status == ncclSuccess; ++r) {
+    status = ncs_enter(cuda, launcher->contexts[r], failure, &before);
+    if (status != ncclSuccess) break;
+    status = NCS_CUDA(cudaDeviceSynchronize, ());
+    cuda->cuCtxSetCurrent(before);
   }
+  return status;
+}
+
+void ncs_launcher_open(ncs_launcher* launcher, ncs_nccl_comm* comm) {
+  ncs_launcher_know(launcher, comm);
+  pthread_mutex_lock(&launcher->mutex);
   launcher->comm = comm;
   launcher->is_reserved = 0;
   stay(launcher);

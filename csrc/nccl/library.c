@@ -49,26 +49,15 @@ ncclResult_t ncs_call_group(const ncs_nccl_comm* comm, int n, const void* of, nc
   if (symbol == NULL) return fail_loading("dlsym", failure); \
   memcpy(&library->name, &symbol, sizeof(symbol));
 
-static ncclResult_t check_driver(const ncs_cuda* cuda, ncs_failure* failure) {
-  int version = 0;
-  const CUresult error = cuda->cuDriverGetVersion(&version);
-  if (error != 0)
-    return ncs_fail(failure, ncclUnhandledCudaError, "cuDriverGetVersion", -1, "the driver's error %d", error);
-  if (version >= NCS_OLDEST_DRIVER) return ncclSuccess;
-  return ncs_fail(failure, ncclInvalidUsage, "cuDriverGetVersion", -1,
-                  "Expected an NVIDIA driver of CUDA %d.%d or newer. Received: one of CUDA %d.%d",
-                  NCS_OLDEST_DRIVER / 1000, NCS_OLDEST_DRIVER % 1000 / 10, version / 1000, version % 1000 / 10);
-}
-
-/* The driver's version first: the error for an old one is its version, not a missing symbol. */
 ncclResult_t ncs_load_cuda(const char* runtime_path, const char* driver_path, ncs_cuda* library, ncs_failure* failure) {
   void *symbol, *handle = dlopen(driver_path, RTLD_NOW | RTLD_LOCAL);
-  ncclResult_t status;
+  int version = 0;
+  memset(library, 0, sizeof(*library));
   if (handle == NULL) return fail_loading("dlopen of the driver", failure);
-  NCS_LOAD(CUresult, cuDriverGetVersion, (int* version))
-  status = check_driver(library, failure);
-  if (status != ncclSuccess) return status;
   NCS_DRIVER_SYMBOLS(NCS_LOAD)
+  if (library->cuDriverGetVersion(&version) == 0 && version >= NCS_DRIVER_WITH_CONTEXT_EVENTS) {
+    NCS_CONTEXT_EVENTS(NCS_LOAD)
+  }
   handle = dlopen(runtime_path, RTLD_NOW | RTLD_LOCAL);
   if (handle == NULL) return fail_loading("dlopen", failure);
   NCS_CUDART_SYMBOLS(NCS_LOAD)
@@ -108,6 +97,7 @@ ncclResult_t ncs_nccl_open(const char* path, ncs_failure* failure, ncs_nccl** ou
   nccl->handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
   status = nccl->handle == NULL ? fail_loading("dlopen", failure) : load_nccl(nccl, failure, version);
   if (status == ncclSuccess) {
+    nccl->version = *version;
     *out = nccl;
     return ncclSuccess;
   }

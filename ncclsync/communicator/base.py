@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import math
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
@@ -104,7 +106,13 @@ class Communicator(contextlib.AbstractContextManager):
     failed_group: int = 0  # the first launched group that the last failure has ended, from 1
     was_delivered: bool = False  # whether an op may have computed with the failed groups' results
     agreed: float = math.inf  # the last group that all processes are known to have launched
+    taken_bytes = 0  # the most memory of one of this process' GPUs that NCCL has taken
     _closed = False  # by `close`
+
+    @functools.cached_property
+    def users(self) -> weakref.WeakSet[Any]:
+        """Return who shares it: `reopen` calls `keep(failure)` of each before it forgets what has ended it."""
+        return weakref.WeakSet()
 
     @abc.abstractmethod
     def _run_group(self, collectives: Sequence[AnyCollective]) -> None:

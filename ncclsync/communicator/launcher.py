@@ -33,6 +33,14 @@ class Launcher:
         self._handle = handle[0]
         self.address = int(ffi.cast("intptr_t", self._handle))
 
+    def know(self, comm: Any) -> None:
+        """Learn the GPUs from the first communicator's handle."""
+        lib.ncs_launcher_know(self._handle, comm)
+
+    def synchronize(self) -> None:
+        """Block until the GPUs' own work has ended. Raises NcclError."""
+        native.call(lib.ncs_launcher_synchronize, [self._handle])
+
     def open(self, comm: Any) -> None:
         """Launch on the communicator of this handle from now on."""
         lib.ncs_launcher_open(self._handle, comm)

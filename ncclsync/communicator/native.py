@@ -218,19 +218,20 @@ def _places(variable: str, package: str, file: str, tried: list[str]) -> str:
 
 
 _NCCL = ("NCCLSYNC_NCCL_LIBRARY", "nccl", "libnccl.so.2")
-_CUDART = ("NCCLSYNC_CUDART_LIBRARY", "cuda_runtime", "libcudart.so.12")
+_CUDART = ("NCCLSYNC_CUDART_LIBRARY", "cuda_runtime", "libcudart.so.12")  # first: TensorFlow's
+_CUDART_13 = ("NCCLSYNC_CUDART_LIBRARY", "cu13", "libcudart.so.13")
 _DRIVER = ("NCCLSYNC_CUDA_DRIVER_LIBRARY", "", "libcuda.so.1")  # comes with the driver, never with a wheel
 
 
 def cuda_paths() -> tuple[list[str], str]:
     """Return what to give to ``dlopen`` for CUDA's runtime, in order of preference, and for the driver."""
-    return _candidates(*_CUDART), _candidates(*_DRIVER)[-1]
+    return [*dict.fromkeys(_candidates(*_CUDART) + _candidates(*_CUDART_13))], _candidates(*_DRIVER)[-1]
 
 
 def missing_runtime(tried: list[str]) -> str:
     """Return a sentence that CUDA's runtime was not found, where it was looked for, and what to do."""
     return (
-        f"Expected CUDA's runtime {_CUDART[2]}. Received: none. {_places(*_CUDART, tried)} "
+        f"Expected CUDA's runtime {_CUDART[2]} or {_CUDART_13[2]}. Received: none. {_places(*_CUDART, tried)} "
         "Install it by 'pip install ncclsync[cuda]'."
     )
 

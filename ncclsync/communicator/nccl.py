@@ -35,8 +35,8 @@ from ncclsync.communicator.extents import Extent, check_apart, extents_of
 from ncclsync.communicator.launcher import Launcher
 from ncclsync.communicator.native import lib
 from ncclsync.communicator.peers import Peers
-from ncclsync.communicator.preflight import check_paths
-from ncclsync.errors import NcclError, NcclSyncError, NcclTimeoutError, ProcessError
+from ncclsync.communicator.preflight import Preflight
+from ncclsync.errors import NcclError, NcclSyncError, NcclTimeoutError, NcclUnavailableError, ProcessError
 
 logger = logging.getLogger("ncclsync")
 
@@ -51,6 +51,7 @@ _PLACES = {lib.NCS_ON_HOST: "host memory", lib.NCS_NOWHERE: "memory that CUDA do
 ABORT_WAIT_S = 1.0  # how long a failure waits for its abort, which then goes on by itself
 _MOST = 2**31 - 1  # NCCL's ranks and CUDA's ordinals are C's int
 _ABORTED = ". The communicator is aborted"  # after `timeout_s`, as after any failure
+_MOST_CONNECT_BYTES = 2**25  # a collective that takes memory from NCCL for its like need not be larger than a bucket
 _LISTED = 6  # collectives of a group that a message names
 
 
@@ -183,8 +184,9 @@ class NcclCommunicator(Communicator):
         self.agreed = math.inf if self.peers is None else 0
         self._launcher = Launcher(self.size, timeout_s)
         self._is_launched = self._on_host = False  # whether ops launch groups; on buffers in host memory
+        self._connected: set[tuple[int, int, int, int, int]] = set()  # see `connect`
         self._ending = threading.Event()
-        self._labels: list[tuple[tuple[type, str], ...]] = [()]  # of groups that ops launch
+        self._labels: dict[tuple[tuple[type, str], ...], int] = {(): 0}  # of groups that ops launch, in order
         self._aborting: timeouts.Aside | None = None  # an abort that runs on by itself
         self._lock = threading.Lock()  # NCCL: never two threads at once on one communicator
         self._user: int | None = None  # the thread that has the lock, in a call
@@ -239,8 +241,17 @@ class NcclCommunicator(Communicator):
 
     def label(self, collectives: Sequence[AnyCollective]) -> int:
         """Return a number by which a launched group is named in messages, of these collectives."""
-        self._labels.append(tuple((type(one), one.label) for one in collectives))
-        return len(self._labels) - 1
+        with self._lock:
+            return self._labels.setdefault(tuple((type(one), one.label) for one in collectives), len(self._labels))
+
+    def require_context_events(self, reason: str) -> None:
+        """Raise NcclUnavailableError if the driver has none; without streams, for a `reason`, groups need them."""
+        if self._handle is not None and not lib.ncs_nccl_has_context_events(self._handle):
+            raise NcclUnavailableError(
+                "Expected TensorFlow's streams to be known, or a driver of CUDA 12.5 (R555) or newer. Received: an "
+                f"older driver, and no streams: {reason}. Install a C++ compiler (on Debian: apt-get install g++) and "
+                "leave NCCLSYNC_GPU_EVENTS out, or update the driver"
+            )
 
     def interrupt(self) -> None:
         """Give up launched groups unless one ends within a second, after Ctrl-C."""
@@ -297,7 +308,7 @@ class NcclCommunicator(Communicator):
                 return error
             if self.peers.failed_since(self._met):
                 return self._refused or self.peers.raised
-        kinds = self._labels[found.label]
+        kinds = [*self._labels][found.label]
         usual = nccl_calls.CALLS[_KINDS[kinds[0][0]]] if kinds else "ncclGroupEnd"
         call = native.name_of_call(found.failure) or usual
         if found.status == native.IN_PROGRESS:
@@ -308,11 +319,11 @@ class NcclCommunicator(Communicator):
             words = f"it has not within {self.timeout_s:g} s: {arrived}{_ABORTED}"
             return NcclTimeoutError(native.TIMEOUT, call, words, "ncclTimeout", what)
         name = native.STATUS_NAMES.get(found.status, "unknown status")
-        return NcclError(found.status, call, native.words(found.failure), name, what)
+        return nccl_calls.advised(NcclError(found.status, call, native.words(found.failure), name, what))
 
     def _words_of(self, found: Any) -> tuple[str, str]:
         """Return what a launched group is, and who has arrived."""
-        kinds = self._labels[found.label]
+        kinds = [*self._labels][found.label]
         sizes = zip(kinds, found.counts, found.dtypes, strict=False)  # of a large group the first ones
         names = [_name(kind, found.first + i, label, *size) for i, ((kind, label), *size) in enumerate(sizes)]
         what = _list(len(names), names.__getitem__) if names else "a group of collectives"
@@ -367,6 +378,8 @@ class NcclCommunicator(Communicator):
                 return
             if self._closed:
                 self.raise_closed()
+            for user in [*self.users]:
+                user.keep(self._failure)
             if self._joined_by is not None and self.peers is None:
                 raise NcclSyncError(
                     "Expected a communicator of one process. Received: one that was joined by a unique id. "
@@ -419,12 +432,59 @@ class NcclCommunicator(Communicator):
             if handle is None:
                 return
             self._launcher.close()
-            begin = functools.partial(native.call, lib.ncs_nccl_finalize, [handle])
             # Another process that has ended, or failed, leaves nothing to be ended in order.
             with contextlib.suppress(ProcessError):
                 with self._aborted_on_error(handle):
-                    self._launch(handle, lambda: "the end of a communicator", "ncclCommFinalize", begin)
+                    self._finalize(handle)
                 native.call(lib.ncs_nccl_destroy, [handle])
+
+    def _finalize(self, handle: Any) -> None:
+        begin = functools.partial(native.call, lib.ncs_nccl_finalize, [handle])
+        self._launch(handle, lambda: "the end of a communicator", "ncclCommFinalize", begin)
+
+    def connect(self, collectives: Sequence[AnyCollective], dtypes: Sequence[int], counts: Sequence[int]) -> None:
+        """Run collectives of these sorts and sizes, unless such have run: NCCL takes the memory that they need once.
+
+        So it does so now, and not in the midst of a step. In one process; in several the first step does it.
+
+        Args:
+            collectives: without buffers.
+            dtypes, counts: of each NCCL's dtype, and how many elements the smaller of its two buffers has.
+
+        Raises NcclError, as creation does.
+        """
+        if self._joined_by is not None or self._on_host:
+            return
+        new = set()
+        for one, dtype, count in zip(collectives, dtypes, counts, strict=True):
+            kind, op, _ = kind_op_root(one)
+            blocks = self.world_size if isinstance(one, (AllGather, ReduceScatter)) else 1
+            most = _MOST_CONNECT_BYTES // (blocks * native.DTYPE_SIZES[dtype])
+            new.add((kind, op, dtype, blocks, min(most, 1 << max(count - 1, 0).bit_length())))
+        if new <= self._connected:
+            return
+        with self._exclusive():
+            handle = self._handle
+            if handle is not None:
+                with self._aborted_on_error(handle), self._explained():
+                    self._connect(handle, new - self._connected)
+                self._connected |= new
+
+    def _connect(self, handle: Any, sorts: Iterable[tuple[int, int, int, int, int]]) -> None:
+        before = max(nccl_calls.taken(handle, self.size))
+        for kind, op, dtype, blocks, count in sorted(sorts):
+            size_bytes, group = count * native.DTYPE_SIZES[dtype], []
+            for i, rank in enumerate(self.ranks):
+                begin = native.ffi.cast("char*", nccl_calls.scratch(handle, i, blocks * size_bytes))
+                own = begin + rank * size_bytes if blocks > 1 else begin
+                sends, recvs = (own, begin) if kind == lib.NCS_ALL_GATHER else (begin, own)
+                group.append([(kind, op, 0, sends, recvs, count, dtype)])
+            call = nccl_calls.CALLS[kind]
+            words: Callable[..., str] = functools.partial("the first {} of {} bytes".format, call, size_bytes)
+            self._launch(handle, words, call, functools.partial(nccl_calls.launch_group, handle, group, words))
+            for i in range(self.size):
+                nccl_calls.scratch(handle, i, 0)
+        self.taken_bytes += max(nccl_calls.taken(handle, self.size)) - before
 
     def _join(self) -> None:
         shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
@@ -434,19 +494,40 @@ class NcclCommunicator(Communicator):
                 "ranks share a GPU, as an experiment, where NCCL_MULTI_RANK_GPU_ENABLE=1 is set.)"
             )
         nvls.apply(self.repeatable)
-        handle = nccl_calls.create(self._library, self._joined_by, self.world_size, self.ranks, self.devices)
-        with self._aborted_on_error(handle):
-            try:
-                joining = f"the joining of {self.world_size} ranks, here {self._names(range(self.size))}"
-                self._wait(handle, lambda: joining, "ncclCommInitRankConfig")
-                if self._preflight:
-                    self._wait_for_devices(handle, lambda: "the preflight")  # which makes and copies memory
-                    launch = functools.partial(self._launch, handle)
-                    check_paths(handle, self.ranks, self.world_size, launch)
-            except NcclError as error:
-                nccl_calls.raise_explained(error, self.devices)
+        joined_by = self._joined_by
+        if self._preflight and self.world_size > 1:
+            # A channel that connects a pair takes memory for the communicator's life: of this one, with one channel.
+            with self._joined(joined_by, max_ctas=1) as (handle, check):
+                joined_by = check.pairs(self._library, joined_by)
+                self._finalize(handle)
+            native.call(lib.ncs_nccl_destroy, [handle])
+        with self._joined(joined_by) as (handle, check):
+            if self._preflight:
+                check.sums()
+            self.taken_bytes = max(nccl_calls.taken(handle, self.size))
+            self._connect(handle, self._connected)
         self._handle, self._failure = handle, None
         self._launcher.open(handle)
+
+    @contextlib.contextmanager
+    def _joined(self, joined_by: bytes | None, max_ctas: int = 0) -> Iterator[tuple[Any, Preflight]]:
+        """Join the ranks, and yield the handle, which an error aborts, and what checks it."""
+        handle = nccl_calls.create(self._library, joined_by, self.world_size, self.ranks, self.devices, max_ctas)
+        self._launcher.know(handle)
+        with self._aborted_on_error(handle), self._explained():
+            joining = f"the joining of {self.world_size} ranks, here {self._names(range(self.size))}"
+            self._wait(handle, lambda: joining, "ncclCommInitRankConfig")
+            if self._preflight:
+                self._wait_for_devices(handle, lambda: "the preflight")  # which makes and copies memory
+            yield handle, Preflight(handle, self.ranks, self.world_size, functools.partial(self._launch, handle))
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Give an error of NCCL's advice, where there is any."""
+        try:
+            yield
+        except NcclError as error:
+            nccl_calls.raise_explained(error, self.devices)
 
     def _run_group(self, collectives: Sequence[AnyCollective]) -> None:
         runs = [(one, *read_buffers(one, self.memory, self.world_size)) for one in collectives]
@@ -491,9 +572,12 @@ class NcclCommunicator(Communicator):
 
     def _wait(self, handle: Any, what: Callable[[], str], call: str, *, own_work: bool = False) -> None:
         """Wait for the call under way, or for the GPUs' own work; an error names it."""
+        go_on: Callable[[float], bool] = functools.partial(nccl_calls.wait, handle, own_work)
+        if own_work and not lib.ncs_nccl_has_context_events(handle):
+            go_on = timeouts.Aside(self._launcher.synchronize, "ncclsync wait").wait
         with _named(what):
             timeouts.wait(
-                functools.partial(nccl_calls.wait, handle, own_work),
+                go_on,
                 call=call,
                 what=what,
                 timeout_s=self.timeout_s,

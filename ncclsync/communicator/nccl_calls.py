@@ -52,18 +52,23 @@ def unique_id(library: native.NcclLibrary) -> bytes:
 
 
 def create(
-    library: native.NcclLibrary, joined_by: bytes | None, world_size: int, ranks: Sequence[int], devices: Sequence[int]
+    library: native.NcclLibrary,
+    joined_by: bytes | None,
+    world_size: int,
+    ranks: Sequence[int],
+    devices: Sequence[int],
+    max_ctas: int = 0,
 ) -> Any:
     """Begin to join CUDA devices; see ``ncs_nccl_create``. `wait` ends it, `destroy` or `abort` frees the handle.
 
-    `joined_by` is the unique id that all processes were given; None if this is the only one. Raises
-    NcclUnavailableError if there is no driver, or an older one than CUDA 12.5's, or no CUDA runtime, NcclError for
+    `joined_by` is the unique id that all processes were given; None if this is the only one. With `max_ctas` NCCL takes
+    at most so many channels. Raises NcclUnavailableError if there is no driver, or no CUDA runtime, NcclError for
     anything else that failed.
     """
     failure, handle = ffi.new(_FAILURE), ffi.new("ncs_nccl_comm**")
     found = ffi.NULL if joined_by is None else ffi.from_buffer("char[]", joined_by)
     numbers, ordinals = ffi.new("int[]", list(ranks)), ffi.new("int[]", list(devices))
-    own = ffi.new("ncs_ranks*", (found, world_size, len(devices), numbers, ordinals))
+    own = ffi.new("ncs_ranks*", (found, world_size, len(devices), numbers, ordinals, max_ctas))
     runtimes, driver = native.cuda_paths()
     tried: list[str] = []
     call = ""
@@ -80,29 +85,43 @@ def create(
     except NcclError as error:
         if call in ("dlopen", "dlsym"):
             raise NcclUnavailableError(native.missing_runtime(tried)) from error
-        instead = 'or train on the CPU by devices=["CPU:0", "CPU:0"].'
         if call == "dlopen of the driver":
             raise NcclUnavailableError(
                 f"Expected the NVIDIA driver's libcuda. Received: {error.last_error}. Install the driver, in a "
-                f"container start it with --gpus all, {instead}"
+                'container start it with --gpus all, or train on the CPU by devices=["CPU:0", "CPU:0"].'
             ) from error
-        if call == "cuDriverGetVersion" and error.status == native.INVALID_USAGE:
-            raise NcclUnavailableError(f"{error.last_error}. Update it to R555 or newer, {instead}") from error
         raise_explained(error, devices)
 
 
 def raise_explained(error: NcclError, devices: Sequence[int]) -> NoReturn:
     """Raise an error of creation with advice; as NcclUnavailableError if there is no GPU or driver."""
     words = error.last_error
-    remedy = next((f" {remedy}." for symptom, remedy in _ADVICE if symptom in words), "")
     if error.status == native.UNHANDLED_CUDA_ERROR and ("driver" in words or "invalid device" in words):
         raise NcclUnavailableError(
             f"Expected usable GPUs {list(devices)}. Received: {error}. NCCL needs an NVIDIA driver and these "
-            f"GPUs; without them use CpuCommunicator.{remedy}"
+            f"GPUs; without them use CpuCommunicator.{_remedy(words)}"
         ) from error
-    if not remedy:
+    if not _remedy(words):
         raise error
-    raise type(error)(error.status, error.call, f"{words}.{remedy}", error.status_name, error.during) from error
+    raise advised(error) from error
+
+
+def advised(error: NcclError) -> NcclError:
+    """Return the error with advice, where there is any."""
+    words = error.last_error
+    text = f"{words}.{_remedy(words)}".rstrip(".")
+    return type(error)(error.status, error.call, text, error.status_name, error.during)
+
+
+def _remedy(words: str) -> str:
+    return next((f" {remedy}." for symptom, remedy in _ADVICE if symptom in words), "")
+
+
+def taken(comm: Any, size: int) -> list[int]:
+    """Return [size] how many bytes NCCL has taken of each GPU; see ``ncs_nccl_get_taken``. Raises NcclError."""
+    found = ffi.new("int64_t[]", size)
+    native.call(lib.ncs_nccl_get_taken, [comm], found)
+    return list(found)
 
 
 def wait(comm: Any, own_work: bool, slice_s: float) -> bool:

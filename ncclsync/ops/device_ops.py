@@ -16,9 +16,19 @@ from typing import Any
 
 import tensorflow as tf
 
-from ncclsync.communicator import AllGather, AllReduce, AnyCollective, Broadcast, Communicator, NcclCommunicator
+from ncclsync.communicator import (
+    AllGather,
+    AllReduce,
+    AnyCollective,
+    Broadcast,
+    Communicator,
+    NcclCommunicator,
+    ReduceScatter,
+)
 from ncclsync.communicator.nccl import kind_op_root
 from ncclsync.ops import gpu_streams, host_ops
+
+_UNKNOWN = 2**18  # elements, where a shape does not tell
 
 
 class Launched:
@@ -93,8 +103,12 @@ def launch(
     after = after or [()] * len(devices)
     on_host = any("CPU" in device for device in devices)
     launcher = communicator.launcher(on_host=on_host)
-    if not on_host:
-        gpu_streams.missing()  # looks for them, once
+    if not on_host and (reason := gpu_streams.missing()):  # looks for them, once
+        communicator.require_context_events(reason)
+    dtypes = [host_ops.dtype_code(column[0].dtype) for column in columns]
+    communicator.connect(
+        collectives, dtypes, [_block(*pair, communicator) for pair in zip(collectives, columns, strict=True)]
+    )
     attributes = {"launcher": launcher.address, "ranks": communicator.world_size}
     tokens = []
     for tower, (device, number) in enumerate(zip(devices, communicator.ranks, strict=True)):
@@ -112,6 +126,13 @@ def launch(
     pairs = zip(columns, collectives, strict=True)
     shapes = [shape_received(collective, column[0].shape, communicator.world_size) for column, collective in pairs]
     return Launched(op.outputs[0], columns, devices, shapes)
+
+
+def _block(collective: AnyCollective, column: Sequence[tf.Tensor], communicator: Communicator) -> int:
+    """Return how many elements the smaller buffer of a collective has, or may have if the shape is not known."""
+    count = column[0].shape.num_elements()
+    ranks = communicator.world_size if isinstance(collective, ReduceScatter) else 1
+    return _UNKNOWN if count is None else count // ranks
 
 
 def shape_received(collective: AnyCollective, sent: tf.TensorShape, ranks: int) -> tf.TensorShape:

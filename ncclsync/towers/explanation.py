@@ -85,6 +85,7 @@ class Explanation(Printed):
     wholes: tuple[WholeRow, ...] = ()  # the rows that are gathered; none for most models
     order: str = ""  # how a tower computes its shards, or by what shares towers divide a batch, in words
     compiled: str = ""  # how many programs XLA compiles, in words; empty where it compiles none
+    nccl_bytes: int = 0  # the most memory of a GPU that NCCL takes beside TensorFlow; 0 without NCCL
 
     columns = 130
 
@@ -99,10 +100,11 @@ class Explanation(Printed):
             (one.tower, one.end - one.begin, f"{one.begin} to {one.end - 1}" * (one.end > one.begin), one.device)
             for one in self.shards
         ]
+        taken = f"NCCL takes {self.nccl_bytes / 2**20:.0f} MiB of each GPU." if self.nccl_bytes else ""
         parts = f"{self.segments} segments" if self.segments > 1 else "1 segment"
         return Group(
             table(("variable", "bytes", "role", "bucket", "how"), of_variables, numbers=1),
-            Text(" ".join(filter(None, (f"The step has {parts}.", self.order, self.compiled)))),
+            Text(" ".join(filter(None, (f"The step has {parts}.", self.order, self.compiled, taken)))),
             table(("after", "bytes", "tensors", "exchanged", "asked for at"), of_cuts, numbers=1),
             *([table(("gathered for", "bytes", "ops", "at"), of_wholes, numbers=1)] if of_wholes else []),
             *([table(("tower", "rows", "of the batch", "device"), of_shards, numbers=1)] if of_shards else []),
@@ -144,7 +146,8 @@ def explain_program(program: Program, towers: TowerState, rows: int | None) -> E
     wholes = _wholes(program, rows) if count > 1 else ()
     shards = _shards(towers, rows)
     parts = len(program.segments), tuple(variables), cuts, shards, wholes
-    return Explanation(*parts, _order(program, towers), _compiled(program, shards, towers))
+    words = _order(program, towers), _compiled(program, shards, towers)
+    return Explanation(*parts, *words, towers.communicator.taken_bytes)
 
 
 def _order(program: Program, towers: TowerState) -> str:

@@ -30,10 +30,12 @@ class _Step:
 class InFlight:
     """Track the steps of some towers whose collectives are under way."""
 
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
+    def __init__(self) -> None:
+        """Begin without steps; `communicator` is to be set, which calls `keep`."""
+        self.communicator: Communicator
         self._steps: list[_Step] = []
         self._reported: BaseException | None = None  # the failure that was raised last
+        self._kept: BaseException | None = None  # one to be raised, though the GPUs are joined again
         self._raised: Exception | None = None  # by Python within a step
         self.lost: set[int] = set()  # the ids of the variables that are lost
 
@@ -42,11 +44,14 @@ class InFlight:
 
         If one of its collectives fails, so does a read of these variables, or of a tensor of `results`.
         """
-        launched, ended = self._communicator.groups()
+        launched, ended = self.communicator.groups()
         self._steps = [step for step in self._steps if step.last > ended]
-        if launched > ended:
-            step = _Step(launched, written)
-            self._steps.append(step)
+        if launched > ended or self._kept is not None:  # kept: the failure came while the step was enqueued
+            step = _Step(launched, written, self._kept)
+            if self._kept is None:
+                self._steps.append(step)
+            else:
+                self.lost.update(written)
             for leaf in tf.nest.flatten(results, expand_composites=True):
                 if tf.is_tensor(leaf):
                     tf_compat.read_by(leaf, functools.partial(self._read, step))
@@ -57,13 +62,13 @@ class InFlight:
         Unless the failure `is_raised` to the user, it is not reported: the reader may swallow it.
         """
         try:
-            with interruptible(self._communicator.interrupt):
+            with interruptible(self.communicator.interrupt):
                 read = numbers()
         except KeyboardInterrupt:
             self.report()
             raise
-        failure, current = step.failure, self._communicator.failure
-        if failure is None and current is not None and step.last >= self._communicator.failed_group:
+        failure, current = step.failure, self.communicator.failure
+        if failure is None and current is not None and step.last >= self.communicator.failed_group:
             failure = current
         if failure is None:
             return read
@@ -78,14 +83,20 @@ class InFlight:
     def take(self) -> Exception | None:
         """Return, once, the error that Python or another process has raised in the failed step; None if neither has."""
         raised, self._raised = self._raised, None
-        return raised or self._communicator.take_error()
+        return raised or self.communicator.take_error()
 
     def check(self) -> None:
         """Raise what has failed, once; wait for nothing."""
-        failure = self._communicator.failure
+        failure = self._kept or self.communicator.failure
         if failure is not None and failure is not self._reported:
             self.report()
             raise failure
+
+    def keep(self, failure: BaseException | None) -> None:
+        """Keep a failure, to raise it once: another model on the same GPUs is about to join them again."""
+        if failure is not None and failure is not self._reported:
+            self._kept = self.report()
+            self._reported = None
 
     def settle(self) -> None:
         """Wait until all collectives have ended.
@@ -95,7 +106,7 @@ class InFlight:
         """
         if self._steps:
             try:
-                self._communicator.wait()
+                self.communicator.wait()
             except BaseException:
                 self.report()
                 raise
@@ -104,12 +115,12 @@ class InFlight:
 
     def report(self) -> BaseException | None:
         """Return the communicator's failure, which is about to be raised; the variables that depend on it are lost."""
-        failure = self._communicator.failure
+        failure, self._kept = self._kept or self.communicator.failure, None
         if failure is not None:
             self._reported = failure
-            first = self._communicator.failed_group
+            first = self.communicator.failed_group
             # A step that has received no sums writes nothing, nor does a step that not all processes have launched.
-            rests = self._communicator.was_delivered and first <= self._communicator.agreed
+            rests = self.communicator.was_delivered and first <= self.communicator.agreed
             for step in self._steps:
                 if step.last >= first:
                     step.failure = failure
@@ -139,6 +150,7 @@ class InFlight:
         if self.lost:
             raise NcclSyncError(
                 f"Expected variables that are whole. Received: {names()} that a step wrote after a collective had "
-                f"failed ({self._reported}). Load the weights and the optimizer's state of a checkpoint, or build the "
-                "model again. With Health(emergency_checkpoint=...), a step waits for its collectives before it writes."
+                f"failed ({self._kept or self._reported}). Load the weights and the optimizer's state of a "
+                "checkpoint, or build the model again. With Health(emergency_checkpoint=...), a step waits for its "
+                "collectives before it writes."
             )

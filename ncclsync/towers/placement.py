@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ncclsync.communicator import Communicator, CpuCommunicator, NcclCommunicator, TcpCommunicator, native
+from ncclsync.communicator import Communicator, CpuCommunicator, TcpCommunicator, native, shared
 from ncclsync.communicator.joining import peers_of
 from ncclsync.communicator.processes import Process, find_process
 from ncclsync.compat import host_gpus, other_libraries
@@ -63,8 +63,9 @@ def choose_devices(
         chosen, reason = _first_devices(towers, gpus if process is None else _own_gpus(gpus, towers, process))
     kinds = {device.split(":")[0] for device in chosen}
     if backend is None:
-        backend = "nccl" if kinds == {"GPU"} else "cpu"
+        backend = "nccl" if kinds == {"GPU"} and (len(chosen) > 1 or process is not None) else "cpu"
         why = f"the towers stand on {' and '.join(sorted(kinds))} devices"
+        why = why if len(chosen) > 1 or process is not None else "one tower meets no other"
     else:
         why = "asked for"
         if backend == "nccl" and devices is not None and kinds != {"GPU"}:
@@ -123,31 +124,32 @@ def device_models(devices: Sequence[str]) -> list[str]:
 
 
 def connect(
-    choice: Choice, process: Process | None = None, *, timeout_s: float | None, preflight: bool
+    choice: Choice, user: Any, process: Process | None = None, *, timeout_s: float | None, preflight: bool
 ) -> Communicator:
-    """Create the communicator that joins the chosen towers; collective with several processes. The caller closes it.
+    """Return the communicator that joins the chosen towers; collective with several processes.
 
-    Its sums are repeatable if TensorFlow's op determinism is on.
+    GPUs' is shared by all towers of this process on these GPUs: the `user` is one of those who use it, until
+    `shared.leave`. Its sums are repeatable if TensorFlow's op determinism is on.
 
     Raises:
         NcclUnavailableError, NcclError: if NCCL was chosen and cannot be used.
         NcclSyncError: the processes cannot be joined, or TensorFlow does not take ncclsync's ops.
     """
     host_ops.register()
-    if choice.backend == "nccl":
+    if choice.backend == "nccl" and (process is not None or len(choice.devices) > 1):
         known = [int(gpu.name.rpartition(":")[2]) for gpu in _physical_gpus()]  # as CUDA numbers them
         ordinals = [
             index if is_cpu(device) else known[int(device.split(":")[1])] for index, device in enumerate(choice.devices)
         ]
-        communicator = NcclCommunicator(
+        return shared.share(
+            user,
             ordinals,
             peers=None if process is None else peers_of(process, timeout_s),
+            on_host=any(map(is_cpu, choice.devices)),
             timeout_s=timeout_s,
             preflight=preflight,
             repeatable=tf_compat.is_op_determinism_enabled(),
         )
-        communicator.launcher(on_host=any(map(is_cpu, choice.devices)))
-        return communicator
     if process is not None:
         return TcpCommunicator(peers_of(process, timeout_s), len(choice.devices), timeout_s=timeout_s)
     return CpuCommunicator(len(choice.devices))

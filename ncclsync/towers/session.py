@@ -83,14 +83,16 @@ class Session:
         self.shares: Shares | None = None
         if options.shares is not None and (options.shares != AUTO or len(devices) > 1):
             self.shares = Shares(options.shares, devices)
-        self.communicator = connect(choice, process, timeout_s=health.timeout_s, preflight=health.preflight)
+        self.in_flight = InFlight()
+        self.communicator = self.in_flight.communicator = connect(
+            choice, self.in_flight, process, timeout_s=health.timeout_s, preflight=health.preflight
+        )
         self.launches = isinstance(self.communicator, NcclCommunicator)  # joins towers by the ops of `ops.device_ops`
         ranks = range(self.communicator.ranks[0], self.communicator.ranks[-1] + 1)
         weights = None if self.shares is None else self.shares.variable
         # `split` replaces both.
         self.layout = Layout(devices, ranks, self.communicator.world_size, options.shards, weights=weights)
         self.target = make_target(self.layout, self.backend, options)
-        self.in_flight = InFlight(self.communicator)
         self.feeders: weakref.WeakKeyDictionary[tf.data.Iterator, Feeder] = weakref.WeakKeyDictionary()
         self.model = ModelSide()
         self.closed = False

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ncclsync.communicator import shared
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError, ProcessError
 from ncclsync.gradients.compression import ErrorFeedback
@@ -111,7 +112,7 @@ class TowerState:
         with contextlib.suppress(ProcessError) if self.layout.meets_processes else contextlib.nullcontext():
             replicas.add_up_parts()
         replicas.close()
-        session.communicator.close()
+        shared.leave(session.in_flight, session.communicator)
         if failure is not None:
             raise failure
 

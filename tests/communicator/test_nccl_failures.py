@@ -141,14 +141,16 @@ def test_warning_before_the_time_out(standin, monkeypatch, caplog):
     assert "rank 0 (GPU 4) not arrived; it is given up after 0.5 s" in record.getMessage()
 
 
-@pytest.mark.parametrize("fail, call", [("stuck_init:2", "ncclCommInitRankConfig"), ("stuck:1", "ncclAllReduce")])
+@pytest.mark.parametrize(
+    "fail, call", [("stuck_init:2", "ncclCommInitRankConfig"), ("stuck:1", "ncclSend"), ("stuck:1:2", "ncclAllReduce")]
+)
 def test_creation_that_never_ends(standin, fail, call):
     """In joining, or in the preflight, where a hang has the causes that corruption has."""
     standin.fail(fail)
     with pytest.raises(NcclTimeoutError) as caught:
         NcclCommunicator(DEVICES, timeout_s=0.2)
     assert caught.value.call == call and "rank 1 (GPU 0)" in str(caught.value)
-    assert ("NCCL_P2P_DISABLE=1" in str(caught.value)) == (fail == "stuck:1")
+    assert ("NCCL_P2P_DISABLE=1" in str(caught.value)) == (fail != "stuck_init:2")
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ static void wait_for_comm(void) {
 static void join_launcher(void) {
   ncs_failure failure;
   int devices[MAX_RANKS] = {0}, ranks[MAX_RANKS];
-  const ncs_ranks own = {NULL, n, n, ranks, devices};
+  const ncs_ranks own = {NULL, n, n, ranks, devices, 0};
   for (int r = 0; r < n; ++r) ranks[r] = r;
   check(ncs_nccl_create(nccl, cudart_path, driver_path, &own, &failure, &comm), &failure);
   wait_for_comm();

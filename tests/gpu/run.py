@@ -3,7 +3,8 @@
     python3 tests/gpu/run.py --wheels WHEELS --out OUT
 
 It needs Python with venv, a C compiler, and a folder of wheels; no network. Without ``--wheels`` it takes the
-environment that it runs in, where ncclsync is installed from this checkout. A wheel may be in pieces,
+environment that it runs in, where ncclsync is installed from this checkout. ``--minutes 15`` runs what tells most in so
+many minutes instead, once prepared: `parts.py`, in order of value, then the training. A wheel may be in pieces,
 ``NAME.whl.part00``, ``NAME.whl.part01`` and so on. All that comes out is in OUT; begin with `summary.txt`.
 """
 
@@ -14,6 +15,7 @@ import pathlib
 import re
 import shutil
 import sys
+import time
 import xml.etree.ElementTree
 
 import isolated
@@ -110,10 +112,12 @@ def prepare(wheels: pathlib.Path, out: pathlib.Path) -> tuple[object, pathlib.Pa
     return python, source
 
 
-def run_step(what: str, command: list[object], limit_s: float, folder: pathlib.Path, log: pathlib.Path) -> bool:
-    """Run one step; keep and print what it prints; return whether it succeeded."""
+def run_step(
+    what: str, command: list[object], limit_s: float, folder: pathlib.Path, log: pathlib.Path, **further: str
+) -> bool:
+    """Run one step, with further variables; keep and print what it prints; return whether it succeeded."""
     print(f"=== {what}", flush=True)
-    variables = {k: v for k, v in os.environ.items() if k != "PYTHONPATH" or command[0] == sys.executable}
+    variables = further | {k: v for k, v in os.environ.items() if k != "PYTHONPATH" or command[0] == sys.executable}
     try:
         isolated.run_command(what, command, limit_s, variables=variables, folder=folder, log=log)
         succeeded = True
@@ -136,6 +140,40 @@ def count(report: pathlib.Path) -> dict[str, int]:
     return {"passed": total - failed - errors - skipped, "failed": failed + errors, "skipped": skipped}
 
 
+def run_parts(python: object, source: pathlib.Path, out: pathlib.Path, minutes: float) -> int:
+    """Run the parts of parts.py in order of value, each within its limit, then the training, as far as the time goes.
+
+    `summary.txt` has the findings of each part as soon as it has ended. Return 0 if all have succeeded.
+    """
+    until, gpu, succeeded = time.monotonic() + 60 * minutes, source / "tests" / "gpu", True
+    (out / "summary.txt").unlink(missing_ok=True)
+
+    def part(name: str, limit_s: float) -> list[object]:
+        return [python, gpu / "isolated.py", "parts", name, "{}", limit_s]
+
+    overhead = [python, gpu / "overhead.py", "--sizes", 2**14, 25 * 2**20, "--rounds", 3]
+    training = [python, "-m", "pytest", "tests/gpu/test_gpu_training.py", "-p", "no:cacheprovider"]
+    for name, command, limit_s, variables in (
+        ("memory", None, 150, {}),
+        ("little_memory", None, 60, {}),
+        ("overhead", overhead, 150, {}),
+        *((f"matmuls {ctas}", None, 40, {"NCCL_MAX_CTAS": str(ctas)}) for ctas in (1, 2, 4, 8, 16, 32)),
+        ("second_thread", None, 90, {}),
+        ("pool_memory", None, 40, {}),
+        ("training", training, 60 * minutes, {}),
+    ):
+        left_s = min(limit_s, until - time.monotonic())
+        log = out / f"{name.replace(' ', '-')}.log"
+        done = left_s > 10 and run_step(
+            name, command or part(name.split()[0], left_s), left_s, source, log, **isolated.SHARED_GPU | variables
+        )
+        succeeded = succeeded and done
+        words = "done" if done else "not done" if left_s > 10 else "no time left"
+        with open(out / "summary.txt", "a", encoding="utf-8") as summary:
+            summary.write(f"== {name}: {words}\n{log.read_text(encoding='utf-8') if left_s > 10 else ''}\n")
+    return 0 if succeeded else 1
+
+
 def main() -> int:
     """Prepare, run, summarise; return 0 if all that could run succeeded, and something could."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -143,6 +181,7 @@ def main() -> int:
     parser.add_argument("--wheels", type=pathlib.Path, help="a folder of wheels to install from")
     parser.add_argument("--sizes", nargs="+", default=[], help="of the comparison, in bytes")
     parser.add_argument("--rounds", nargs=1, default=[], help="of the comparison")
+    parser.add_argument("--minutes", type=float, help="run parts.py and the training instead, within this time")
     arguments = parser.parse_args()
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -154,6 +193,8 @@ def main() -> int:
             print(error, file=sys.stderr)
             return 2
 
+    if arguments.minutes is not None:
+        return run_parts(python, source, out, arguments.minutes)
     report = out / "tests.xml"
     report.unlink(missing_ok=True)
     suite = [python, "-m", "pytest", "tests/gpu", "-p", "no:cacheprovider", "--durations=0", f"--junitxml={report}"]

@@ -50,14 +50,16 @@ class Standin:
         self._n_counted = len(calls)
         self.fail(",".join(f"{call}:1000000000" for call in calls))
 
-    def counted(self) -> list[int]:
-        """Return how often each of the calls was made that are being counted."""
+    def counted(self, *kinds: str) -> list[int]:
+        """Return how often each of the calls was made that are being counted; or how many there are of these kinds."""
+        if kinds:
+            return [ctypes.CDLL(self.cudart).standin_alive(kind.encode()) for kind in kinds]
         return [ctypes.CDLL(self.cudart).standin_seen(i) for i in range(self._n_counted)]
 
     def alive(self) -> dict[str, int]:
         """Return how many streams, events, pieces of memory and communicators there are, in this process."""
         library = ctypes.CDLL(self.cudart)
-        return {kind: library.standin_alive(kind.encode()) for kind in ("stream", "event", "memory", "comm")}
+        return {kind: library.standin_alive(kind.encode()) for kind in ("stream", "event", "memory", "comm", "thread")}
 
     def settled(self, expected: dict[str, int]) -> dict[str, int]:
         """Return what is alive, as soon as it is as expected, or after some seconds: an abort may go on."""

@@ -286,10 +286,10 @@ def test_unusable_nccl(gpu_host, environ, expected, words):
 
 
 def test_old_driver(gpu_host):
-    """Named once: what its GPUs then say, by the library that training loads, is the same."""
+    """It serves, and what it lacks is named once."""
     report = gpu_host(STANDIN_DRIVER="12040")
-    assert serious(report) == ["driver-old"]
-    assert "Expected an NVIDIA driver of CUDA 12.5 or newer. Received: one of CUDA 12.4" in report.host.all_reduce.error
+    assert serious(report) == [] and report.host.all_reduce.ok
+    assert "driver-old" in [one.code for one in report.problems]
 
 
 def test_nccl_that_fails(gpu_host):

@@ -13,6 +13,7 @@ import tensorflow as tf
 from parity import data, mlp, on_towers
 
 from ncclsync import LargeBatch, NcclSyncError, NcclUnavailableError, Towers, nccl_parallel
+from ncclsync.communicator import shared
 from ncclsync.compat import host_gpus
 from ncclsync.towers import placement
 from ncclsync.towers.placement import choose_devices
@@ -366,11 +367,11 @@ def test_choice_follows_the_devices(two_gpus):
 def joined_with(monkeypatch, choice):
     """What NCCL is given to join GPUs."""
 
-    def joined(ordinals, **options):
-        return SimpleNamespace(ordinals=ordinals, launcher=lambda **_: SimpleNamespace(blocks=False), **options)
+    def joined(_, ordinals, **options):
+        return SimpleNamespace(ordinals=ordinals, **options)
 
-    monkeypatch.setattr(placement, "NcclCommunicator", joined)
-    return placement.connect(choice, timeout_s=None, preflight=False)
+    monkeypatch.setattr(shared, "share", joined)
+    return placement.connect(choice, None, timeout_s=None, preflight=False)
 
 
 def test_logical_gpus_are_those_of_cuda(monkeypatch):

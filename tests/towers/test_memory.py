@@ -65,7 +65,8 @@ def test_a_deleted_variable_is_forgotten():
 def test_a_deleted_variable_rests_on_no_step():
     """Whoever has its id next is read without a wait."""
     communicator = types.SimpleNamespace(groups=lambda: (2, 1), wait=lambda: pytest.fail("waited"), failure=None)
-    in_flight = InFlight(communicator)
+    in_flight = InFlight()
+    in_flight.communicator = communicator
     in_flight.add(frozenset({1, 2}), ())
     in_flight.before_write(1)
     in_flight.before_read(1)

@@ -109,13 +109,18 @@ static TF_Bool get_stats(const SP_Device* device, SP_AllocatorStats* stats) {
   return 0;
 }
 
-/* TensorFlow leaves some of it to the system, at least 225 MiB; it is the stand-in that keeps to the limit. */
+/* As on a GPU (VIRTUAL_WHOLE): TensorFlow takes what is free, by one request, but for 225 MiB, or 5% and 300 MiB, which
+ * it leaves to the system; where that fails it asks for 10% less, and so on. Otherwise it takes memory as it needs it,
+ * and the stand-in keeps to the limit. */
+static int is_whole(void) { return getenv("VIRTUAL_WHOLE") != NULL; }
+
 static TF_Bool get_usage(const SP_Device* device, int64_t* left, int64_t* total) {
   size_t free_bytes, all;
   void* before = enter(device);
   cudaMemGetInfo(&free_bytes, &all);
   cuCtxSetCurrent(before);
   *left = *total = (int64_t)(all + all / 8 + ((size_t)512 << 20));
+  if (is_whole()) *left = (int64_t)free_bytes, *total = (int64_t)all;
   return 1;
 }
 
@@ -414,7 +419,7 @@ void SE_InitPlugin(SE_PlatformRegistrationParams* params, TF_Status* status) {
   params->platform->type = "GPU";
   params->platform->supports_unified_memory = 0;
   params->platform->use_bfc_allocator = 1;
-  params->platform->force_memory_growth = 1;
+  params->platform->force_memory_growth = !is_whole();
   *params->platform_fns = (SP_PlatformFns){
       .struct_size = SP_PLATFORM_FNS_STRUCT_SIZE,
       .get_device_count = get_device_count,

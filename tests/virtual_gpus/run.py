@@ -46,6 +46,11 @@ def parse(arguments):
     )
     parser.add_argument("--copy-link", metavar="GB/s,US", help="the same of copies between host and GPU")
     parser.add_argument("--memory", type=int, default=16384, metavar="MB", help="of each GPU")
+    parser.add_argument("--whole", action="store_true", help="TensorFlow takes it at once, as on a GPU")
+    parser.add_argument(
+        "--nccl", metavar="N,KIB", default="0,0", help="NCCL takes so much of it by each of so many channels and peer"
+    )
+    parser.add_argument("--driver", type=int, metavar="N", help="the driver's CUDA, such as 12020; default: 12090")
     parser.add_argument("--ahead", action="store_true", help="let the host run ahead: kernels are only enqueued")
     parser.add_argument("--kernel-ms", type=float, metavar="MS", help="what a MatMul, Conv or Einsum takes at least")
     parser.add_argument(
@@ -122,6 +127,9 @@ def load(folder, options):
         "STANDIN_LINK": options.link,
         "STANDIN_COPY_LINK": options.copy_link,
         "STANDIN_MEMORY_MB": options.memory,
+        "STANDIN_NCCL": options.nccl,
+        "STANDIN_DRIVER": options.driver,
+        "VIRTUAL_WHOLE": options.whole or None,
     }
     os.environ.update({name: str(value) for name, value in told.items() if value is not None})
     # Grappler asks CUDA for what it does not find, at the level of errors, four lines for each function.

@@ -139,6 +139,7 @@ class AllReduce:
     count: int  # elements of each
     ok: bool = False  # every rank has every sum, exactly
     seconds: float | None = None  # of the all-reduce, and of joining the ranks; None if it did not end
+    taken_bytes: int = 0  # the most memory of a GPU that NCCL has taken for it
     error: str = ""  # the failure in words
     kind: str = ""  # of failure: "wrong" numbers, "hang", "crash", "raised", or ""
     log: tuple[str, ...] = ()  # NCCL's last warnings

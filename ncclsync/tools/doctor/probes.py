@@ -191,7 +191,11 @@ def reduce_known(tell: Tell, backend: str, devices: Sequence[int], timeout_s: fl
         with joined as communicator:
             tell(stage="reducing", ranks=communicator.world_size)
             error = "" if by_nccl else known_answer(communicator)
-            tell(stage="ending the communicator", seconds=time.perf_counter() - began)
+            tell(
+                stage="ending the communicator",
+                seconds=time.perf_counter() - began,
+                taken_bytes=communicator.taken_bytes,
+            )
     except NcclPreflightError as found:
         error = str(found)
     except (NcclSyncError, OSError) as found:

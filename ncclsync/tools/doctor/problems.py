@@ -12,7 +12,7 @@ SHM_BYTES = 512 << 20  # NCCL's buffers between GPUs without direct transfers; c
 
 _BUSY = 0.5  # of a GPU's memory, used by other processes
 _EXTENSION = "ncclsync._native"
-_OLDEST_DRIVER = "12.5"  # by the CUDA that it serves: NCS_OLDEST_DRIVER in csrc/ncclsync.h
+_DRIVER_WITH_CONTEXT_EVENTS = "12.5"  # by the CUDA that it serves: as in csrc/ncclsync.h
 _INSTALL_GPU = "pip install 'ncclsync[cuda]', which brings tensorflow[and-cuda]"
 
 _TRUE = ("1", "true", "yes", "on")
@@ -140,16 +140,18 @@ def _nccl_twice(host: Host) -> Iterator[Problem]:
 
 
 def _cuda(host: Host) -> Iterator[Problem]:
-    """Find a driver that is too old: it serves programs of its own CUDA major version and of older ones.
+    """Find a driver that is old: it serves programs of its own CUDA major version and of older ones.
 
     And a missing runtime. Source: CUDA compatibility, https://docs.nvidia.com/deploy/cuda-compatibility/
     """
-    serves, is_old = host.served_cuda, _has_old_driver(host)
+    serves = host.served_cuda
+    is_old = serves is not None and _below(serves, _DRIVER_WITH_CONTEXT_EVENTS)
     driver = f"driver {host.driver.version or host.kernel_driver or 'of unknown version'}"
     if is_old:
-        text = f"Expected a driver that serves CUDA {_OLDEST_DRIVER} or newer. Received: {driver}, which serves CUDA "
-        remedy = 'Update it to R555 or newer, or train on the CPU by devices=["CPU:0", "CPU:0"].'
-        yield Problem("driver-old", f"{text}up to {serves}", remedy, host.severity)
+        text = f"The {driver} serves CUDA up to {serves}. Before {_DRIVER_WITH_CONTEXT_EVENTS} (R555) several towers "
+        text += "need a C++ compiler, by which exchanges find TensorFlow's streams."
+        remedy = "Have g++ or c++ on the PATH (on Debian: apt-get install g++), or update the driver to R555 or newer."
+        yield Problem("driver-old", text, remedy)
     for library, built_with in (("NCCL", host.libraries.nccl.cuda), ("TensorFlow", host.frameworks.build_cuda)):
         minor = ".".join((built_with or "").split(".")[:2])
         if serves is None or not minor or not _below(serves, minor):
@@ -176,7 +178,7 @@ def _all_reduce(host: Host) -> Iterator[Problem]:
     if found is None or found.ok:
         return
     by_nccl = found.backend == "nccl"
-    unloaded = libraries.nccl.error or libraries.cuda_runtime.error or _has_old_driver(host)
+    unloaded = libraries.nccl.error or libraries.cuda_runtime.error
     if found.kind == "raised" and unloaded and (by_nccl or _EXTENSION in found.error):
         return  # shown already
     log = f" NCCL: {found.log[-1]}" if found.log and found.kind != "wrong" else ""
@@ -188,10 +190,6 @@ def _all_reduce(host: Host) -> Iterator[Problem]:
     if not by_nccl:
         remedy = "Install ncclsync again by pip, and check the machine's memory."
     yield Problem(f"all-reduce-{found.kind}", f"{text}{found.error.rstrip('.')}.{log}", remedy, ERROR)
-
-
-def _has_old_driver(host: Host) -> bool:
-    return host.served_cuda is not None and _below(host.served_cuda, _OLDEST_DRIVER)
 
 
 def _driver(host: Host) -> Iterator[Problem]:

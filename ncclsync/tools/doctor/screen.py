@@ -92,7 +92,8 @@ def _checks(report: Report) -> Iterator[Text]:
 def _outcome(what: str, found: AllReduce) -> Text:
     what += f", {found.ranks} rank{'s' * (found.ranks != 1)} × {found.count} numbers: "
     if found.ok:
-        return Text(f"{what}right, in {(found.seconds or 0) * 1e3:.1f} ms")
+        taken = f"; NCCL has taken {found.taken_bytes / 2**20:.0f} MiB of each GPU" if found.taken_bytes else ""
+        return Text(f"{what}right, in {(found.seconds or 0) * 1e3:.1f} ms{taken}")
     return Text(f"{what}{found.failure.removeprefix('gives ')}; see below", style="red")
 
 

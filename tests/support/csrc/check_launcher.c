@@ -28,7 +28,7 @@ static float numbers[N][COUNT];
 
 static ncs_nccl_comm* join(void) {
   const int ranks[N] = {0, 1}, devices[N] = {4, 0};
-  const ncs_ranks own = {NULL, N, N, ranks, devices};
+  const ncs_ranks own = {NULL, N, N, ranks, devices, 0};
   ncs_nccl_comm* comm;
   EXPECT(ncs_nccl_create(nccl, cuda_path, cuda_path, &own, NULL, &comm) == ncclSuccess);
   EXPECT(ncs_nccl_wait(comm, 5.0, NULL) == ncclSuccess);

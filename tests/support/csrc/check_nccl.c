@@ -24,7 +24,7 @@ static const char* cuda_path;
 
 static ncclResult_t create(int first_device, ncs_nccl_comm** comm) {
   const int ranks[N] = {0, 1, 2}, devices[N] = {first_device, first_device + 1, first_device + 2};
-  const ncs_ranks own = {NULL, N, N, ranks, devices};
+  const ncs_ranks own = {NULL, N, N, ranks, devices, 0};
   ncs_failure failure;
   ncclResult_t status = ncs_nccl_create(nccl, cuda_path, cuda_path, &own, &failure, comm);
   if (status != ncclSuccess) return status;

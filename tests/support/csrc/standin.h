@@ -107,9 +107,11 @@ void standin_outwait(int device);
 int standin_is_corrupt(int from, int to);
 /* Whose memory it is; -1: not a device's. Not under the lock. */
 int standin_device_of(const void* pointer);
+/* Takes memory of a device that nobody touches, or gives it back; NO_MEMORY if it has none left. Under the lock. */
+cudaError_t standin_take(int device, long long bytes);
 /* Appends a line to the file named by STANDIN_LOG. */
 void standin_log(const char* call, const char* value);
-/* How many "stream", "event", "memory" or "comm" there are. */
+/* How many "stream", "event", "memory", "comm" or "thread" (of NCCL's) there are. */
 int standin_alive(const char* kind);
 /* The same, or since the start: "wait", how often the host waited for a stream, a device or an event; "to_device" and
  * "to_host", copies from the host and to it; "bytes_to_device" and "bytes_to_host". */

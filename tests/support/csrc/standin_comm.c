@@ -12,10 +12,39 @@ typedef struct {
   size_t size;
   unsigned int magic, version;
   int blocking;
+  int cgaClusterSize, minCTAs, maxCTAs; /* these are of 2.17 */
+  const char* netName;
 } ncclConfig_t;
 
 static clique* cliques;
 static long n_ids;
+
+/* By STANDIN_NCCL, as "channels,KiB". What connects two ranks by a channel takes 12 MiB of each: the receiver's buffers of
+ * the protocols LL (0.5 MiB), LL128 (4.7) and Simple (4), and the sender's, in pieces of 2 MiB. Source: NCCL 2.30,
+ * src/init.cc (DEFAULT_BUFFSIZE and beside it), src/transport/p2p.cc. */
+static int n_channels = 16;
+static long connection_kib = 12 << 10;
+enum { RING, TREE, PAIRS, SMALL = 1 << 16 };
+
+__attribute__((constructor)) static void begin(void) {
+  const char* told = getenv("STANDIN_NCCL");
+  if (told != NULL) sscanf(told, "%d,%ld", &n_channels, &connection_kib);
+}
+
+/* Since 2.22 NCCL connects what an algorithm needs when a collective first takes it: here small all-reduces a tree, other
+ * collectives a ring, messages each pair. All by every channel. */
+static int connect(ncclComm_t comm, const request* asked) {
+  const size_t bytes = asked->count * ncs_size_of(asked->dtype);
+  const int sort = asked->kind == MESSAGES ? PAIRS : asked->kind == ALL_REDUCE && bytes < SMALL ? TREE : RING;
+  const int channels = comm->max_ctas > 0 && comm->max_ctas < n_channels ? comm->max_ctas : n_channels;
+  const int peers = sort == PAIRS ? comm->clique->n - 1 : sort == TREE ? 2 : 1;
+  const long long taken = (long long)channels * peers * connection_kib << 10;
+  if (comm->connected & 1u << sort || comm->clique->n == 1) return 0;
+  if (standin_take(comm->device, taken) != 0) return standin_refuse(ncclUnhandledCudaError, "Cuda failure 2 'out of memory'");
+  comm->connected |= 1u << sort;
+  comm->taken += taken;
+  return 0;
+}
 
 int ncclGetUniqueId(ncclUniqueId* id) {
   int status = standin_enter("ncclGetUniqueId", "%d", 0);
@@ -42,6 +71,7 @@ static ncclComm_t make_comm(int device, int blocking) {
   comm->is_alive = 1;
   comm->state = ncclInProgress;
   standin_count("comm", 1);
+  standin_count("thread", 1); /* its proxy's */
   return comm;
 }
 
@@ -82,17 +112,25 @@ static int wait_for(ncclComm_t comm) {
 
 int ncclCommInitRankConfig(ncclComm_t* comm, int n, ncclUniqueId id, int rank, ncclConfig_t* config) {
   const char* nvls = getenv("NCCL_NVLS_ENABLE");
+  char text[16];
   int status = standin_enter("ncclCommInitRankConfig", "%d", rank);
   if (nvls != NULL) standin_log("NCCL_NVLS_ENABLE", nvls); /* which NCCL reads now */
   *comm = NULL;
   if (status == 0 && config != NULL && config->magic != 0xcafebeef)
     status = standin_refuse(ncclInvalidArgument, "ncclConfig_t argument not initialized via NCCL_CONFIG_INITIALIZER");
   if (status != 0) return standin_leave(status);
+  if (config != NULL && (int)config->version > standin_version())
+    return standin_leave(standin_refuse(ncclInvalidArgument, "ncclConfig_t is of a newer NCCL"));
   *comm = make_comm(standin_current_device(), config == NULL || config->blocking != 0);
+  if (config != NULL && config->size >= sizeof(*config) && config->maxCTAs > 0) {
+    snprintf(text, sizeof(text), "%d", (*comm)->max_ctas = config->maxCTAs);
+    standin_log("maxCTAs", text);
+  }
   status = join(*comm, find_clique(&id, n), n, rank);
   if (status == 0 && (*comm)->blocking && *standin_depth() == 0) status = wait_for(*comm);
   if (status != 0) {
     standin_count("comm", -1);
+    standin_count("thread", -1);
     (*comm)->is_alive = 0;
     if ((*comm)->clique == NULL) free(*comm); /* nobody knows it */
     *comm = NULL;
@@ -157,7 +195,10 @@ int ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* new, ncclConf
 /* What was launched comes to the streams only now: before, a stream that is asked would seem to be through. */
 static int launch(ncclComm_t comm) {
   int status = 0;
-  for (int i = 0; i < comm->n_unlaunched && status == 0; ++i) status = standin_meet(&comm->unlaunched[i]);
+  for (int i = 0; i < comm->n_unlaunched && status == 0; ++i) {
+    status = connect(comm, &comm->unlaunched[i]);
+    if (status == 0) status = standin_meet(&comm->unlaunched[i]);
+  }
   comm->n_unlaunched = 0;
   return status;
 }
@@ -200,6 +241,8 @@ static void end(ncclComm_t comm) {
   comm->is_alive = 0;
   if (!comm->is_finalized && comm->clique != NULL) ++comm->clique->n_finalized;
   if (comm->clique != NULL) standin_announce(comm->clique, "ended", comm->rank);
+  standin_take(comm->device, -comm->taken);
+  standin_count("thread", -1);
   standin_count("comm", -1);
 }
 

@@ -7,7 +7,7 @@
 
 #include "standin.h"
 
-enum { MAX_FAULTS = 8, KINDS = 9 };
+enum { MAX_FAULTS = 8, KINDS = 10 };
 
 typedef struct {
   char name[48];
@@ -18,7 +18,7 @@ typedef struct {
 static fault faults[MAX_FAULTS];
 static int n_faults;
 static const char* log_path;
-static const char* const kinds[KINDS] = {"stream", "event",     "memory",  "comm",           "wait",
+static const char* const kinds[KINDS] = {"stream", "event",     "memory",  "comm",           "thread",        "wait",
                                           "to_device", "to_host", "bytes_to_device", "bytes_to_host"};
 static long long counts[KINDS];
 

@@ -68,6 +68,12 @@ static cudaError_t end(const char* name, void* pointer) {
   return standin_leave_cuda(error);
 }
 
+cudaError_t standin_take(int device, long long bytes) {
+  if (bytes > (long long)(limit - in_use[device])) return NO_MEMORY;
+  in_use[device] += (size_t)bytes;
+  return 0;
+}
+
 cudaError_t cudaMalloc(void** pointer, size_t size) {
   return make("cudaMalloc", pointer, size, standin_current_device());
 }

@@ -70,6 +70,9 @@ struct ncclComm {
   int is_alive, is_aborted, is_finalized;
   int busy;      /* a call is under way */
   int* owner;    /* the thread whose open group it is in */
+  int max_ctas;        /* 0: as many channels as there are */
+  unsigned connected;  /* bits of the algorithms that have run */
+  long long taken;     /* bytes of its device */
   long n_launched;
   request unlaunched[MAX_QUEUE];
   int n_unlaunched;
@@ -96,6 +99,8 @@ void standin_release(ncclComm_t comm);
 int standin_check(ncclComm_t comm, int was_busy, int must_be_ready);
 /* From now on the communicator is in progress, until it has been asked. */
 void standin_wait_again(ncclComm_t comm);
+/* A thread that ends at once: NCCL starts one for each group of non-blocking communicators. */
+void standin_start_thread(void);
 
 void standin_say(const char* format, ...) __attribute__((format(printf, 1, 2)));
 /* Adds a request to its meeting and queues it on its stream. ncclInvalidUsage: it does not go with the others'. */

@@ -41,7 +41,7 @@ class Purpose(str, enum.Enum):
     SLICES = "slices"  # values and indices of a sparse gradient are the batch's
     PARTS = "parts"  # each is this tower's addend of the batch's
     SLICES_PART = "slices part"  # PARTS, of values and indices of a sparse gradient
-    LOCAL = "local"  # they are this tower's alone
+    LOCAL = "local"  # they are this tower's alone: its rows, if the last one has rows; else the batch's
     ADDENDS = "addends"  # a gradient, of which each tower takes its addend
     ROWS = "rows"  # local values become this tower's rows of the batch again
     OWN_ROW = "own row"  # of a tensor with one row for each tower, this tower's row
@@ -117,7 +117,7 @@ class Mark:
         conditional: whether its last tensor says if the collective happens.
         line: the user's that asks for it, or calls what does.
         height: the rows of the table that slices are of, where `whole` may add slices of one row up; else 0.
-        of: the name of the mark that `Purpose.ROWS` are taken back to.
+        of: of a mark of gradients, the name of the mark whose gradients they are.
         by_choice: whether it gives other numbers than one device's, for speed.
     """
 
@@ -299,12 +299,19 @@ def _stacked(context: Context) -> Any:
     return stacked
 
 
-def to_local(tensors: Sequence[tf.Tensor], *, by_choice: bool = False) -> list[tf.Tensor]:
+def to_local(tensor: tf.Tensor, mask: Any = None, *, by_choice: bool = False) -> tuple[tf.Tensor, Any]:
     """Take a tower's rows out of the batch; results computed from them are this tower's alone. Differentiable.
 
-    `by_choice`: whether the numbers may differ from one device's, since the user chose so.
+    Args:
+        tensor: of which a tower has its rows; if it has all, it keeps them.
+        mask: of the same rows; it has no gradient. None stays None.
+        by_choice: whether the numbers may differ from one device's, since the user chose so. If a tower has all rows,
+            nothing is this tower's alone: the numbers are one device's.
     """
-    return [_both_ways(Purpose.LOCAL, Purpose.ROWS, by_choice)(tensor) for tensor in tensors]
+    context = current_context()
+    if context is not None and mask is not None:
+        mask, _ = context.mark([mask, tensor], Purpose.LOCAL, by_choice=by_choice)
+    return _both_ways(Purpose.LOCAL, Purpose.ROWS, by_choice)(tensor), mask
 
 
 def from_local(tensors: Sequence[tf.Tensor], *, by_choice: bool = False) -> list[tf.Tensor]:

@@ -65,6 +65,7 @@ class Partition(Conversions):
         self._unordered = UNORDERED if self._on_gpus else UNORDERED_ON_CPU
         self.warned: list[str] = []
         self.normalized: list[str] = []
+        self._exact_marks: set[OpName] = set()  # by choice, that change nothing
         self._local: dict[TensorName, tf.Tensor] = {}
         self._altered: set[TensorName] = set()  # traced tensors computed from tensors that were made whole on the way
 
@@ -426,15 +427,34 @@ class Partition(Conversions):
             found = [(tensor, REPLICATE) for tensor in self._slices(op, mark, call)]
         elif mark.purpose == Purpose.SLICES_PART:
             found = [(tensor, LOCAL) for tensor in self._slices_part(op, call)]
+        elif mark.by_choice and self._is_exact_at(mark, call.inputs[-1]):
+            self._exact_marks.add(op.name)
+            found = list(zip(call.tensors, call.inputs, strict=True))
         else:
             count = len(op.outputs) - mark.conditional
             if mark.conditional:
                 when = self.convert(call.tensors[-1], call.inputs[-1], REPLICATE, op).name
+            if mark.purpose == Purpose.LOCAL:
+                self._take_rows(call, mark)
             given = list(zip(names, call.tensors, call.inputs, strict=True))[:count]
             found = [self._meet(op, mark, *one, when) for one in given]
         # From here on its placement no longer depends on how it was computed.
         for output, (tensor, placed) in zip(op.outputs, found, strict=False):
             self._put(output, tensor, placed)
+
+    def _is_exact_at(self, mark: Mark, placed: Placement) -> bool:
+        """Return whether a mark by choice changes nothing: towers compute the same of what has no rows of theirs."""
+        if mark.of:
+            return mark.of in self._exact_marks
+        return self._exact or placed.kind not in (Kind.SHARD, Kind.LOCAL)
+
+    def _take_rows(self, call: Call, mark: Mark) -> None:
+        """Give a mark's tensors the rows that the last one has; whole ones if that has none."""
+        last = call.inputs[-1]
+        if last.kind is Kind.SHARD and mark.by_choice and not mark.of:
+            self.normalized.append(mark.line)
+        for i in range(len(call.inputs) if last.kind is not Kind.LOCAL else 0):
+            call.require(i, last if last.kind is Kind.SHARD else REPLICATE)
 
     def _meet(
         self,
@@ -445,14 +465,10 @@ class Partition(Conversions):
         placed: Placement,
         when: TensorName | None,
     ) -> tuple[tf.Tensor, Placement]:
-        if mark.by_choice and mark.purpose == Purpose.LOCAL and not mark.of and placed.kind is Kind.SHARD:
-            self.normalized.append(mark.line)
-        if mark.by_choice and self._exact:
-            return tensor, placed
         if mark.purpose == Purpose.WHOLE:
             return self.convert(tensor, placed, REPLICATE, op), REPLICATE
         if mark.purpose == Purpose.LOCAL:
-            return (tensor if placed.kind is not Kind.PENDING else self.anew(tensor)), LOCAL
+            return tensor, LOCAL
         if mark.purpose == Purpose.PARTS:
             return self.convert(tensor, placed, SUM, op), LOCAL
         if mark.purpose == Purpose.ADDENDS:

@@ -1,5 +1,7 @@
 """Run BatchNormalization by each tower's own rows, as a choice; or by the batch's, in one exchange each way.
 
+Of an input that every tower has whole the moments are the batch's anyway.
+
 Without a hook its moments would be the batch's anyway, in two exchanges each way.
 """
 
@@ -43,9 +45,7 @@ def moments_of_layers(by_batch: bool = False) -> Iterator[None]:
             return moments(self, inputs, mask)
         if by_batch or self.synchronized:
             return batch_moments(inputs, keras_compat.reduction_axes(self), mask)
-        (inputs,) = ops.to_local([inputs], by_choice=True)
-        if mask is not None:
-            (mask,) = ops.to_local([mask], by_choice=True)
+        inputs, mask = ops.to_local(inputs, mask, by_choice=True)
         return tuple(ops.from_local(list(moments(self, inputs, mask)), by_choice=True))
 
     def choosing_op(moments, x, axes, keepdims):
@@ -80,9 +80,7 @@ def batch_moments(inputs: tf.Tensor, axes: Sequence[int], mask: Any) -> tuple[tf
     Returns:
         mean, variance: without `axes`; the same on all towers.
     """
-    (inputs,) = ops.to_local([inputs])
-    if mask is not None:
-        (mask,) = ops.to_local([mask])
+    inputs, mask = ops.to_local(inputs, mask)
     moments = ops.stack(tf.stack(_shard_moments(inputs, axes, mask)))  # [N, 3, C]
     counts, means, squares = tf.unstack(moments, axis=1)  # [N, C] each
     # As Keras does: a batch of which nothing counts has a mean of zero.

@@ -162,6 +162,8 @@ class TracedStep(abc.ABC):
     def _warn_of_inexact(self, program: Program) -> None:
         """Warn of why the step is not exact: by the model, or by lines that draw or normalise."""
         layout, found = self.towers.layout, [*self.find_inexact()]
+        if not program.normalized:  # its layers have all rows on every tower
+            found = [part for part in found if part.reason != NORMALISES[0]]
         known = {part.reason for part in found}
         for lines, cause in ((program.draws, DRAWS), (program.normalized, NORMALISES)) if layout.shards > 1 else ():
             if lines and cause[0] not in known:

@@ -257,6 +257,52 @@ def test_forward_derivatives():
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+def by_python(x):
+    """The same, which every tower has all rows of as far as TensorFlow knows."""
+    made = tf.numpy_function(lambda value: value, [x], x.dtype)
+    made.set_shape(x.shape)
+    return made
+
+
+# Inputs and masks, of rows [rows, 4] and what is positive of them.
+WHOLES = {
+    "of no rows": lambda x, _: (tf.math.unsorted_segment_sum(x, tf.cast(x[:, 0] > 0, tf.int32), 2), None),
+    "of all rows": lambda x, _: (by_python(x), None),
+    "of all rows, and of own rows": lambda x, positive: (by_python(x), positive),
+    "of own rows, and of all rows": lambda x, positive: (x, by_python(positive)),
+}
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("name", WHOLES)
+def test_whole_inputs(name, exact, caplog):
+    """Of what every tower has whole the layer's numbers are one device's, or a warning says that they are not."""
+
+    def layer_and_step():
+        layer, weights = layers.BatchNormalization(), tf.Variable(X[:12, :4])
+        layer.build((None, 4))
+
+        def step(x):
+            with tf.GradientTape() as tape:
+                inputs, mask = WHOLES[name](rows := x @ weights, x[:, 0] > 0)
+                outputs = layer(inputs, training=True, mask=mask)
+                loss = tf.reduce_mean(tf.square(outputs) * outputs) + tf.reduce_mean(rows**2)
+            return loss, tape.gradient(loss, weights), tf.reduce_sum(outputs**3)
+
+        return layer, step
+
+    (alone, plain), (layer, step) = layer_and_step(), layer_and_step()
+    expected = plain(tf.constant(X[:13]))
+    with ncclsync.Towers(3, exact=exact) as towers:
+        found = towers.run(step, X[:13])
+        assert towers.divergence() == 0.0
+    if "normalises by the statistics of one tower's shard" in caplog.text:
+        assert not exact and "own rows, and" in name
+        return
+    assert_close(found, expected, 1e-4)
+    assert_close(layer.get_weights(), alone.get_weights())
+
+
 @pytest.mark.parametrize("synchronized", [True, False])
 def test_forward_derivatives_of_gradients(synchronized):
     """Before the weight that an accumulator follows, the way there has no forward derivatives, but the way back has."""

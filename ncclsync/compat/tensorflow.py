@@ -368,14 +368,6 @@ def is_op_determinism_enabled() -> bool:
     return framework_config.is_op_determinism_enabled()
 
 
-def is_seed(variable: tf.Variable) -> bool:
-    """Return whether `variable` is random state, by its name.
-
-    It is the state of a `keras.random.SeedGenerator` ([seed, counter]) or of a `tf.random.Generator` ([*counter, key]).
-    """
-    return variable.name.split("/")[-1].startswith(("seed_generator_state", "StateVar"))
-
-
 def backend_variable(variable: Any) -> tf.Variable:
     """Return the `tf.Variable` inside a `keras.Variable`, in any autocast scope."""
     return variable._value if isinstance(variable, keras.Variable) else variable

@@ -163,16 +163,6 @@ def test_datasets_of():
     assert len({id(one) for one in found}) >= 6
 
 
-def test_is_seed():
-    """Keras names the state of its seed generators so, alone and inside a layer; and nothing else."""
-    dropout = keras.layers.Dropout(0.5)
-    generator = keras.random.SeedGenerator(1, name="mine")
-    states = [dropout.seed_generator.state, generator.state]
-    assert all(tf_compat.is_seed(tf_compat.backend_variable(state)) for state in states)
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1), keras.layers.BatchNormalization()])
-    assert not any(tf_compat.is_seed(tf_compat.backend_variable(v)) for v in model.variables)
-
-
 def test_backend_variable():
     """The tf.Variable itself, whatever autocast scope is open; a tf.Variable is its own."""
     variable = keras.Variable(np.ones(3), dtype="float32")
@@ -256,7 +246,6 @@ def test_variables_of():
     states = [*model.inner.variables, *(v for o in optimizers for v in o.variables), *model.seen.variables]
     expected = {id(tf_compat.backend_variable(v)) for v in [*states, model.plain]}
     assert expected <= {id(variable) for variable in found}
-    assert any(tf_compat.is_seed(variable) for variable in found)
 
 
 def test_aggregation_tells_metric_state():

@@ -169,6 +169,30 @@ void ncs_meter_listen(ncs_meter* meter, void (*listener)(void* context, int span
 /* Moves at most the first `most` timestamps to `timestamps`, in their order; returns their number. */
 size_t ncs_meter_take(ncs_meter* meter, size_t most, /*outputs*/ ncs_timestamp* timestamps);
 
+/* ---- What a step leaves (tf/held.c) ---- */
+
+/* References to the values of TensorFlow variables, by numbers from 0. Any number of threads may use them at the same
+ * time. The caller owns them, and ends them after the last use, when ops are registered. */
+typedef struct ncs_held ncs_held;
+
+ncclResult_t ncs_held_create(/*outputs*/ ncs_held** held);
+void ncs_held_destroy(ncs_held* held);
+
+/* Adds a variable, whose value is not known. ncclSystemError: no memory. */
+ncclResult_t ncs_held_add(ncs_held* held, /*outputs*/ int* index);
+
+/* Lets go of a variable's value, which is not known from now on. */
+void ncs_held_forget(ncs_held* held, int index);
+
+/* Whether a variable's value is held, or is a step's that is under way. */
+int ncs_held_knows(ncs_held* held, int index);
+
+/* Whether steps begin although variables have other values; they are then disturbed. */
+void ncs_held_tolerate(ncs_held* held, int tolerates);
+
+/* Whether a variable has been written while a step ran, by others, since the last call. */
+int ncs_held_take_disturbed(ncs_held* held);
+
 /* ---- The beat (cpu/beat.c) ---- */
 
 /* Starts a thread that sends `size` bytes on a socket, now and every so many seconds, until the other side closes it;

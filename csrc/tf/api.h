@@ -10,7 +10,7 @@
 
 #include "ncclsync.h"
 
-enum { TF_OK = 0, TF_INVALID_ARGUMENT = 3, TF_RESOURCE_EXHAUSTED = 8, TF_INTERNAL = 13 };
+enum { TF_OK = 0, TF_INVALID_ARGUMENT = 3, TF_RESOURCE_EXHAUSTED = 8, TF_ABORTED = 10, TF_INTERNAL = 13 };
 enum { TF_INT64 = 9 };
 
 typedef struct TF_Status TF_Status;
@@ -125,7 +125,7 @@ typedef struct {
   void (*compute)(void*, TF_OpKernelContext*);
   void (*destroy)(void*);
   int is_stateful;     /* it runs for its side effects */
-  const char* on_host; /* not NULL: for GPUs, too, with this argument in the host's memory */
+  const char* on_host; /* not NULL: for GPUs, too, with this argument in the host's memory, if any */
 } ncs_tf_op;
 
 /* Defines a kernel's functions for TensorFlow: create_NAME returns a zeroed `type`, filled in by read_NAME from the
@@ -147,6 +147,6 @@ typedef struct {
   }
 
 extern const ncs_tf_op ncs_tf_all_reduce, ncs_tf_arithmetic, ncs_tf_timestamp;
-extern const ncs_tf_op ncs_tf_arrive, ncs_tf_launch, ncs_tf_deliver;
+extern const ncs_tf_op ncs_tf_arrive, ncs_tf_launch, ncs_tf_deliver, ncs_tf_hold;
 
 #endif /* NCCLSYNC_TF_API_H_ */

@@ -1,5 +1,5 @@
 /* ncclsync's ops for TensorFlow, registered at run time by its C API; their kernels are in collectives.c, arithmetic.c,
- * timestamp.c and exchange.c. The first two files' ops depend on their inputs alone, and TensorFlow may merge or fold
+ * timestamp.c, exchange.c and held.c. The first two files' ops depend on their inputs alone, and TensorFlow may merge or fold
  * them; the others are stateful, so that it may not. */
 #include <dlfcn.h>
 #include <string.h>
@@ -9,7 +9,8 @@
 static void register_kernel(const ncs_tf_op* definition, const char* device, TF_Status* status) {
   TF_KernelBuilder* kernel = ncs_tf.TF_NewKernelBuilder(definition->name, device, definition->create,
                                                         definition->compute, definition->destroy);
-  if (device[0] == 'G') ncs_tf.TF_KernelBuilder_HostMemory(kernel, definition->on_host);
+  if (device[0] == 'G' && definition->on_host[0] != '\0')
+    ncs_tf.TF_KernelBuilder_HostMemory(kernel, definition->on_host);
   ncs_tf.TF_RegisterKernelBuilder(definition->name, kernel, status);
 }
 
@@ -28,7 +29,8 @@ static void register_op(const ncs_tf_op* definition, TF_Status* status) {
 }
 
 static const ncs_tf_op* const ops[] = {&ncs_tf_all_reduce, &ncs_tf_arithmetic, &ncs_tf_timestamp,
-                                       &ncs_tf_arrive,     &ncs_tf_launch,     &ncs_tf_deliver};
+                                       &ncs_tf_arrive,     &ncs_tf_launch,     &ncs_tf_deliver,
+                                       &ncs_tf_hold};
 
 ncclResult_t ncs_tf_register(const char* path, ncs_pool* pool, /*outputs*/ ncs_failure* failure) {
   void *library = dlopen(path, RTLD_LAZY | RTLD_NOLOAD), *found;

@@ -7,6 +7,7 @@ and the search for libnccl and libcudart.
 from __future__ import annotations
 
 import collections
+import contextlib
 import ctypes
 import fractions
 import importlib.util
@@ -15,7 +16,8 @@ import os
 import pathlib
 import struct
 import threading
-from collections.abc import Collection, Sequence
+import weakref
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from ncclsync.errors import NcclError, NcclSyncError, NcclUnavailableError
@@ -186,6 +188,50 @@ class Timestamps:
             found += _TIMESTAMP.iter_unpack(ffi.buffer(timestamps, taken * _TIMESTAMP.size))
             if taken < len(timestamps):
                 return found
+
+
+class Held:
+    """Hold what a step has left in tower 0's variables; see ``ncs_held``. TensorFlow frees it with the object."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        handle = ffi.new("ncs_held**")
+        check(lib.ncs_held_create(handle), "ncs_held_create")
+        self._handle = handle[0]
+        # Not at the process' end, where TensorFlow's devices may be gone.
+        weakref.finalize(self, lib.ncs_held_destroy, self._handle).atexit = False
+
+    @property
+    def address(self) -> int:
+        """Return where C finds it, for an attribute of an op."""
+        return int(ffi.cast("intptr_t", self._handle))
+
+    def add(self) -> int:
+        """Add a variable, whose value is not known; return its number."""
+        index = ffi.new("int*")
+        check(lib.ncs_held_add(self._handle, index), "ncs_held_add")
+        return index[0]
+
+    def forget(self, index: int) -> None:
+        """Let go of a variable's value: it is not known from now on."""
+        lib.ncs_held_forget(self._handle, index)
+
+    def knows(self, index: int) -> bool:
+        """Return whether a variable's value is held, or is that of a step under way."""
+        return bool(lib.ncs_held_knows(self._handle, index))
+
+    @contextlib.contextmanager
+    def tolerating(self) -> Iterator[None]:
+        """Let steps begin in the body although variables have other values."""
+        lib.ncs_held_tolerate(self._handle, 1)
+        try:
+            yield
+        finally:
+            lib.ncs_held_tolerate(self._handle, 0)
+
+    def take_disturbed(self) -> bool:
+        """Return, once, whether others have written a variable while a step ran."""
+        return bool(lib.ncs_held_take_disturbed(self._handle))
 
 
 def beat(fd: int, message: bytes, interval_s: float) -> None:

@@ -297,6 +297,30 @@ def run_op(op: tf.Operation, inputs: Sequence[Any]) -> list[Any]:
     return eager_execute.quick_execute(op.type, len(op.outputs), list(inputs), tuple(flat), eager_context.context())
 
 
+def run_without_results(op_type: str, inputs: Sequence[tf.Tensor], attributes: Mapping[str, Any]) -> None:
+    """Run an op that has no results, outside any graph, given its attributes: numbers, dtypes, and lists of these."""
+    flat: list[Any] = []
+    for name, value in attributes.items():
+        flat += [name, [_plain(one) for one in value] if isinstance(value, list) else _plain(value)]
+    eager_execute.quick_execute(op_type, 0, list(inputs), tuple(flat), eager_context.context())
+
+
+def read_variables(variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
+    """Return what variables of one device contain, by one op, in a graph or outside; no method of theirs is called."""
+    handles, dtypes = [one.handle for one in variables], [one.dtype for one in variables]
+    enums = [dtype.as_datatype_enum for dtype in dtypes]
+    with tf.device(variables[0].device):
+        if tf.executing_eagerly():
+            attributes = ("N", len(handles), "dtypes", enums)
+            context = eager_context.context()
+            return eager_execute.quick_execute("_ReadVariablesOp", len(handles), handles, attributes, context)
+        kinds = tf.compat.v1.AttrValue
+        given = {"N": kinds(i=len(handles)), "dtypes": kinds(list=kinds.ListValue(type=enums))}
+        graph = tf.compat.v1.get_default_graph()
+        # Its own name may not begin as its type does.
+        return list(graph._create_op_internal("_ReadVariablesOp", handles, dtypes, attrs=given, name="reads").outputs)
+
+
 @contextlib.contextmanager
 def unobserved() -> Iterator[None]:
     """Hide ops made in the body from observers such as `tf.debugging.enable_check_numerics()`.
@@ -366,14 +390,6 @@ def is_profiling() -> bool:
 def is_op_determinism_enabled() -> bool:
     """Return whether `enable_op_determinism` was called, or TF_DETERMINISTIC_OPS is set."""
     return framework_config.is_op_determinism_enabled()
-
-
-def is_seed(variable: tf.Variable) -> bool:
-    """Return whether `variable` is random state, by its name.
-
-    It is the state of a `keras.random.SeedGenerator` ([seed, counter]) or of a `tf.random.Generator` ([*counter, key]).
-    """
-    return variable.name.split("/")[-1].startswith(("seed_generator_state", "StateVar"))
 
 
 def backend_variable(variable: Any) -> tf.Variable:

@@ -66,12 +66,16 @@ def create(
     dtypes: Sequence[tf.DType],
     attributes: Mapping[str, Any],
     device: str = "/CPU:0",
-) -> tf.Operation:
+) -> Any:
     """Add an op of ncclsync's, with outputs of these dtypes, to the graph that is being built. Raises as `register`.
 
-    A stateful op waits for its inputs alone, and runs even if its results are not used, in a `tf.function` too.
+    A stateful op waits for its inputs alone, and runs even if its results are not used, in a `tf.function` too. Outside
+    a graph it runs at once; then it has no outputs, and None is returned.
     """
     register()
+    if tf.executing_eagerly():
+        with tf.device(device):
+            return tf_compat.run_without_results(op, inputs, attributes)
     node = tf.compat.v1.NodeDef()
     for name, value in attributes.items():
         set_attribute(node, name, value)

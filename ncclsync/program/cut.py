@@ -25,7 +25,7 @@ from ncclsync.program.segment import SegmentPlan, compile_segment
 from ncclsync.program.trace import Trace
 from ncclsync.program.updates import find_updates
 from ncclsync.semantics.placing import is_unrepeatable
-from ncclsync.semantics.roles import declare_role, role_of
+from ncclsync.semantics.roles import Role, declare_role, role_of
 
 
 def cut(
@@ -45,8 +45,11 @@ def cut(
     placed = place(trace, target.home_device, results, target.same_seeds, many_shards=target.many_shards)
     graph, traced = placed.graph, placed.traced
     for handle, variable in traced.variable_of.items():
-        if traced.role[handle] is not role_of(variable, target.same_seeds):
-            declare_role(variable, traced.role[handle])
+        role = traced.role[handle]
+        # What this step takes to be the same stays so, even if another step is seen to draw from it.
+        may_change = role is Role.SAME and variable.dtype.is_integer and variable.shape.rank == 1
+        if may_change or role is not role_of(variable, target.same_seeds):
+            declare_role(variable, role)
     # If gradients travelled while others are computed, all shards' activations would have to be kept.
     scheduled = schedule(graph, None if target.many_shards else target.bucket_bytes)
     if target.many_shards:

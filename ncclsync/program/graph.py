@@ -17,7 +17,7 @@ from ncclsync.program.trace import Trace
 from ncclsync.semantics.axes import Axes
 from ncclsync.semantics.functions import Functions, in_order
 from ncclsync.semantics.placements import LOCAL, PIECE, REPLICATE, Detail, Kind, Placement, rows, shard
-from ncclsync.semantics.roles import Role, role_of
+from ncclsync.semantics.roles import Role, is_random_state, mark_random_state, role_of
 
 
 def read_only(members: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,10 +51,13 @@ class TracedGraph:
         variables = self.variable_of = {name: by_handle[id(one)] for name, one in pairs if id(one) in by_handle}
         each = {id(variable): rows for variable, rows in trace.opened}
         self.opened = tuple((name, v, each[id(v)]) for name, v in variables.items() if id(v) in each)
+        for op in self.tf_graph.get_operations():
+            if op.type == "RngReadAndSkip" and op.inputs[0].name in variables:  # a `tf.random.Generator`'s
+                mark_random_state(variables[op.inputs[0].name])
         self.role = {n: Role.SAME if id(v) in shared else role_of(v, same_seeds) for n, v in variables.items()}
         # A failed step must leave these as they were. (Metric state starts anew with the next epoch.)
         kept = (Role.SAME, Role.PARTIAL, Role.PARTITION)
-        self.kept = {n for n, v in variables.items() if self.role[n] in kept and not tf_compat.is_seed(v)}
+        self.kept = {n for n, v in variables.items() if self.role[n] in kept and not is_random_state(v)}
         self.placeholders = {op_name(name) for name in given}
         # tf.function returns identities that wait for every side effect; the layout says what results wait for.
         self.results = [tensor.op.inputs[0] if tensor.op.type == "Identity" else tensor for tensor in function.outputs]

@@ -188,7 +188,8 @@ class Partition(Conversions):
     def _made(self, call: Call) -> list[Placement]:
         op = call.op
         if self.writes[op.name] and not self.functions.runs(op):
-            return self._write(call)
+            made = self._write(call)
+            return [call.inputs[0]] if op.type == "RngReadAndSkip" else made  # a part of the state, placed alike
         if op.type in ("ReadVariableOp", "VariableShape", "VarIsInitializedOp"):
             return [call.inputs[0] if op.type == "ReadVariableOp" else REPLICATE]
         if op.type == "Assert":
@@ -200,10 +201,6 @@ class Partition(Conversions):
         draws_alike = op.type in rules.DRAWS and unheld
         if draws_alike or op.type in PRINTS or self.functions.hides_state(op, REPEATABLE | rules.DRAWS):
             return self._hidden(call)
-        if op.type == "RngReadAndSkip":
-            for i in (1, 2):
-                call.require(i, REPLICATE)
-            return [call.inputs[0] if call.inputs[0].kind is Kind.LOCAL else REPLICATE]
         unseen = op.type not in rules.SEEDED_DRAWS and self.functions.hides_state(op, REPEATABLE)
         if unseen and all(placed.whole for placed in call.inputs):
             return self.alike(call)

@@ -99,6 +99,8 @@ def compile_segment(
     crossing = {name: forms[name] for name in plan.fetches if name in forms}
     fetches = {*plan.fetches}.intersection(taken).union(*(form.names for form in crossing.values()))
     written = sorted({handle for op in plan.ops for handle in graph.writes[op]})
+    whole = ("Assign", "ResourceApply", "Rng")  # begins of types that write all of a variable
+    sliced = {n for op in plan.ops if not graph.by_name[op].type.startswith(whole) for n in graph.writes[op]}
     held = [traced.variable_of[name] for name in written] if plan.jit_compile else []
     signature = [
         [forms[name].specs for name in plan.sources],
@@ -147,6 +149,7 @@ def compile_segment(
         plan.once,
         plan.unrepeatable,
         tuple(written),
+        frozenset(sliced),
         holding([variable.dtype for variable in held]) if held else None,
     )
 

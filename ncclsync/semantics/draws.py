@@ -1,15 +1,33 @@
-"""Find random draws whose state TensorFlow hides: no seed repeats them."""
+"""Find what a step draws from: generators, whose state is a variable, and states that TensorFlow hides."""
 
+import contextlib
 import logging
+from collections.abc import Callable
 from typing import Any
 
+import keras
+
+from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.source_lines import user_line
 from ncclsync.errors import NcclSyncError
+from ncclsync.ops import current_context
 from ncclsync.semantics.functions import drops_nothing
+from ncclsync.semantics.roles import mark_random_state
 
 _INSTEAD = "Draw with keras.random or tf.random.stateless_*"
 
 logger = logging.getLogger("ncclsync")
+
+
+def draws_seen() -> contextlib.AbstractContextManager[None]:
+    """Mark the state of each `SeedGenerator` that is drawn from while a step is traced."""
+
+    def drawing(draw: Callable, generator: keras.random.SeedGenerator, *args: Any, **kwargs: Any) -> Any:
+        if current_context() is not None:
+            mark_random_state(tf_compat.backend_variable(generator.state))
+        return draw(generator, *args, **kwargs)
+
+    return tf_compat.methods_wrapped(tf_compat.loaded_classes(keras.random.SeedGenerator), "next", drawing)
 
 
 def check_draws(function: Any, refuses: bool) -> None:

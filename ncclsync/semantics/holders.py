@@ -12,10 +12,8 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.ops import current_context
 
-# Attributes of a variable: its tracker; whether a user's `tf.function` writes it at each call, without a report.
-_TRACKER, WRITTEN_BY_GRAPH = "_ncclsync_tracker", "_ncclsync_written_by_graph"
+_TRACKER = "_ncclsync_tracker"  # an attribute of a variable
 
 
 class Holder(abc.ABC):
@@ -91,7 +89,7 @@ class _Tracker:
     def __init__(self, variable: tf.Variable) -> None:
         self._holders: list[Callable[[], Holder | None]] = []
         self._reads = False
-        tf_compat.track_writes(variable, functools.partial(self._tracked, weakref.ref(variable)))
+        tf_compat.track_writes(variable, self._tracked)
 
     def add(self, holder: Holder, borrowed: Callable[[], Holder | None]) -> None:
         """Add a holder, or replace how it is borrowed."""
@@ -120,17 +118,12 @@ class _Tracker:
         for holder in self.holders():
             holder.before_access(replaces)
 
-    def _tracked(self, borrowed: "weakref.ref[tf.Variable]", write: Callable) -> Callable:
+    def _tracked(self, write: Callable) -> Callable:
         @functools.wraps(write)
         def tracked(*args, **kwargs):
             self._before_access(replaces=write.__name__ == "assign")
             result = write(*args, **kwargs)
-            eager = tf.executing_eagerly()
-            if not eager and current_context() is not None:
-                return result  # in a step that is traced: whoever runs it reports it
-            if not eager:
-                setattr(borrowed(), WRITTEN_BY_GRAPH, True)  # a tf.function, which will write again
-            for holder in self.holders():
+            for holder in self.holders() if tf.executing_eagerly() else ():
                 holder.mark_stale()
             return result
 

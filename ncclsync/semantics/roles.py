@@ -4,12 +4,11 @@ import enum
 
 import tensorflow as tf
 
-from ncclsync.compat import tensorflow as tf_compat
-
 # 2**31 / golden ratio: consecutive towers' seeds differ in many bits, and stay valid int32 seeds.
 SEED_STRIDE = 1327217885
 
-DECLARED = "_ncclsync_role"  # an attribute of a variable of tower 0; a copy of the variable does not have it
+# Attributes of a variable of tower 0, which a copy of it does not have: its role; whether a generator draws from it.
+DECLARED, _DRAWN_FROM = "_ncclsync_role", "_ncclsync_drawn_from"
 
 
 class Role(enum.Enum):
@@ -28,6 +27,20 @@ def declare_role(variable: tf.Variable, role: Role) -> None:
         setattr(variable, DECLARED, role)
 
 
+def mark_random_state(variable: tf.Variable) -> None:
+    """Record that a generator draws from a variable of tower 0: a `SeedGenerator`, or a `tf.random.Generator`.
+
+    Only who draws from it shows what it is. A variable that is not known to be random state is the same on all towers,
+    and what is drawn from it is exact; so a step that has taken it so may go on.
+    """
+    setattr(variable, _DRAWN_FROM, True)
+
+
+def is_random_state(variable: tf.Variable) -> bool:
+    """Return whether a generator was seen to draw from a variable."""
+    return getattr(variable, _DRAWN_FROM, False)
+
+
 def role_of(variable: tf.Variable, same_seeds: bool = False) -> Role:
     """Return the role of a variable.
 
@@ -41,7 +54,7 @@ def role_of(variable: tf.Variable, same_seeds: bool = False) -> Role:
         return declared
     if variable.aggregation == tf.VariableAggregation.SUM:
         return Role.SUM
-    if tf_compat.is_seed(variable) and not same_seeds:
+    if is_random_state(variable) and not same_seeds:
         return Role.SEED
     return Role.SAME
 

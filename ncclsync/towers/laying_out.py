@@ -14,6 +14,7 @@ import tensorflow as tf
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.names import TensorName
 from ncclsync.errors import NcclSyncError
+from ncclsync.ops import held
 from ncclsync.ops.group_ops import gather_rows
 from ncclsync.ops.spans import STEP, STEPS, Meter, begin
 from ncclsync.program.program import Program, Results, Segment, Sent
@@ -63,7 +64,7 @@ def lay_out(
             after = done
         else:  # wait for this segment on every tower, so that an error anywhere stops all towers
             after = run.exchanges.join(number, segment.outgoing, sent, done, run.values[0])
-    done = run.apply(rollback, run.exchanges.agree(after))
+    done = run.leave(run.apply(rollback, run.exchanges.agree(after)))
     recorded = run.recorded
     ends = [*recorded, *step.end([done, *recorded], samples=shards.shares[0].total)]
     with tf.control_dependencies([done, *ends]):
@@ -92,6 +93,9 @@ class _Run:
             values = dict(zip(program.arguments, arguments, strict=True)) | dict(program.captures)
             self.values.append(values | {name: copies[i].handle for name, copies in handles.items()})
         self._audit = audit
+        by_name, segments = dict(program.variables), program.segments
+        self._written = {id(by_name[name]) for segment in segments for name in segment.written}
+        self._sliced = {id(by_name[name]) for segment in segments for name in segment.sliced}
 
     @property
     def recorded(self) -> list[tf.Operation]:
@@ -104,8 +108,10 @@ class _Run:
         checks = _checked_rows(self._program, self._shards)
         # An iterator without a batch ends the graph before anything has begun. Then the saved state says that the step
         # is under way, with this batch.
-        with tf.control_dependencies(components_of(self._shards.batches[0])):
-            saved = rollback.begin()
+        found, elsewhere = self._compare(components_of(self._shards.batches[0]), begins=True)
+        checks += elsewhere
+        with tf.control_dependencies([*components_of(self._shards.batches[0]), *found]):
+            saved = [*rollback.begin(), *found]
         if self._audit is not None:
             with tf.control_dependencies(saved):  # they empty the sums that another process than 0 holds
                 saved = [*saved, *self._audit.begin(self.values)]
@@ -169,6 +175,37 @@ class _Run:
         finite = None if self._program.finite is None else values[self._program.finite]
         with tf.device(f"/{self._towers.layout.devices[0]}"):
             return rollback.end(tf.group(*ended), finite, self._shards.sizes)
+
+    def leave(self, done: tf.Operation) -> tf.Operation:
+        """Hold what the step has written to tower 0's variables; see `Replicas.left`."""
+        if not self._written:
+            return done
+        found, elsewhere = self._compare([done], begins=False)
+        return tf.group(done, *found, *elsewhere)
+
+    def _compare(self, after: Sequence[Any], *, begins: bool) -> tuple[list[tf.Operation], list[tf.Operation]]:
+        """Compare tower 0's variables with what is held of them, after ops on its device; see `held.compare`.
+
+        Returns:
+            The ops on tower 0's device; and those elsewhere: between devices only the host's ops wait for each other.
+        """
+        ops: tuple[list[tf.Operation], list[tf.Operation]] = [], []
+        if tf.executing_eagerly():
+            return ops
+        replicas, home = self._towers.replicas, self._towers.layout.devices[0]
+        for device, pairs in replicas.watched([one for _, one in self._program.variables]).items():
+            variables, slots = zip(*pairs, strict=True)
+            writes = [id(variable) in self._written for variable in variables]
+            is_home = device.endswith(home) or not self._towers.layout.on_gpus
+            waits = after if is_home else () if begins else self.exchanges.turns.last
+            with tf.control_dependencies(waits):
+                # A variable of which slices were written gives its readers copies, unless it is told otherwise.
+                sliced = () if begins else [one for one in variables if id(one) in self._sliced]
+                shares = [tf.raw_ops.DisableCopyOnRead(resource=one.handle) for one in sliced]
+            with tf.control_dependencies([*waits, *shares]):
+                made = held.compare(replicas.left, variables, slots, writes, begins=begins)
+            ops[not is_home].append(made)
+        return ops
 
     def results(self) -> Any:
         """Return the results of the step, as `Program.outputs` and `Program.results` say."""

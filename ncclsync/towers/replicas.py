@@ -3,8 +3,10 @@
 `semantics/roles.py` says what a role means.
 """
 
+import contextlib
 import functools
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
@@ -16,13 +18,28 @@ from ncclsync.errors import NcclSyncError
 from ncclsync.gradients.partitions import Processes
 from ncclsync.gradients.sharded_optimizer import OptimizerSharding
 from ncclsync.ops import current_context
-from ncclsync.semantics.holders import WRITTEN_BY_GRAPH, Holder
+from ncclsync.ops import held as held_ops
+from ncclsync.semantics.holders import Holder
 from ncclsync.semantics.roles import Role, role_of, start_value
 from ncclsync.towers.layout import is_cpu
 from ncclsync.towers.session import Session
 
 _MEMORY = {"CPU": 1, "GPU": 2}  # DLPack's codes, by kinds of devices
 _NAMED = 6  # variables in a message
+_SENT = (Role.SAME, Role.SEED)  # roles whose copies follow from tower 0's variable alone
+
+
+class _Stale:
+    """Say which variables are to be sent before the next step, and whether one was written while a step ran."""
+
+    def __init__(self) -> None:
+        self.keys: set[int] = set()  # ids of tower 0's variables
+        self.running: list[int] = []  # the threads of steps under way
+        self.disturbed = False
+
+    def is_read_elsewhere(self) -> bool:
+        """Return whether a step of another thread is under way."""
+        return any(thread != threading.get_ident() for thread in self.running)
 
 
 class Copies(Holder):
@@ -33,10 +50,12 @@ class Copies(Holder):
         variable: tf.Variable,
         role: Role,
         copies: list[tf.Variable],
-        pending: set[int],
+        pending: _Stale,
         shared: set[int],
         session: Session,
         forget: Callable[[], None],
+        left: native.Held,
+        slot: int,
     ) -> None:
         """Track tower 0's variable, which is not kept alive; `forget` is called when it is deleted."""
         super().__init__(variable, forget)
@@ -44,6 +63,7 @@ class Copies(Holder):
         self._key = id(variable)
         self.role = role  # how the copies relate now; `role_of`: how the next step needs them
         self.copies = copies  # [N - 1] of the other towers
+        self._left, self.slot = left, slot  # see `Replicas.left`
         self._pending = pending  # the variable's id is added when the copies are stale
         self._shared = shared  # the variable's id is added when other `Towers` hold copies of it, too
         self._is_whole = False  # of parts: whether this process' first tower holds the whole
@@ -58,7 +78,7 @@ class Copies(Holder):
                 copy.assign(tf.zeros_like(copy))
             self.track(reads=True, keeps=True)
         else:
-            self._pending.add(self._key)
+            self._pending.keys.add(self._key)
 
     @property
     def variable(self) -> tf.Variable:
@@ -81,7 +101,7 @@ class Copies(Holder):
             parts = [tf.raw_ops.ReadVariableOp(resource=one.handle, dtype=one.dtype) for one in both]
             total = self._session.total(parts, self.variable.name)
             self._is_whole = True
-            self._pending.add(self._key)
+            self._pending.keys.add(self._key)
             tf.raw_ops.AssignVariableOp(resource=self.variable.handle, value=total)
         else:
             for part in [copy.value() for copy in self.copies]:
@@ -103,6 +123,8 @@ class Copies(Holder):
         if tf.executing_eagerly() and current_context() is None:
             in_flight = self._session.in_flight
             (in_flight.before_write if replaces else in_flight.before_read)(self._key)
+            if replaces:  # so that the old value does not take memory beside the new one
+                self._left.forget(self.slot)
             self.gather_parts()
 
     def mark_stale(self) -> None:
@@ -110,7 +132,8 @@ class Copies(Holder):
         # Metric state stays zero on the other towers, whatever tower 0 starts from. A partition differs from tower to
         # tower.
         if self.role not in (Role.SUM, Role.PARTITION):
-            self._pending.add(self._key)
+            self._pending.keys.add(self._key)
+            self._pending.disturbed |= bool(self._pending.running)
 
     def mark_shared(self) -> None:
         """From now on mark the copies of other `Towers` as stale when a step writes the variable."""
@@ -127,7 +150,9 @@ class Replicas:
             processes = Processes(layout.ranks, session.rows_of_all if layout.meets_processes else None)
             self.sharding = OptimizerSharding(layout.towers, options.bucket_bytes, processes)
         self._held: dict[int, Copies] = {}  # by id of tower 0's variable
-        self._pending: set[int] = set()  # ids of the variables to be sent before the next step
+        self._pending = _Stale()
+        self._sending = threading.RLock()
+        self.left = native.Held()  # what variables hold, where copies follow from them, as the last step has left it
         self.shared: set[int] = set()  # ids of the variables of which other `Towers` hold copies, too
 
     def of(self, variable: tf.Variable) -> list[tf.Variable]:
@@ -143,19 +168,20 @@ class Replicas:
             self._forget_copies(id(variable))
             held = None
         if held is None:
-            copies = []
-            for place, value in self._values(variable, role):
+            copies, value = [], self._value_of(variable)
+            for place, one in self._values(variable, role, value):
                 if place == 0:
+                    value = one
                     tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
                     continue
                 with tf.device(self._device_of(variable, place, role)):
-                    copies.append(tf.Variable(value, trainable=variable.trainable, dtype=variable.dtype))
+                    copies.append(tf.Variable(one, trainable=variable.trainable, dtype=variable.dtype))
             # Compiling a model again makes a new optimizer: the copies go with the old one's variables.
-            forget = functools.partial(_forget, weakref.ref(self), id(variable))
-            held = Copies(variable, role, copies, self._pending, self.shared, self._session, forget)
+            slot = self.left.add()
+            forget = functools.partial(_forget, weakref.ref(self), id(variable), slot)
+            held = Copies(variable, role, copies, self._pending, self.shared, self._session, forget, self.left, slot)
             self._held[id(variable)] = held
-            if getattr(variable, WRITTEN_BY_GRAPH, False):
-                self._pending.add(id(variable))
+            self._hold([(held, value)])
         elif held.role is not role:
             held.take_role(role)
         return [variable, *held.copies]
@@ -172,7 +198,7 @@ class Replicas:
     @property
     def variables(self) -> list[tf.Variable]:
         """Return tower 0's variables that have copies."""
-        return [held.variable for held in self._held.values()]
+        return [held.variable for held in list(self._held.values())]
 
     @property
     def identical(self) -> list[list[tf.Variable]]:
@@ -185,10 +211,13 @@ class Replicas:
         kinds = [kind for kind, code in _MEMORY.items() if code in self._session.communicator.memory]
         return variable.dtype.name in native.DTYPES and all(any(kind in one for kind in kinds) for one in devices)
 
-    def sync(self) -> None:
-        """Send to all towers what Python, or a step on other `Towers`, wrote into tower 0 since the last step.
+    def sync(self, *, compares: bool = True) -> None:
+        """Send to all towers what others than their steps wrote into tower 0 since the last step.
 
         Join the towers anew if a collective had failed.
+
+        Args:
+            compares: whether to look for writes by raw ops, too: a step that begins does so itself.
 
         Raises:
             NcclError: a collective of an earlier step has failed, which has not been reported yet.
@@ -200,8 +229,10 @@ class Replicas:
         session.in_flight.check()
         session.communicator.reopen()
         session.in_flight.raise_lost(self._names_of_lost)
-        if self._pending:
-            self.send([key for key in self._held if key in self._pending])  # in one order in all processes
+        if compares:
+            self._compare()
+        if self._pending.keys:
+            self.send([key for key in list(self._held) if key in self._pending.keys])  # in one order in all processes
         if self.sharding is not None:
             self.sharding.divide()
 
@@ -215,7 +246,7 @@ class Replicas:
         """Send every variable again before the next step: a step has failed, or tower 0 has loaded values."""
         if not self._session.layout.meets_processes:  # else they are added up when they are sent, by all processes
             self.add_up_parts()
-        self._pending.update(self._held)
+        self._pending.keys.update(self._held)
 
     def send_unused(self, variables: Sequence[tf.Variable]) -> None:
         """Send tower 0's values of variables without copies, which no step has used, to all processes. Collective."""
@@ -244,52 +275,124 @@ class Replicas:
         """Free the other towers' copies."""
         for held in list(self._held.values()):
             held.untrack()
+            self.left.forget(held.slot)
         self._held.clear()
-        self._pending.clear()
+        self._pending.keys.clear()
         self.shared.clear()
 
     def send(self, keys: Sequence[int] | None = None) -> None:
         """Send tower 0's values of the variables with these ids; None: of all.
 
-        A variable stays pending until its value has arrived; and for good if a `tf.function` writes it, unseen. If
-        several processes only enqueue, values are written when all processes have launched all broadcasts.
+        A variable stays pending until its value has arrived. If several processes only enqueue, values are written when
+        all processes have launched all broadcasts.
         """
+        with self._sending:
+            self._send(list(self._held) if keys is None else keys)
+
+    def _send(self, keys: Sequence[int]) -> None:
         meets, is_chief = self._session.layout.meets_processes, self._session.layout.is_chief
-        agrees, arriving, sent = self._session.launches and meets, [], []
-        for key in list(self._held) if keys is None else keys:
+        agrees, arriving = self._session.launches and meets, []
+        sent: list[tuple[Copies, tf.Tensor]] = []
+        for key in keys:
             held = self._held[key]
             if (not held.copies and not meets) or held.role in (Role.PARTIAL, Role.PARTITION):
                 # Its holders, these `Towers` or others, add up their parts when it is read.
                 held.variable.value()
                 held.keep_part(is_chief)
-                self._pending.discard(key)
+                self._pending.keys.discard(key)
                 continue
-            self._pending.add(key)
-            # Freed before its successor is made: a variable's copies never take memory twice.
-            for copy in held.copies:
+            self._pending.keys.add(key)
+            value = self._value_of(held.variable)
+            # Freed before its successor is made: a variable's copies never take memory twice, unless a step that runs
+            # in another thread may read them.
+            for copy in held.copies if not self._pending.is_read_elsewhere() else ():
                 with tf.device(copy.device):
                     tf.raw_ops.AssignVariableOp(resource=copy.handle, value=tf.zeros([0], copy.dtype))
             copies = [held.variable, *held.copies]
-            for place, value in self._values(held.variable, held.role):
+            for place, one in self._values(held.variable, held.role, value):
                 if agrees:
-                    arriving.append((copies[place], value))
+                    arriving.append((copies[place], one))
                 else:
-                    tf.raw_ops.AssignVariableOp(resource=copies[place].handle, value=value)
-            if not getattr(held.variable, WRITTEN_BY_GRAPH, False):
-                sent.append(key)
+                    tf.raw_ops.AssignVariableOp(resource=copies[place].handle, value=one)
+                value = one if place == 0 else value
+            sent.append((held, value))
         if agrees:
             self._session.communicator.agree(None, "the sending of variables")
-        for variable, value in arriving:
-            tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
-        self._pending.difference_update(sent)
+        for variable, one in arriving:
+            tf.raw_ops.AssignVariableOp(resource=variable.handle, value=one)
+        self._hold(sent)
+        self._pending.keys.difference_update(id(held.variable) for held, _ in sent)
 
-    def _values(self, variable: tf.Variable, role: Role) -> Iterator[tuple[int, tf.Tensor]]:
+    def watched(self, variables: Sequence[tf.Variable]) -> dict[str, list[tuple[tf.Variable, int]]]:
+        """Return, by device, variables whose copies follow from tower 0's alone, and their slots in `left`."""
+        found: dict[str, list[tuple[tf.Variable, int]]] = {}
+        for variable in variables:
+            held = self._held[id(variable)]
+            if held.role in _SENT and (held.copies or self._session.layout.meets_processes):
+                found.setdefault(variable.device, []).append((variable, held.slot))
+        return found
+
+    @contextlib.contextmanager
+    def under_way(self, written: frozenset[int]) -> Iterator[None]:
+        """Run a step, which writes the variables with these ids, in the body.
+
+        If somebody else writes a variable meanwhile, towers may have computed with different values: all that the step
+        has written is sent before the next one.
+        """
+        stale, thread = self._pending, threading.get_ident()
+        with self._sending:  # no step begins while copies are sent, which may be empty meanwhile
+            stale.running.append(thread)
+        try:
+            yield
+        finally:
+            with self._sending:
+                stale.disturbed |= self.left.take_disturbed()
+                if stale.disturbed:
+                    stale.keys |= written & self._held.keys()
+                stale.running.remove(thread)
+                stale.disturbed &= bool(stale.running)
+
+    def send_changed(self) -> None:
+        """Send the variables of which `left` knows no value, since others have written them."""
+        self.send(self._changed)
+
+    @property
+    def _changed(self) -> list[int]:
+        """Return the ids of the variables of which `left` knows no value."""
+        kept = list(self._held.items())
+        return [key for key, held in kept if held.role in _SENT and not self.left.knows(held.slot)]
+
+    def _compare(self) -> None:
+        """Mark the variables as stale that others than steps on these towers have written."""
+        for pairs in self.watched(self.variables).values():
+            variables, slots = zip(*pairs, strict=True)
+            with contextlib.suppress(tf.errors.AbortedError):
+                held_ops.compare(self.left, variables, slots, [False] * len(slots), begins=True)
+        self._pending.keys.update(self._changed)
+
+    def _hold(self, sent: Sequence[tuple[Copies, tf.Tensor]]) -> None:
+        """Hold the values of tower 0's variables that their copies have been given."""
+        by_device: dict[str, list[tuple[tf.Tensor, int]]] = {}
+        for held, value in sent:
+            if held.role in _SENT:
+                by_device.setdefault(held.variable.device, []).append((value, held.slot))
+        for device, pairs in by_device.items():
+            values, slots = zip(*pairs, strict=True)
+            held_ops.hold(self.left, values, slots, [True] * len(slots), begins=False, device=device)
+
+    def _value_of(self, variable: tf.Variable) -> tf.Tensor:
+        """Return what a variable of tower 0 holds, in the variable's own memory."""
+        with tf.device(variable.device):  # after a sparse write its readers get copies
+            tf.raw_ops.DisableCopyOnRead(resource=variable.handle)
+        return variable.value()
+
+    def _values(self, variable: tf.Variable, role: Role, value: tf.Tensor) -> Iterator[tuple[int, tf.Tensor]]:
         """Yield (place, value) for each of this process' towers but tower 0, from tower 0's value.
 
         Equal values are broadcast into fresh tensors, which the copies then own: no staging buffer.
         """
         session, meets = self._session, self._session.layout.meets_processes
-        value, (_, ranks) = variable.value(), self._holders(role)
+        _, ranks = self._holders(role)
         if len(ranks) == 1 and not meets:
             return
         session.communicator.reopen()
@@ -330,7 +433,8 @@ class Replicas:
         held = self._held.pop(key)
         held.gather_parts()
         held.untrack()
-        self._pending.discard(key)
+        self.left.forget(held.slot)
+        self._pending.keys.discard(key)
 
     def _names_of_lost(self) -> str:
         lost = [self._held[key].variable for key in self._session.in_flight.lost if key in self._held]
@@ -338,11 +442,12 @@ class Replicas:
         return names + (f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else "")
 
 
-def _forget(borrowed: "weakref.ref[Replicas]", key: int) -> None:
+def _forget(borrowed: "weakref.ref[Replicas]", key: int, slot: int) -> None:
     """Let replicas, if they still exist, free the copies of a variable that was deleted."""
     replicas = borrowed()
     if replicas is not None:
         replicas._held.pop(key, None)
-        replicas._pending.discard(key)
+        replicas.left.forget(slot)
+        replicas._pending.keys.discard(key)
         replicas._session.in_flight.before_write(key)  # another variable, written by no step, may get its id
         replicas.shared.discard(key)

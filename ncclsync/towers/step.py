@@ -235,10 +235,11 @@ class TowerStep(TracedStep):
         session.in_flight.take()  # forget what was raised outside a step
         begun = None
         try:
-            replicas.sync()
-            begun = function
-            with session.interruptible():
-                yield
+            with replicas.under_way(frozenset() if function is None else function.written):
+                replicas.sync(compares=False)
+                begun = function
+                with session.interruptible():
+                    yield
         except NoBatchLeft:
             session.in_flight.settle()
             raise

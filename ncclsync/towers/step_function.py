@@ -15,6 +15,7 @@ import tensorflow as tf
 from ncclsync.compat import other_libraries
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.names import TensorName
+from ncclsync.ops import held
 from ncclsync.ops.spans import STEPS, WAIT, Meter, NoBatchLeft, begin, delay, measured
 from ncclsync.program.program import Program
 from ncclsync.semantics.shards import Shards, components_of, grouped, packed
@@ -25,6 +26,8 @@ from ncclsync.towers.layout import Layout
 from ncclsync.towers.recovery import KeptBatch, Rollback
 from ncclsync.towers.state import TowerState
 from ncclsync.towers.traced_step import Key
+
+_ATTEMPTS = 3  # to begin a step with values that all towers have
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,6 +72,27 @@ class StepFunction(abc.ABC):
             NoBatchLeft: an iterator has no batch left.
         """
 
+    def _begun(self, begin: Callable[[], Any], again: Callable[[], Any] | None = None) -> Any:
+        """Run the graph by `begin()`. If it finds that others wrote tower 0's variables, send these, and run it again.
+
+        `again()` runs the same batch, if `begin()` would take another one.
+        """
+        for _ in range(_ATTEMPTS):
+            try:
+                return begin()
+            except tf.errors.AbortedError as error:
+                if not held.is_refusal(error):
+                    raise
+            self.towers.replicas.send_changed()
+            begin = again or begin
+        with self.towers.replicas.left.tolerating():  # somebody writes all the time
+            return begin()
+
+    @functools.cached_property
+    def _given(self) -> "StepFunction":
+        """Return the function that runs the same steps on batches that are given."""
+        return OnGiven(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+
     @property
     @abc.abstractmethod
     def _signature(self) -> Sequence[tf.TensorSpec]:
@@ -93,7 +117,7 @@ class OnGiven(StepFunction):
 
     def run(self, batches: Any) -> Any:
         """See `StepFunction.run`; `batches` is one batch."""
-        return self.graph(*components_of(batches))
+        return self._begun(functools.partial(self.graph, *components_of(batches)))
 
     @property
     def _signature(self) -> Sequence[tf.TensorSpec]:
@@ -111,7 +135,7 @@ class OnIterator(StepFunction):
         # The handle alone: tf.function examines an iterator in Python at each call.
         (handle,) = tf.nest.flatten(batches, expand_composites=True)
         try:
-            return self.graph(handle)
+            return self._begun(lambda: self.graph(handle), lambda: self._given.run(self.kept.batch()))
         except tf.errors.OutOfRangeError as error:
             if self.rollback.under_way:  # an iterator of the step's own
                 raise
@@ -147,7 +171,7 @@ class OnFed(StepFunction):
         except tf.errors.OutOfRangeError as error:
             raise NoBatchLeft(error) from None
         self.kept.keep_components(components)
-        return self.graph(*parts)
+        return self._begun(functools.partial(self.graph, *parts))
 
     @property
     def _signature(self) -> Sequence[tf.TensorSpec]:

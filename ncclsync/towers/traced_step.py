@@ -24,7 +24,7 @@ from ncclsync.ops.xla_programs import share_programs
 from ncclsync.program.cut import cut
 from ncclsync.program.program import Program, Results
 from ncclsync.program.trace import Opened, trace
-from ncclsync.semantics.draws import check_draws
+from ncclsync.semantics.draws import check_draws, draws_seen
 from ncclsync.semantics.exactness import DRAWS, NORMALISES, Inexact
 from ncclsync.semantics.normalization import moments_of_layers
 from ncclsync.semantics.shards import fixed_specs, open_specs, ungrouped
@@ -121,6 +121,7 @@ class TracedStep(abc.ABC):
                 stack.enter_context(observer.hooks())
             sharding = self.towers.replicas.sharding
             stack.enter_context(step_hooks(self.towers.compression, sharding))
+            stack.enter_context(draws_seen())
             stack.enter_context(moments_of_layers(self.towers.options.exact_batch_norm))
             if sharding is not None:
                 stack.enter_context(sharding.hooks(self.towers.replicas.of))

@@ -40,8 +40,6 @@ def assert_no_divergence(*models):
         if hasattr(model, "towers") and not model.towers.closed:
             assert model.towers.divergence() == 0.0
             for weight in model.weights:
-                if tf_compat.is_seed(tf_compat.backend_variable(weight)):
-                    continue
                 for copy in copies(model, weight):
                     np.testing.assert_array_equal(copy.numpy(), weight.numpy(), err_msg=weight.path)
 

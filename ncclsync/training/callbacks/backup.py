@@ -218,8 +218,9 @@ class BackupAndRestore(keras_compat.BackupMethods):
 
 def _seeds(model: keras.Model) -> list[Any]:
     """Return the random states of a model's layers, which files of weights do not hold."""
-    variables = [tf_compat.backend_variable(variable) for variable in model.variables]
-    return [variable for variable in variables if tf_compat.is_seed(variable)]
+    layers = [model, *keras_compat.layers_of(model)]
+    states = {id(one.state) for layer in layers for one in keras_compat.seed_generators_of(layer)}
+    return [tf_compat.backend_variable(one) for one in model.variables if id(one) in states]
 
 
 def _read_state(path: str) -> dict[str, Any] | None:

@@ -6,7 +6,6 @@ from types import ModuleType
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.legacy.saving import legacy_h5_format
@@ -150,41 +149,6 @@ def calls_at_end(layer: keras.Layer) -> list[Any]:
 def adds(call: Any) -> bool:
     """Return whether a call adds up its inputs: `keras.layers.Add`, or `+`."""
     return isinstance(call.operation, (keras.layers.Add, keras_numpy.Add))
-
-
-def settings_of(model: keras.Model) -> tuple[Any, ...]:
-    """Return the attributes of a model and its layers: numbers, strings and functions, also within containers."""
-    found: list[Any] = []
-    for layer in [model, *model._flatten_layers(include_self=False)]:
-        members = [pair for pair in vars(layer).items() if not pair[0].startswith("_") and pair[0] not in _KERAS_OWN]
-        found.append((id(layer), layer.trainable, *[(name, _setting_of(value)) for name, value in members]))
-    return tuple(found)
-
-
-def _setting_of(value: Any) -> Any:
-    if value is None or isinstance(value, (bool, int, float, str, np.generic)):
-        return value
-    if isinstance(value, dict):
-        return tuple((repr(key), _setting_of(one)) for key, one in value.items())
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_setting_of, value))
-    return _Itself(value) if callable(value) else None
-
-
-class _Itself:
-    """Compare an object by its identity, and keep it, so that no other object gets its id."""
-
-    def __init__(self, of: Any) -> None:
-        self._of = of
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Itself) and other._of is self._of
-
-    def __hash__(self) -> int:
-        return id(self._of)
-
-
-_KERAS_OWN = ("built", "stop_training", "train_function", "test_function", "predict_function")
 
 
 def seed_generators_of(layer: keras.Layer) -> list[keras.random.SeedGenerator]:

@@ -287,6 +287,16 @@ def open_specs(batch: Any) -> Any:
     return tf.nest.map_structure(opened, fixed_specs(batch))
 
 
+def without_optionals(batch: Any) -> Any:
+    """Return a batch, or its specs, with None in place of each `tf.experimental.Optional` or spec of None.
+
+    Keras yields an Optional for a generator's None; a `tf.data.Dataset` has a spec for the None of arrays.
+    """
+    of_none = type(tf.type_spec_from_value(None))  # tf.NoneTensorSpec in TensorFlow 2.21
+    missing = (tf.experimental.Optional, tf.OptionalSpec, of_none)
+    return tf.nest.map_structure(lambda leaf: None if isinstance(leaf, missing) else leaf, batch)
+
+
 def components_of(batch: Any) -> list[Any]:
     """Return the tensors that a batch consists of, or their specs; without its Nones."""
     return [leaf for leaf in tf.nest.flatten(batch, expand_composites=True) if leaf is not None]

@@ -13,6 +13,8 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from ncclsync.communicator.timeouts import DEFAULT_TIMEOUT_S, check_timeout
 from ncclsync.ops.buckets import DEFAULT_BUCKET_BYTES
 
@@ -60,7 +62,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _check_words_and_flags(options: Any) -> None:
-    """Check the fields of a dataclass that are words or bools."""
+    """Check the fields of a dataclass that are words or bools; make NumPy's numbers and arrays Python's first."""
+    for name, value in vars(options).items():
+        values = value if isinstance(value, (list, tuple)) else [value]
+        if any(isinstance(one, (np.generic, np.ndarray)) for one in values):
+            plain = [one.tolist() if isinstance(one, (np.generic, np.ndarray)) else one for one in values]
+            object.__setattr__(options, name, plain if values is value else plain[0])
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
         allowed, words = _WORDS.get(field.name, ((value,), ""))
@@ -121,8 +128,8 @@ class Health:
 
     def __post_init__(self) -> None:
         """Check the arguments; make a file's path absolute now."""
-        check_timeout(self.timeout_s)
         _check_words_and_flags(self)
+        check_timeout(self.timeout_s)
         for name in ("check_every", "audit_every"):
             every = getattr(self, name)
             if every is None:
@@ -231,8 +238,8 @@ class TowerOptions:
         Raises:
             TypeError, ValueError: bad arguments.
         """
-        self._check_towers()
         _check_words_and_flags(self)
+        self._check_towers()
         if not _is_int(self.bucket_bytes) or self.bucket_bytes < 1:
             raise ValueError(f"Expected bucket_bytes to be a positive int. Received: {self.bucket_bytes!r}")
         if not isinstance(self.exact, bool):

@@ -23,14 +23,25 @@ from ncclsync.errors import NonFiniteError, ProcessError
 from ncclsync.ops.spans import Meter, NoBatchLeft
 from ncclsync.program.losses import MOST_LOST, losses_of
 from ncclsync.program.program import Program
-from ncclsync.semantics.shards import digest_of_rows, fixed_specs, grouped, has_groups, rowed_leaves, rows_of
+from ncclsync.semantics.shards import (
+    digest_of_rows,
+    fixed_specs,
+    grouped,
+    has_groups,
+    open_specs,
+    rowed_leaves,
+    rows_of,
+    ungrouped,
+    without_optionals,
+)
 from ncclsync.towers.audit import Audit
 from ncclsync.towers.feeding import CountingDataset
 from ncclsync.towers.laying_out import lay_out
 from ncclsync.towers.recovery import KeptBatch, Rollback
+from ncclsync.towers.retracing import Retracing, Version
 from ncclsync.towers.state import TowerState
-from ncclsync.towers.step_function import OnFed, OnGiven, OnIterator, StepFunction, without_optionals
-from ncclsync.towers.traced_step import Key, TracedStep
+from ncclsync.towers.step_function import OnFed, OnGiven, OnIterator, StepFunction
+from ncclsync.towers.traced_step import MOST_KEPT, Key, TracedStep
 from ncclsync.towers.watch import Watcher
 
 logger = logging.getLogger("ncclsync")
@@ -43,16 +54,22 @@ _COMPARED, _EVERY = 2, 50
 class TowerStep(TracedStep):
     """Run a step on towers."""
 
-    def __init__(self, towers: TowerState, trains: bool) -> None:
+    def __init__(self, towers: TowerState, trains: bool, *, retracing: Retracing, any_rows: bool = False) -> None:
+        """Prepare; `any_rows`: whether another number of rows is no reason to trace anew."""
         super().__init__(towers, trains)
+        self.retracing = retracing
+        self._any_rows = any_rows
+        # Versions, specs and their text, by kinds of batches, and how many traces there were when they were found.
+        self._known: dict[tuple[bool, str, int], tuple[Version, Any, str]] = {}
+        self._known_of = 0
         self._meter: Meter | None = None  # of all watched graphs
         self._compared: Any = None  # a weak reference to the iterator whose batches processes compare; None: calls'
         self._number = 0  # of the last of these batches
         self._read: weakref.ref[CountingDataset] | None = None  # see `_own_rows`
-        self._functions: dict[Key, StepFunction] = {}
+        self._functions: dict[Key, StepFunction] = {}  # the one used last at the end
 
-    def run_on_iterator(self, iterator: tf.data.Iterator, steps: int = 1) -> Any:
-        """Run this many steps, or fewer if the batches end; return the last results.
+    def run_on_iterator(self, iterator: tf.data.Iterator) -> Any:
+        """Run as many steps as a call has, or fewer if the batches end; return the last results.
 
         Raises:
             NoBatchLeft: an OutOfRangeError of the iterator.
@@ -69,6 +86,7 @@ class TowerStep(TracedStep):
             self._read = next((weakref.ref(one) for one in counting if one.digest() is not None), None)
         kind = OnFed if towers.layout.on_gpus else OnIterator
         watchers = towers.watch.take_watchers() if self.trains else ()
+        steps = self._version_for(OnIterator, iterator.element_spec)[0].steps
         at_once = steps if towers.options.on_oom is None else 1  # a step that may run again is a call of its own
         done = 0
         while done < steps:
@@ -81,8 +99,10 @@ class TowerStep(TracedStep):
             done += at_once
         return results
 
-    def run_on_batch(self, batch: Any) -> Any:
+    def run_on_batch(self, batch: Any, version: Version | None = None) -> Any:
         """Run one step on a batch of tensors, within `TowerState.telling`; return its results.
+
+        `version`: the batch's, if it depends on other batches of the call.
 
         Raises:
             ValueError: the batch has no rows, or its tensors have different numbers of rows.
@@ -92,9 +112,17 @@ class TowerStep(TracedStep):
         rowed_leaves(batch)
         given = self.towers.own_rows_given
         self._compared, self._read = None, None if given is None else weakref.ref(given)
-        return self._run(OnGiven, batch, self.towers.watch.take_watchers() if self.trains else ())
+        watchers = self.towers.watch.take_watchers() if self.trains else ()
+        return self._run(OnGiven, batch, watchers, version=version)
 
-    def _run(self, kind: type[StepFunction], batches: Any, watchers: Sequence[Watcher], steps: int = 1) -> Any:
+    def _run(
+        self,
+        kind: type[StepFunction],
+        batches: Any,
+        watchers: Sequence[Watcher],
+        steps: int = 1,
+        version: Version | None = None,
+    ) -> Any:
         """Run the function for an iterator or a batch, and count its steps; return the last step's results.
 
         With watchers, a separate function records timestamps, which the watchers get.
@@ -107,11 +135,13 @@ class TowerStep(TracedStep):
         audits = self.trains and towers.watch.is_audit_due(steps)
         if audits and towers.session.shares is not None:  # whose times must not include what is computed again
             watchers = [one for one in watchers if one != towers.session.shares.measure]
-        function = self._function_for(kind, batches, watched=bool(watchers), audits=audits)
+        function = self._function_for(kind, batches, version, watched=bool(watchers), audits=audits)
         is_new = function.key not in self._functions
         if is_new:
             with _collecting_no_garbage(), interruptible():
                 assert function.graph is not None  # traced now
+            if len(self._functions) >= MOST_KEPT:
+                del self._functions[next(iter(self._functions))]
             self._functions[function.key] = function
         reporting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if function.meter is not None:
@@ -143,8 +173,9 @@ class TowerStep(TracedStep):
                 self._warn_of_costs(function)
             self.count(done, function.audit)
             return results
+        version = self.retracing[function.key.version]
         del function  # frees its variables on the towers
-        return self._run(OnGiven, batch, ())
+        return self._run(OnGiven, batch, (), version=version)
 
     def _forget_other_layouts(self) -> None:
         old = [key for key in (*self.programs, *self._functions) if key.layout is not self.towers.layout]
@@ -154,16 +185,43 @@ class TowerStep(TracedStep):
         if old:
             gc.collect()  # frees the old programs' variables on the towers, which are in cycles
 
-    def _function_for(self, kind: type[StepFunction], batches: Any, *, watched: bool, audits: bool) -> StepFunction:
+    def _version_for(
+        self, kind: type[StepFunction], given: Any, version: Version | None = None
+    ) -> tuple[Version, Any, str]:
+        """Return the version for batches of these specs, the specs of the function that it takes, and their text."""
+        traces = len(self.retracing) + len(self.too_open)
+        if traces != self._known_of:
+            self._known, self._known_of = {}, traces
+        key = kind is OnGiven, repr(given), 0 if version is None else version.number
+        if key in self._known:
+            return self._known[key]
+        specs = grouped(without_optionals(given))
+        found = version
+        if found is None:
+            # Processes that read their own rows all trace at the same time: they have different numbers of rows.
+            asked = open_specs(given) if self._any_rows or self._own_rows is not None else given
+            found = self.retracing.of_batch(ungrouped(asked)) if kind is OnGiven else self.retracing.of_iterator(asked)
+        step = found.step or found
+        if kind is OnGiven:
+            specs = self.shard_specs(specs, step)
+        else:
+            specs = found.specs if self.takes_relaxed(specs, step) else given
+        self._known_of = len(self.retracing) + len(self.too_open)
+        return self._known.setdefault(key, (found, specs, repr(specs)))
+
+    def _function_for(
+        self, kind: type[StepFunction], batches: Any, version: Version | None, *, watched: bool, audits: bool
+    ) -> StepFunction:
         """Return the function for the next batch; of a new function the program is made, and no graph traced yet.
 
         The program comes before the graph: a step that is traced within another trace records no gradients.
         """
         other_libraries.check_outside_strategy()
-        self.version = self.version_for(batches if kind is OnGiven else batches.element_spec)
-        specs = self.specs_of(batches) if kind is OnGiven else batches.element_spec
+        given = fixed_specs(batches) if kind is OnGiven else batches.element_spec
+        found, specs, text = self._version_for(kind, given, version)
+        step = found.step or found
         readers, sizes = tuple(self.readers()), id(self._sizes)  # unique, since a function keeps its variable
-        key = Key(repr(specs), readers, self.version, watched, self.towers.layout, kind, sizes, audits)
+        key = Key(text, readers, step.number, watched, self.towers.layout, kind, sizes, audits)
         if key in self._functions:
             self._functions[key] = self._functions.pop(key)  # to the end; see `last`
             return self._functions[key]
@@ -171,11 +229,10 @@ class TowerStep(TracedStep):
             self._meter = self._meter or Meter()
         meter = self._meter if watched else None
         with _collecting_no_garbage(), interruptible():
-            if kind is OnGiven:
-                self.program_of(fixed_specs(batches), meter)
-                specs = self.specs_of(batches)  # known by now
-                key = key._replace(specs=repr(specs))
-            return self._functions.get(key) or self._make_function(key, specs, meter)
+            program = self.program_of(grouped(without_optionals(given)), meter, step)
+            _, specs, text = self._version_for(kind, given, version)  # known by now
+            key = key._replace(specs=text)
+            return self._functions.get(key) or self._make_function(key, specs, program, meter)
 
     @property
     def _own_rows(self) -> CountingDataset | None:
@@ -187,9 +244,8 @@ class TowerStep(TracedStep):
         """Return `CountingDataset.sizes` of the next batches."""
         return None if self._own_rows is None else self._own_rows.sizes
 
-    def _make_function(self, key: Key, batch_specs: Any, meter: Meter | None) -> StepFunction:
+    def _make_function(self, key: Key, batch_specs: Any, program: Program, meter: Meter | None) -> StepFunction:
         specs = grouped(without_optionals(batch_specs))
-        program = self.program_of(specs, meter)
         for _, variable in program.variables:
             self.towers.replicas.of(variable)
         for warning in program.warnings:
@@ -332,7 +388,9 @@ class TowerStep(TracedStep):
             return None
         key, function = list(self._functions.items())[-1]
         batch = function.kept.batch()
-        return function.program if key.layout is self.towers.layout else self.program_of(fixed_specs(batch)), batch
+        if key.layout is not self.towers.layout:
+            return self.program_of(fixed_specs(batch), version=self.retracing[key.version]), batch
+        return function.program, batch
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from ncclsync.compat.names import TensorName
 from ncclsync.ops import held
 from ncclsync.ops.spans import STEPS, WAIT, Meter, NoBatchLeft, begin, delay, measured
 from ncclsync.program.program import Program
-from ncclsync.semantics.shards import Shards, components_of, grouped, packed
+from ncclsync.semantics.shards import Shards, components_of, grouped, packed, without_optionals
 from ncclsync.towers.audit import Audit
 from ncclsync.towers.feeding import Feeder, Staging, split_batch
 from ncclsync.towers.laying_out import lay_out
@@ -185,16 +185,6 @@ def _next_batch(batch_specs: Any, handle: tf.Tensor) -> Any:
     """Return the next batch, as a step gets it, of the iterator of that handle, in a graph."""
     iterator = tf.nest.pack_sequence_as(tf.data.IteratorSpec(batch_specs), [handle], expand_composites=True)
     return grouped(without_optionals(iterator.get_next()))
-
-
-def without_optionals(batch: Any) -> Any:
-    """Return a batch, or its specs, with None in place of each `tf.experimental.Optional` or spec of None.
-
-    Keras yields an Optional for a generator's None; a `tf.data.Dataset` has a spec for the None of arrays.
-    """
-    of_none = type(tf.type_spec_from_value(None))  # tf.NoneTensorSpec in TensorFlow 2.21
-    missing = (tf.experimental.Optional, tf.OptionalSpec, of_none)
-    return tf.nest.map_structure(lambda leaf: None if isinstance(leaf, missing) else leaf, batch)
 
 
 def to_tensor(leaf: Any) -> Any:

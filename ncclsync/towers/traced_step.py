@@ -27,11 +27,17 @@ from ncclsync.program.trace import Opened, trace
 from ncclsync.semantics.draws import check_draws, draws_seen
 from ncclsync.semantics.exactness import DRAWS, NORMALISES, Inexact
 from ncclsync.semantics.normalization import moments_of_layers
-from ncclsync.semantics.shards import fixed_specs, open_specs, ungrouped
+from ncclsync.semantics.shards import has_groups, open_specs, ungrouped
 from ncclsync.towers.layout import Layout
+from ncclsync.towers.retracing import Version
 from ncclsync.towers.state import TowerState
 
 logger = logging.getLogger("ncclsync")
+
+# Programs, and functions of their graphs, that a step keeps: those used last. TensorFlow relaxes shapes that change, so
+# that only steps of which each length needs a trace of its own have more.
+MOST_KEPT = 32
+BESIDE = Version(0, None)  # of a program that is made beside the steps, as to explain it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +55,7 @@ class Key(NamedTuple):
 
     specs: str  # of a shard; in a function's key of its batches
     readers: tuple[str, ...]  # the names of the gradients' readers
-    version: int  # see `TracedStep.version_for`
+    version: int  # the number of TensorFlow's trace that it stands for; 0 if it was made beside the steps
     watched: bool  # whether there are timestamps; in a program only if it packs
     layout: Layout  # a split for lack of memory makes a new layout, and for it new programs
     # In a function's key alone:
@@ -65,18 +71,13 @@ class TracedStep(abc.ABC):
         """Prepare; nothing is traced before the first batch."""
         self.towers = towers
         self.trains = trains  # whether it counts as a training step
-        self.programs: dict[Key, Program] = {}
-        self.version = 0  # of the last batch; see `version_for`
+        self.programs: dict[Key, Program] = {}  # the one used last at the end
         self._traced = False  # whether the user's Python was traced without an error, and the trace is being placed
-        self._fixed_rows: set[str] = set()  # specs of shards that cannot be traced with an open number of rows
+        self.too_open: set[tuple[int, str]] = set()  # versions, and specs of shards that cannot be traced for them
 
     @abc.abstractmethod
     def source(self, specs: Any) -> Source:
         """Return the function to trace for batches of these specs; make what it needs first."""
-
-    def version_for(self, batch: Any) -> int:
-        """Return the number of the step's version for a batch, or specs; a trace serves batches of its number."""
-        return 0
 
     def find_inexact(self) -> Sequence[Inexact]:
         """Return why the traced step is not exact, as far as the model shows."""
@@ -181,22 +182,29 @@ class TracedStep(abc.ABC):
         }
         return {name: reader for name, (active, reader) in wanted.items() if self.trains and active}
 
-    def specs_of(self, batch: Any) -> Any:
-        """Return the specs of a batch, with an open number of rows unless the step must know it."""
-        opened = open_specs(batch)
-        return fixed_specs(batch) if repr(opened) in self._fixed_rows else opened
+    def shard_specs(self, specs: Any, version: Version = BESIDE) -> Any:
+        """Return the specs to trace the step with, for batches of these specs, of a version.
 
-    def program_of(self, specs: Any, meter: Meter | None = None) -> Program:
-        """Return the program for batches of these specs, with timestamps in its segments if a meter is given.
-
-        The number of rows is left open in the trace, which shows what depends on it. If a step cannot be traced so, the
-        number is fixed.
+        They leave the number of rows open, which shows what depends on it, and other lengths where the version has
+        them open. If the step cannot be traced so, these lengths are fixed, and if need be the rows, too.
         """
-        shard = open_specs(specs)
-        if repr(shard) in self._fixed_rows:
-            shard = specs
-        key = Key(repr(shard), tuple(self.readers()), self.version, meter is not None, self.towers.layout)
+        if self.takes_relaxed(specs, version):
+            return open_specs(version.specs)
+        opened = open_specs(specs)
+        return specs if (version.number, repr(opened)) in self.too_open else opened
+
+    def takes_relaxed(self, specs: Any, version: Version) -> bool:
+        """Return whether the step is traced with the version's own specs, for batches of these specs."""
+        if version is BESIDE or has_groups(specs):
+            return False
+        return (version.number, repr(open_specs(version.specs))) not in self.too_open
+
+    def program_of(self, specs: Any, meter: Meter | None = None, version: Version = BESIDE) -> Program:
+        """Return the program for batches of these specs, with timestamps in its segments if a meter is given."""
+        shard = self.shard_specs(specs, version)
+        key = Key(repr(shard), tuple(self.readers()), version.number, meter is not None, self.towers.layout)
         if key in self.programs:
+            self.programs[key] = self.programs.pop(key)
             return self.programs[key]
         other = self.programs.get(key._replace(watched=not key.watched))
         if other is not None and not other.packs:  # its segments have no timestamps, watched or not
@@ -206,23 +214,27 @@ class TracedStep(abc.ABC):
             program = self.make_program(shard, meter)
         except (TypeError, ValueError, RuntimeError) as error:
             line, cause = innermost(error)
-            misses_rows = isinstance(error, (TypeError, ValueError)) or isinstance(cause, (TypeError, ValueError))
+            misses_lengths = isinstance(error, (TypeError, ValueError)) or isinstance(cause, (TypeError, ValueError))
             # Keras wraps what a model raises in a RuntimeError.
-            if self._traced or repr(specs) == repr(shard) or not misses_rows:
+            if self._traced or repr(specs) == repr(shard) or not misses_lengths:
                 raise
-            self._fixed_rows.add(repr(shard))
+            too_open = version.number, repr(shard)
+            self.too_open.add(too_open)
             try:
-                program = self.program_of(specs, meter)
-            except Exception:  # raised again, after the fixed rows are forgotten
-                self._fixed_rows.discard(repr(shard))
+                program = self.program_of(specs, meter, version)
+            except Exception:  # raised again, after the fixed lengths are forgotten
+                self.too_open.discard(too_open)
                 raise
-            self.towers.session.warn_once(
-                "The step can be traced for batches of a fixed number of rows alone, and cannot be divided: "
-                f"every tower computes the whole batch. {line} needs that number while it is traced: "
-                "tf.shape(x)[0] in place of x.shape[0] or len(x), and tensors in place of Python's loops, do not. "
-                f"Without it: {cause}"
-            )
+            if repr(shard) == repr(open_specs(specs)):
+                self.towers.session.warn_once(
+                    "The step can be traced for batches of a fixed number of rows alone, and cannot be divided: "
+                    f"every tower computes the whole batch. {line} needs that number while it is traced: "
+                    "tf.shape(x)[0] in place of x.shape[0] or len(x), and tensors in place of Python's loops, do not. "
+                    f"Without it: {cause}"
+                )
             return program
+        if len(self.programs) >= MOST_KEPT:
+            del self.programs[next(iter(self.programs))]
         return self.programs.setdefault(key, program)
 
 

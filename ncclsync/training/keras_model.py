@@ -26,11 +26,12 @@ from ncclsync.ops.device_ops import default_device
 from ncclsync.ops.spans import Meter, NoBatchLeft
 from ncclsync.program.program import Program
 from ncclsync.semantics.exactness import Inexact, find_inexact
-from ncclsync.semantics.shards import fixed_specs, grouped, rows_of
+from ncclsync.semantics.shards import fixed_specs, grouped, rows_of, without_optionals
 from ncclsync.towers.explanation import Explanation, explain_program
+from ncclsync.towers.retracing import Retracing, Version
 from ncclsync.towers.session import ModelSide
 from ncclsync.towers.step import TowerStep
-from ncclsync.towers.step_function import to_tensor, without_optionals
+from ncclsync.towers.step_function import to_tensor
 from ncclsync.towers.traced_step import Results, Source
 from ncclsync.training.files import replacing
 from ncclsync.training.loop import Towers, give_towers
@@ -195,29 +196,13 @@ class ModelStep(TowerStep):
 
         `name` is that of the model's method: "train_step", "test_step" or "predict_step".
         """
-        super().__init__(towers, trains=name == "train_step")
+        # As Keras, which reads all this when it makes a function; a predict_step it looks up when it traces.
+        self._run_eagerly, self._jit_compile = model.run_eagerly, bool(model.jit_compile)
+        self._step = None if name == "predict_step" else getattr(model, name)
+        retracing = Retracing(lambda: model.steps_per_execution, keeps_each=self._jit_compile)
+        super().__init__(towers, trains=name == "train_step", retracing=retracing)
         self._model = model
         self._name = name
-        self._settings: dict[tuple[Any, ...], int] = {}  # numbers of the settings that the model has had
-        self._seen: dict[tuple[bool, str], int] = {}  # the number of a trace's settings, by `is_iterator` and specs
-        # They stand for Keras' function of a batch, and its function of an iterator, which calls the former: TensorFlow
-        # decides when to trace them anew. A trace returns the number of the settings that it has met.
-        traced = functools.partial(tf.function, autograph=False, reduce_retracing=True)
-        number_of = self._settings
-        self._of_batches = traced(lambda batch: number_of.setdefault(keras_compat.settings_of(model), len(number_of)))
-        self._of_iterators = traced(lambda batch: _result_for(self._of_batches, batch))
-
-    def version_for(self, batch: Any) -> int:
-        """Return the number of the model's settings in the trace for such a batch.
-
-        As in Keras, a changed attribute, such as a layer's `trainable`, takes effect when Keras traces anew.
-        """
-        specs = fixed_specs(batch)
-        is_iterator = any(isinstance(leaf, tf.TypeSpec) for leaf in tf.nest.flatten(batch))
-        key = is_iterator, repr(specs)
-        if key not in self._seen:
-            self._seen[key] = _result_for(self._of_iterators if is_iterator else self._of_batches, specs)
-        return self._seen[key]
 
     def run(self, iterator: Any) -> Any:
         """Run `steps_per_execution` steps on batches of `iterator`; return the last one's logs.
@@ -230,16 +215,16 @@ class ModelStep(TowerStep):
             NcclSyncError: an iterator within the step has ended.
             Exception: see `TowerStep.run_on_iterator`.
         """
-        if isinstance(iterator, tf.data.Iterator) and not self._model.run_eagerly:
+        if isinstance(iterator, tf.data.Iterator) and not self._run_eagerly:
             try:
                 with _ending_no_epoch():
-                    return self.run_on_iterator(iterator, self._model.steps_per_execution)
+                    return self.run_on_iterator(iterator)
             except NoBatchLeft:
                 self._warn_of_keras_count()
                 raise
         logs = None
         for _, batch in zip(range(self._model.steps_per_execution), iterator, strict=False):
-            logs = self._run_batch(batch)
+            logs = self._run_batch(self._taken(batch))
         if logs is None:
             raise StopIteration
         return logs
@@ -262,17 +247,25 @@ class ModelStep(TowerStep):
 
     def run_each(self, batches: Sequence[Any]) -> Any:
         """Run one step on each batch; return the concatenated results."""
-        results = [self._run_batch(batch) for batch in batches]
+        batches = [self._taken(batch) for batch in batches]
+        versions: list[Version | None] = [None] * len(batches)
+        if not self._run_eagerly:
+            versions = [*self.retracing.of_batches([fixed_specs(batch) for batch in batches])]
+        results = [self._run_batch(batch, version) for batch, version in zip(batches, versions, strict=True)]
         if len(results) == 1:
             return results[0]
         return tf.nest.map_structure(_concat, *results)
 
-    def _run_batch(self, batch: Any) -> Any:
+    def _taken(self, batch: Any) -> Any:
+        """Return a batch that Keras gives, as the step takes it."""
         other_libraries.check_outside_strategy()
-        batch = without_optionals(tf.nest.map_structure(to_tensor, batch))
-        if not self._model.run_eagerly:
+        return without_optionals(tf.nest.map_structure(to_tensor, batch))
+
+    def _run_batch(self, batch: Any, version: Version | None = None) -> Any:
+        """Run a step on a batch that the step takes."""
+        if not self._run_eagerly:
             with _ending_no_epoch():
-                results = self.run_on_batch(batch)
+                results = self.run_on_batch(batch, version)
             self.towers.session.in_flight.settle()  # Keras reads them at once
             return results
         health, on_oom = self.towers.options.health, self.towers.options.on_oom
@@ -283,17 +276,17 @@ class ModelStep(TowerStep):
                     f"Expected a step that is traced, where {name} is given. Received: run_eagerly=True"
                 )
         with _ending_no_epoch(), self.guarded(None):
-            results = self._run_eagerly(batch)
+            results = self._run_in_python(batch)
         self.count(1)
         return results
 
-    def _run_eagerly(self, batch: Any) -> Any:
+    def _run_in_python(self, batch: Any) -> Any:
         """Run the step on tower 0, line by line, as one device does; all towers get its writes."""
         variables = keras_compat.variables_of(self._model)
         before = [variable.value() for variable in variables]
         try:
             with tf.device(f"/{self.towers.layout.devices[0]}"):
-                return getattr(self._model, self._name)(batch)
+                return (self._step or self._model.predict_step)(batch)
         except BaseException:
             for variable, value in zip(variables, before, strict=True):
                 variable.assign(value)
@@ -303,7 +296,7 @@ class ModelStep(TowerStep):
         """See `TracedStep.source`; the variables that the step needs are built first."""
         model = self._model
         _build_state(model, self._name, specs)
-        return Source(getattr(model, self._name), Results.COMBINED, bool(model.jit_compile))
+        return Source(self._step or model.predict_step, Results.COMBINED, self._jit_compile)
 
     def make_program(self, specs: Any, meter: Meter | None) -> Program:
         """Trace the step; clean the model after a failed build."""
@@ -316,11 +309,6 @@ class ModelStep(TowerStep):
     def find_inexact(self) -> Sequence[Inexact]:
         """See `TracedStep.find_inexact`."""
         return find_inexact(self._model, self.towers.options.exact_batch_norm, self.towers.options.exact_random)
-
-
-def _result_for(function: Any, batch: Any) -> int:
-    """Return the number that a function's trace for such a batch returns."""
-    return int(tf.get_static_value(function.get_concrete_function(batch).outputs[0]))
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 import collections
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -14,10 +14,11 @@ from ncclsync.errors import NcclSyncError
 from ncclsync.semantics.shards import grouped, rows_of
 from ncclsync.towers.explanation import Explanation, explain_program
 from ncclsync.towers.options import TowerOptions, takes
+from ncclsync.towers.retracing import Retracing
 from ncclsync.towers.state import TowerState
 from ncclsync.towers.step import TowerStep
 from ncclsync.towers.step_function import to_tensor
-from ncclsync.towers.traced_step import Results, Source
+from ncclsync.towers.traced_step import MOST_KEPT, Results, Source
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -75,7 +76,7 @@ class Towers(TowerState):
 
     def _begin(self, options: TowerOptions) -> None:
         super().__init__(options)
-        self._steps: dict[tuple[Callable, Results], _FunctionStep] = {}
+        self._steps: dict[tuple[Any, Results], _FunctionStep] = {}
         self._traced: collections.Counter[str] = collections.Counter()
 
     @property
@@ -111,8 +112,9 @@ class Towers(TowerState):
     def run(self, step: Callable[[Any], Any], batch: Any, *, per_tower: bool = False) -> Any:
         """Run one step on one batch, a shard of it on each tower.
 
-        The first call traces `step(batch)` once, for any number of towers; later calls with the same function and
-        batches of the same kind run that trace. In the step, gradients with respect to variables are those of the
+        The first call traces `step(batch)` once, for any number of towers and rows; later calls with the same function
+        run that trace. Another dtype or structure takes a trace of its own, another length a last one, which serves
+        all lengths. In the step, gradients with respect to variables are those of the
         whole batch, Keras' optimizers and metrics behave as in `fit`, and `ncclsync.ops` joins other tensors. All
         variables that the step uses are replicated; tower 0 has the user's.
 
@@ -142,8 +144,10 @@ class Towers(TowerState):
                 raise TypeError(f"Expected a function of a batch. Received: {step!r}")
             self.session.require_eager("Towers.run")
             results = Results.EACH if per_tower else Results.COMBINED
-            key = (step, results)
+            key = (step if isinstance(step, Hashable) else id(step), results)  # which the step of that key keeps alive
             if key not in self._steps:
+                if len(self._steps) >= MOST_KEPT:
+                    del self._steps[next(iter(self._steps))]
                 self._steps[key] = _FunctionStep(self, step, results)
                 self._warn_of_new_functions(step)
             self._steps[key] = self._steps.pop(key)  # to the end; see `explain`
@@ -231,7 +235,7 @@ class _FunctionStep(TowerStep):
     """Run a user's function on all towers."""
 
     def __init__(self, towers: TowerState, function: Callable[[Any], Any], results: Results) -> None:
-        super().__init__(towers, trains=True)
+        super().__init__(towers, trains=True, retracing=Retracing(), any_rows=True)
         self._function = function
         self._results = results
 

@@ -6,6 +6,7 @@ import inspect
 import pathlib
 import re
 
+import numpy as np
 import pytest
 
 import ncclsync
@@ -138,3 +139,25 @@ def test_options_do_not_change():
         was = tuple(value)
         value.append(value[0])
         assert getattr(options, name) == was
+
+
+def test_numbers_may_be_numpys():
+    """As a scheduler's or a sweep's are; a session compares and prints Python's."""
+    given = {
+        "towers": np.int64(2),
+        "bucket_bytes": np.uint32(1 << 20),
+        "shares": [np.int32(3), 1],
+        "exact": np.bool_(True),
+        "health": ncclsync.Health(check_every=np.int16(5), timeout_s=np.float32(60), preflight=np.bool_(False)),
+    }
+    options = TowerOptions(**given)
+    found = [getattr(options, name) for name in given if name != "health"]
+    found += [*options.shares, options.health.check_every, options.health.timeout_s, options.health.preflight]
+    assert repr(found) == "[2, 1048576, (3, 1), True, 3, 1, 5, 60.0, False]"
+    assert TowerOptions(shares=np.array([1, 2])).shares == (1, 2)
+    assert TowerOptions(shards=np.int64(4)).shards == 4
+    with pytest.raises(TypeError, match=r"Expected towers to be an int\. Received: 2.0 of type float"):
+        TowerOptions(towers=np.float64(2))
+    ncclsync.Timeline("never.json", steps=(np.int64(1), np.int64(2)))
+    ncclsync.LargeBatch(np.int64(8), np.float32(1))
+    ncclsync.NoiseScale(np.float32(0.5))

@@ -73,7 +73,9 @@ class BackupAndRestore(keras_compat.BackupMethods):
         """
         if data is not None and not isinstance(data, Shuffled):
             raise TypeError(f"Expected data to be an ncclsync.Shuffled or None. Received: {data!r}")
-        if save_freq != "epoch" and (isinstance(save_freq, bool) or not isinstance(save_freq, int) or save_freq < 1):
+        if save_freq != "epoch" and (
+            isinstance(save_freq, bool) or not isinstance(save_freq, (int, np.integer)) or save_freq < 1
+        ):
             raise ValueError(f"Expected save_freq to be 'epoch' or at least 1. Received: {save_freq!r}")
         if save_freq != "epoch" and data is None:
             raise ValueError(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from ncclsync import ops
@@ -87,7 +88,7 @@ class LargeBatch(keras.callbacks.Callback):
         for name, count in {"reference_batch_size": reference_batch_size, **counts}.items():
             if count is not None or name not in counts:
                 check_whole(name, count, 1)
-        if isinstance(warmup_epochs, bool) or not isinstance(warmup_epochs, (int, float)):
+        if isinstance(warmup_epochs, bool) or not isinstance(warmup_epochs, (int, float, np.number)):
             raise TypeError(f"Expected warmup_epochs to be a number. Received: {warmup_epochs!r}")
         if not 0 <= warmup_epochs < float("inf"):
             raise ValueError(f"Expected warmup_epochs of at least 0. Received: {warmup_epochs!r}")

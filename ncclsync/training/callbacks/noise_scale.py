@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 import keras
+import numpy as np
 
 from ncclsync.errors import NcclSyncError
 from ncclsync.gradients.noise_scale import NoiseAverages
@@ -49,7 +50,7 @@ class NoiseScale(keras.callbacks.Callback):
             ValueError: `decay` is no such number.
         """
         super().__init__()
-        if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay < 1:
+        if isinstance(decay, bool) or not isinstance(decay, (int, float, np.number)) or not 0 <= decay < 1:
             raise ValueError(f"Expected decay to be a number from 0 to below 1. Received: {decay!r}")
         self._decay = decay
         self._warned = False

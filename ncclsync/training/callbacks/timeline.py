@@ -9,6 +9,8 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from ncclsync.ops.spans import COMMUNICATION, STEPS, Measured, TimedSpan
 from ncclsync.training.callbacks.base import StepWatcher
 from ncclsync.training.files import replacing
@@ -60,10 +62,11 @@ class Timeline(StepWatcher):
         super().__init__()
         if not isinstance(path, (str, os.PathLike)):
             raise TypeError(f"Expected path to be a path. Received: {path!r}")
-        numbers = isinstance(steps, (tuple, list)) and [type(number) for number in steps] == [int, int]
-        if not numbers or not 1 <= steps[0] <= steps[1]:
+        given: list[Any] = [*steps] if isinstance(steps, (tuple, list)) else []
+        numbers = [one.item() if isinstance(one, np.integer) else one for one in given]
+        if [type(one) for one in numbers] != [int, int] or not 1 <= numbers[0] <= numbers[1]:
             raise ValueError(f"Expected steps to be (first, last), from 1 on. Received: {steps!r}")
-        self._first, self._last = steps
+        self._first, self._last = numbers
         self._done = 0  # steps so far
         self._trace = _Trace(pathlib.Path(path).absolute(), self._first, self._last)
         weakref.finalize(self, self._trace.save)

@@ -1,0 +1,182 @@
+"""When a step is traced anew: at the moments at which Keras traces it, and for shapes that Keras would relax."""
+
+import dataclasses
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from parity import assert_close
+
+import ncclsync
+from ncclsync import nccl_parallel
+from ncclsync.towers import traced_step
+
+X = np.random.default_rng(1).normal(size=(24, 6, 4)).astype("float32")
+Y = X.mean((1, 2), keepdims=True)[:, 0]
+
+
+class Told(keras.Model):
+    """A model whose trace depends on Python's state of all kinds, and which counts the traces of its steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1, kernel_initializer=keras.initializers.GlorotUniform(1))
+        self.traces = []
+        self._scale = 1.0  # a private name
+        self.shift = np.zeros(4, "float32")  # an array
+
+    def call(self, x):
+        """Average over the steps of a sequence, of any length."""
+        return self.dense(tf.reduce_mean(x, 1) * self._scale + self.shift)
+
+    def train_step(self, data):
+        """Count."""
+        self.traces.append("train")
+        return super().train_step(data)
+
+    def test_step(self, data):
+        """Count."""
+        self.traces.append("test")
+        return super().test_step(data)
+
+    def predict_step(self, data):
+        """Count."""
+        self.traces.append("predict")
+        return super().predict_step(data)
+
+
+def told(towers, **arguments):
+    """The model on so many towers, compiled; on one device for 0 towers."""
+
+    def build():
+        model = Told()
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.5), keras.losses.Huber(0.1), jit_compile=False, **arguments)
+        return model
+
+    return nccl_parallel(towers=towers)(build)() if towers else build()
+
+
+def lengths(model):
+    """Sequences of ever other lengths, by every call there is."""
+    for steps in (6, 5, 4, 3, 2):
+        yield model.train_on_batch(X[:8, :steps], Y[:8])
+        yield model.test_on_batch(X[:8, :steps], Y[:8])
+        yield model.predict_on_batch(X[:8, :steps])
+    yield model.evaluate(X[:, :1], Y, batch_size=8, verbose=0)
+    yield model.predict(X[:, :1], batch_size=8, verbose=0)
+
+
+def rows(model):
+    """Batches of other numbers of rows."""
+    for size in (8, 6, 12, 7, 8):
+        yield model.fit(X, Y, batch_size=size, shuffle=False, verbose=0).history["loss"]
+        yield model.train_on_batch(X[:size], Y[:size])
+        yield model.predict(X, batch_size=size, verbose=0)
+
+
+def kinds(model):
+    """Sample weights that come and go, other dtypes and structures, functions that are made anew."""
+    weights = np.arange(8, dtype="float32")
+    for dtype in ("float32", "float64", "float32"):
+        yield model.train_on_batch(X[:8].astype(dtype), Y[:8])
+        yield model.train_on_batch(X[:8], Y[:8], sample_weight=weights)
+    model.make_train_function(force=True)
+    yield model.train_on_batch(X[:8], Y[:8])
+    model.compile("sgd", "mse", jit_compile=False)
+    yield model.train_on_batch(X[:6], Y[:6])
+
+
+def given_lists(model):
+    """`predict` takes as many batches at once as a call has steps; the last call has fewer."""
+    for size in (4, 5, 4, 6, 7):
+        yield model.predict(X, batch_size=size, verbose=0)
+        yield model.fit(X, Y, batch_size=size, shuffle=False, verbose=0).history["loss"]
+
+
+@pytest.mark.slow(but=2)
+@pytest.mark.parametrize(
+    ("calls", "arguments"),
+    [(lengths, {}), (rows, {}), (kinds, {}), (given_lists, {"steps_per_execution": 3})],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_towers_trace_when_keras_traces(calls, arguments):
+    """Call by call, and with its numbers; Python's state of the trace changes before each call."""
+    found = {}
+    for towers in (0, 3):
+        model, found[towers] = told(towers, **arguments), []
+        for i, result in enumerate(calls(model)):
+            # predict traces its step once for each batch of a list, on one device; alike batches share it on towers.
+            found[towers].append((result, sorted(set(model.traces)), len([t for t in model.traces if t != "predict"])))
+            model.traces = []
+            model._scale, model.shift = 1 + i % 3 / 10, np.full(4, i % 4 / 10, "float32")
+            model.optimizer.momentum, model.optimizer.clipvalue = 0.1 * (1 + i % 5), 0.01 * (i % 3) or None
+    assert_close([one[0] for one in found[3]], [one[0] for one in found[0]])
+    assert [one[1:] for one in found[3]] == [one[1:] for one in found[0]]
+
+
+def test_a_function_is_traced_for_two_lengths_and_any_rows():
+    """`Towers.run` relaxes lengths as Keras does; a loop over a length in Python needs a trace for each."""
+    calls, variable = [], tf.Variable(1.0)
+
+    def step(x):
+        calls.append(x.shape.as_list())
+        return tf.reduce_sum(variable * x, 1)
+
+    def looping(x):
+        calls.append(x.shape.as_list())
+        return sum(x[:, i] * variable for i in range(x.shape[1]))
+
+    with ncclsync.Towers(2) as towers:
+        for function, traced in ((step, [[None, 6], [None, None]]), (looping, [[None, 6], [None, None], [None, 5]])):
+            calls.clear()
+            for length, count in ((6, 8), (6, 5), (5, 8), (5, 7), (6, 1)):
+                x = X[:count, :length, 0]
+                assert_close(towers.run(function, x).numpy(), x.sum(1))
+            assert [one for one in calls if one != [None, None]] == traced[:1] + traced[2:]
+            if function is step:
+                for length in (4, 3, 2):
+                    towers.run(step, X[:8, :length, 0])
+                assert [one for one in calls if one != [None, None]] == traced[:1] + traced[2:]
+
+
+def test_programs_are_kept_within_a_bound(monkeypatch):
+    """Those used last: of a step that each length is traced for, and of functions that are made anew each time."""
+    monkeypatch.setattr(traced_step, "MOST_KEPT", 3)
+    monkeypatch.setattr("ncclsync.towers.step.MOST_KEPT", 3)
+    monkeypatch.setattr("ncclsync.training.loop.MOST_KEPT", 3)
+    calls = []
+
+    def looping(x):
+        calls.append(x.shape[1])
+        return sum(x[:, i] for i in range(x.shape[1]))
+
+    with ncclsync.Towers(2) as towers:
+        for length in (6, 5, 6, 4, 6, 3, 6, 2, 6, 5):
+            towers.run(looping, X[:4, :length, 0])
+        assert [one for one in calls if one] == [6, 5, 4, 3, 2, 5], "what is used again and again is kept"
+        (kept,) = towers._steps.values()
+        assert len(kept.programs) == len(kept._functions) == 3
+        for i in range(5):
+            towers.run(lambda x, i=i: x + i, X[:4, :, 0])
+        assert len(towers._steps) == 3
+
+
+def test_a_step_may_be_no_key_of_a_dictionary():
+    """As a dataclass with `__call__`, which compares by value: the same object is traced once."""
+    calls = []
+
+    @dataclasses.dataclass
+    class Step:
+        factor: float
+
+        def __call__(self, x):
+            calls.append(x)
+            return x * self.factor
+
+    step = Step(2.0)
+    with ncclsync.Towers(2) as towers:
+        for _ in range(3):
+            assert_close(towers.run(step, X[:4]).numpy(), X[:4] * 2)
+        assert_close(towers.run(Step(3.0), X[:4]).numpy(), X[:4] * 3)
+    assert len(calls) == 2

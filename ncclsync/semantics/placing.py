@@ -218,7 +218,7 @@ class Placer(abc.ABC):
                         call.require(i, REPLICATE)
         if all(placed.whole for placed in call.inputs):
             return [REPLICATE] * len(call.op.outputs)
-        if kind not in rules.ELEMENTWISE and kind != "Sum":
+        if kind not in rules.KEEPING_ALIKE:
             call.inputs[:] = map(rules.counted, call.inputs)
         known = all(tensor.shape.rank is not None or tensor.dtype == tf.resource for tensor in call.op.inputs)
         rule = rules.RULES.get(kind) if known or kind in rules.OF_ANY_RANK else None

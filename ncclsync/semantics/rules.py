@@ -257,8 +257,9 @@ ALIKE = names("""
 """)
 
 
-# These keep rows that are all alike so.
 ELEMENTWISE = UNARY | BROADCASTING | ALIKE
+# These keep rows that are all alike so. In a list they may meet others: a loop's state begins alike.
+KEEPING_ALIKE = ELEMENTWISE | names("Sum TensorListPushBack TensorListSetItem")
 MOVING = names("ExpandDims Reshape Squeeze Transpose")  # elements, of which each stays as it is
 FILLING = names("BroadcastTo Fill")
 # Of all other ops the inputs' ranks must be known.

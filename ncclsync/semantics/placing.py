@@ -263,8 +263,18 @@ class Placer(abc.ABC):
         if kinds & {Kind.AXES, Kind.PENDING}:
             return self.whole(call)
         drawn = len(self.draws)
+        parts = [i for i, p in enumerate(call.inputs) if p.kind is Kind.PARTIAL and call.tensors[i].dtype != tf.resource]
         try:
-            made = self._function_by_rows(call)
+            try:
+                made = self._function_by_rows(call)
+            except Refused:  # a part, such as of a maximum, is often one number: once it is whole, rows may stay rows
+                del self.draws[drawn:]
+                call.begin_anew()
+                for i in parts:
+                    call.require(i, self.reduced(call.tensors[i]))
+                if not parts:
+                    raise
+                made = self._function_by_rows(call)
             self.draws[drawn:] = [user_line(call.op.traceback)] * (len(self.draws) > drawn)
             return made
         except Refused as reason:

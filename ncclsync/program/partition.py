@@ -130,19 +130,18 @@ class Partition(Conversions):
         else:
             self.costs.add(op, call.given[1], (*call.inputs, *made))
         for output, placed in zip(op.outputs, made, strict=True):
-            if output.name in self.placed:  # all towers have it from tower 0
-                continue
-            by_rows = placed.kind is Kind.SHARD
-            tensor, after = output, None if by_rows else self._rows_again(op, call.given[1], output)
+            tensor, placed = self.placed.get(output.name, (output, placed))  # all towers may have it from tower 0
+            after = self._rows_again(op, call.given[1], output) if placed.whole else None
             if placed.kind is Kind.PARTIAL:
+                after = self._rows_again(op, call.given[1], output)
                 if op.type in rules.ELEMENTWISE:
                     after = next((self.rows_of[name] for name in names if name in self.rows_of), None)
                 if after is not None and not after.unit:
                     self.rows_of[output.name] = after
-            elif placed.whole and after is not None:
+            elif after is not None:
                 with self.building():
-                    tensor, placed = self.rows_of_tower(output, after, op), after
-                self.converted[tensor.name, after, REPLICATE] = output
+                    tensor, whole, placed = self.rows_of_tower(tensor, after, op), tensor, after
+                self.converted[tensor.name, after, REPLICATE] = whole
             self._put(output, tensor, placed)
             if rest and placed.kind is not Kind.SHARD:
                 self._altered.add(output.name)
@@ -167,22 +166,25 @@ class Partition(Conversions):
 
     def _rows_again(self, op: tf.Operation, given: list[Placement], output: tf.Tensor) -> Placement | None:
         """Return the placement by rows of a result that all towers have; None: it is not known to have rows."""
-        same_shape = rules.SAME_SHAPE & {op.type, f"{op.type}:{output.value_index}"}
-        if same_shape and given[0].kind is Kind.SHARD:
+        rank = output.shape.rank
+        if rules.SAME_SHAPE & {op.type, f"{op.type}:{output.value_index}"} and given[0].kind is Kind.SHARD:
             return rules.counted(given[0])
-        if output.dtype in (tf.resource, tf.variant) or not (self.functions.runs(op) or op.type in rules.BACK_TO_ROWS):
+        if output.dtype in (tf.resource, tf.variant) or not rank:
             return None
-        if not self.functions.runs(op) and (at := rules.shape_input(op)) is not None:
-            shape, rank = given[at], output.shape.rank
-            if shape.kind is not Kind.COUNTS or not rank:
-                return None
+        at = rules.shape_input(op) if op.type in rules.BACK_TO_ROWS else None
+        if at is not None and given[at].kind is Kind.COUNTS:
+            shape = given[at]
             axis = next(i for i, count in enumerate(shape.counts) if count)  # of [rows, rows], of all pairs, the first
             along = rank - 1 if op.type == "TopKV2" else axis
             return rules.shard(along, 1, max(shape.counts[axis], 0), shape.unit)
-        rowed = any(one.kind is Kind.SHARD for one in (given if self.functions.runs(op) else given[:1]))
-        lengths = self.axes.lengths(output) if rowed else None
-        found = [(axis, one.each) for axis, one in enumerate(lengths or ()) if isinstance(one, Rows)]
-        return rules.shard(found[0][0], 1, found[0][1]) if found else None
+        if all(one.whole for one in given):
+            return None
+        lengths = self.axes.lengths(output)
+        found = [(axis, one.each) for axis, one in enumerate(lengths or ()) if isinstance(one, Rows) and one.each]
+        for axis, each in found[:1]:
+            like = (one for one in given if one == rules.shard(axis, one.blocks) and one.each * one.blocks == each)
+            return rules.counted(next(like, rules.shard(axis, 1, each)))
+        return None
 
     def _made(self, call: Call) -> list[Placement]:
         op = call.op

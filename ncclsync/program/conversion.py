@@ -72,7 +72,8 @@ class Conversions(Placer):
         self.exchanges: dict[TensorName, Exchange] = {}
         self.folds: set[OpName] = set()
         self.outputs: list[tuple[TensorName, bool]] = []
-        self.row_splits, self.share, self.marks = traced.row_splits, traced.trace.share, traced.trace.marks
+        self.row_splits = {name: name for name in traced.row_splits}
+        self.share, self.marks = traced.trace.share, traced.trace.marks
         self.placed: dict[TensorName, tuple[tf.Tensor, Placement]] = {}
         self.declared = {(int(variable.shape[0]), each) for _, variable, each in traced.opened}
         self.stretched = bool(traced.opened)
@@ -220,7 +221,7 @@ class Conversions(Placer):
         numbers = uneven.numbered(before)
         if numbers is not None and before.detail in (Detail.OWN, Detail.EVERY) and before.counts[0] > 0:
             return self.convert(self.convert(tensor, before, numbers, op), numbers, REPLICATE, op)
-        if before == PIECE and tensor.name in self.traced.argument_placements:  # the row splits of all rows
+        if before == PIECE:  # the row splits of all rows
             lengths = self.exchange(tensor[1:] - tensor[:-1], GATHER, op)
             return tf.concat([tf.zeros([1], lengths.dtype), tf.cumsum(lengths)], 0)
         if before.kind in RECOMPUTED:  # such as a cast of the rows' places
@@ -307,7 +308,7 @@ class Conversions(Placer):
             return self.share.begin, self.share.rows, self.share.total
         if unit not in self._extents:
             named = self.traced.tensor(unit)
-            ends = self.traced.argument_placements.get(unit) == PIECE
+            ends = self.placed[unit][1] == PIECE
             count = tf.cast(named[-1], tf.int32) if ends else tf.shape(named)[0]
             every = self.exchange(tf.stack([self.share.begin, count])[None], GATHER, op)
             before = tf.where(every[:, 0] < self.share.begin, every[:, 1], 0)

@@ -11,6 +11,7 @@ import dataclasses
 import logging
 from collections.abc import Collection
 
+import numpy as np
 import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
@@ -92,7 +93,7 @@ class Partition(Conversions):
             self.append(op)
             return
         given = [self.placed[name] for name in names]
-        for tensor, name in zip(op.inputs, names, strict=True):
+        for tensor, name in zip(op.inputs, names, strict=False):
             if tensor.name != name:  # of merged ops one was placed, and refined
                 tensor.set_shape(self.traced.tensor(name).shape)
         call = Call(op, [tensor for tensor, _ in given], [placed for _, placed in given], self)
@@ -155,11 +156,19 @@ class Partition(Conversions):
             with self.building():
                 call.tensors[0] = tf.ensure_shape(call.tensors[0], shape)
         if op.type == "RaggedTensorToTensor" and made[0].kind is Kind.SHARD:
+            lengths = np.ravel(call.constant(0))
+            if len(lengths) > 1 and lengths[1] >= 0:
+                return
             # Its rows are as long as the batch's longest if that is open.
             with self.building():
-                shape, splits = call.tensors[0], call.tensors[3]
+                shape, *pieces = call.tensors[0], *call.tensors[3:]
                 maximum = Collective(CollectiveKind.ALL_REDUCE, "max")
-                longest = self.exchange(tf.reduce_max(splits[1:] - splits[:-1]), maximum, op)
+                if len(pieces) > 1:  # how many rows, and which row each value is in
+                    ones = tf.ones_like(pieces[1])
+                    every = tf.math.unsorted_segment_sum(ones, pieces[1], tf.cast(pieces[0], pieces[1].dtype))
+                else:
+                    every = pieces[0][1:] - pieces[0][:-1]
+                longest = self.exchange(tf.reduce_max(every), maximum, op)
                 shape = tf.broadcast_to(shape, [op.outputs[0].shape.rank])  # all lengths are open if it is a scalar
                 second = tf.logical_and(shape < 0, tf.equal(tf.range(tf.size(shape)), 1))
                 call.tensors[0] = tf.where(second, tf.cast(longest, shape.dtype), shape)

@@ -22,6 +22,7 @@ class Detail(enum.Enum):
     ENDS = "ends"  # PIECE: where each row ends
     BEGINS = "begins"  # PIECE: where each row begins
     LENGTH = "length"  # PIECE: how many splits there are
+    SHAPE = "shape"  # PIECE: the shape of the sparse tensor of the pieces that texts are split into
     OWN = "own"  # PLACES: each numbers any one of the tower's rows · w elements
     EVERY = "every"  # PLACES: as OWN, and each element occurs, in ascending order
     MAP = "map"  # PLACES: where each value of a sparse tensor goes when empty rows are filled
@@ -65,7 +66,7 @@ class Placement:
             ITEMS: a list of tensors that are placed as `of`. If `of` is None, the list is still empty, and takes
                 tensors of the shape `counts`, in which -1 is any length. With detail ROW, a loop has put in one
                 tensor for each of a tower's rows.
-            PIECE: row splits of a ragged tensor that holds the tower's rows.
+            PIECE: row splits of a ragged tensor that holds the tower's rows, or what leads to them.
             PLACES: integers that number the tower's elements: 0, w, 2 w, … for its rows along `axis`; with detail
                 ROW, each plus a number below w. `counts` is (rows for each sample, w).
             INDICES: a matrix of integers, a sparse tensor's indices, whose first column is placed as PLACES.

@@ -8,7 +8,7 @@ import abc
 import dataclasses
 import functools
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -67,14 +67,15 @@ class Placer(abc.ABC):
         lenient: whether whole tensors may be taken for rows, while a loop's body is tried, to see how it begins.
         row_by_row: whether the ops are in a loop over a tower's rows.
         within: whether they are in a function, where nothing can be put before them.
-        row_splits: names of the row splits of ragged arguments whose values lie in rows, not in rows of rows.
+        row_splits: by name of the row splits of ragged tensors whose values lie in rows, not in rows of rows: the
+            unit of these values.
+        row_lengths: by name of the lengths of ragged rows that were counted: the unit of the values.
         draws: the user's lines that draw numbers which are each tower's own.
         fixed: rows per sample, by the length that the trace has of an axis that is divided.
         stretched: whether a batch of one row may have more rows of a tensor than `each` says, since it was broadcast.
     """
 
     lenient = row_by_row = within = stretched = False
-    row_splits: Collection[TensorName] = ()
 
     def __init__(self, functions: Functions, axes: Axes) -> None:
         """Know the step's functions, and the axes of the graph."""
@@ -82,6 +83,8 @@ class Placer(abc.ABC):
         self.axes = axes
         self.draws: list[str] = []
         self.fixed: dict[int, int] = {}
+        self.row_splits: dict[TensorName, TensorName] = {}
+        self.row_lengths: dict[TensorName, TensorName] = {}
 
     @abc.abstractmethod
     def convert(self, tensor: tf.Tensor, before: Placement, after: Placement, op: tf.Operation) -> tf.Tensor:

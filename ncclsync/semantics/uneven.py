@@ -8,7 +8,7 @@ tower's own rows, and row splits (`Kind.PLACES`, `Kind.INDICES`, `PIECE`), have 
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -43,13 +43,14 @@ OF_ANY_UNIT = (
     | COUNTING
     | names("""
         All Any ArgMax ArgMin BatchMatMulV2 BiasAdd BiasAddGrad BroadcastGradientArgs BroadcastTo Einsum Fill L2Loss
-        LogSoftmax MatMul Max Min OneHot Pad Prod Rank ResourceGather Shape Size Softmax
+        LogSoftmax LookupTableFind LookupTableFindV2 MatMul Max Min OneHot Pad Prod Rank ResourceGather Shape Size Softmax
         SparseSoftmaxCrossEntropyWithLogits StridedSliceGrad UnsortedSegmentSum
     """)
 )
 
 
 _numbered = functools.partial(rule_for, table=NUMBERED)
+_cumulated = RULES["Cumsum"]
 
 
 def numbered(placed: Placement) -> Placement | None:
@@ -72,6 +73,9 @@ def _moved_numbers(call: Call) -> Sequence[Placement] | None:
     """Place numbers that an op moves, and does not change: they go where rows go."""
     placed, kind = call.inputs[0], call.op.type
     if placed.kind is Kind.PIECE:
+        splits, unit = call.op.outputs[0].name, call.placer.row_splits.get(call.op.inputs[0].name)
+        if unit is not None and not call.placer.within:
+            call.placer.row_splits[splits] = unit
         return [placed] if kind in ("Cast", "Identity") else None
     before = numbered(placed)
     if before is None or call.op.outputs[0].dtype not in (tf.int32, tf.int64) or placed.detail is Detail.MAP:
@@ -149,6 +153,8 @@ def _sliced_numbers(call: Call) -> Sequence[Placement] | None:
     if begin is None or end is None or strides is None or np.any(strides != 1):
         return None
     spec = slice_spec(call)
+    if placed.detail is Detail.SHAPE:
+        return [rows(placed.counts)] if spec == ["one"] and begin[0] == 0 else None
     if placed.kind is Kind.PIECE and placed.detail is Detail.LENGTH:
         return [placed] if spec == ["one"] or (begin[0] == 0 and spec == ["all"]) else None
     if placed == PIECE and call.op.inputs[0].name in call.placer.row_splits:
@@ -205,6 +211,12 @@ def _clipped_numbers(call: Call) -> Sequence[Placement] | None:
 def _packed_numbers(call: Call) -> Sequence[Placement] | None:
     """Place the indices that a step makes of rows and columns."""
     packs, rank, made = call.op.type == "Pack", rank_of(call, 0), lengths_of(call.op.outputs[0])
+    ends = call.inputs[1] if len(call.inputs) > 1 else REPLICATE
+    if ends.kind is Kind.PIECE and ends.detail is Detail.ENDS and not packs and len(call.inputs) == 3:
+        if ends.unit and np.array_equal(call.constant(0), [0]):
+            call.placer.row_splits[call.op.outputs[0].name] = ends.unit
+            return [PIECE]
+        return None
     first, *others = call.inputs if packs else call.inputs[:-1]
     by, axis = numbered(first), call.op.get_attr("axis") if packs else call.constant(len(call.inputs) - 1)
     if by is None or first.axis or first.kind is not Kind.PLACES or not made or axis is None:
@@ -287,7 +299,7 @@ def _where(call: Call) -> Sequence[Placement] | None:
     placed, rank = call.inputs[0], rank_of(call, 0)
     if placed.kind is not Kind.SHARD or placed.axis or placed.blocks != 1 or rank is None or call.placer.within:
         return None
-    unit = _splits_of(call.op.outputs[0], call.placer.row_splits) or call.op.outputs[0].name
+    unit = _unit_of(call.op.outputs[0], call.placer.row_splits) or call.op.outputs[0].name
     return [Placement(Kind.INDICES, detail=Detail.OWN, counts=(placed.each, 1), unit=unit)]
 
 
@@ -313,8 +325,8 @@ def _is_as_long(call: Call) -> bool:
     return call.axes.rows(tile.outputs[0], 0) == call.axes.rows(mask.inputs[1], 0) > 0
 
 
-def _splits_of(places: tf.Tensor, row_splits: Collection[TensorName]) -> TensorName | None:
-    """Return the name of the row splits whose row lengths the sequence mask of these places shows; None: of none."""
+def _unit_of(places: tf.Tensor, row_splits: Mapping[TensorName, TensorName]) -> TensorName | None:
+    """Return the unit of the row splits whose row lengths the sequence mask of these places shows; None: of none."""
     limit = _columns_of(places)
     if limit is None or limit.op.type != "Maximum" or limit.op.inputs[1].op.type != "Max":
         return None
@@ -327,7 +339,7 @@ def _splits_of(places: tf.Tensor, row_splits: Collection[TensorName]) -> TensorN
     if {ends.type, begins.type} != {"StridedSlice"} or ends.inputs[0] is not begins.inputs[0]:
         return None
     fits = tf.get_static_value(ends.inputs[1]) == 1 and tf.get_static_value(begins.inputs[2]) == -1
-    return ends.inputs[0].name if fits and ends.inputs[0].name in row_splits else None
+    return row_splits.get(ends.inputs[0].name) if fits else None
 
 
 _SORTED_SEGMENTS = names("SegmentMax SegmentMean SegmentMin SegmentProd SegmentSum")
@@ -415,11 +427,83 @@ def _sparse_fill_back(call: Call) -> Sequence[Placement] | None:
 @_numbered("RaggedTensorToTensor")
 def _ragged_to_dense(call: Call) -> Sequence[Placement] | None:
     """Place a padded ragged tensor; `Partition` sees to it that all towers pad up to the batch's longest row."""
-    lengths, splits = call.constant(0), call.op.inputs[3].name
-    placed = [shard(unit=splits), REPLICATE, PIECE]
-    known = splits in call.placer.row_splits and not call.placer.within
+    values, default, *pieces = call.inputs[1:]
+    lengths = call.constant(0)
+    known = not call.placer.within and default.whole and _are_rows_of(call, 3, pieces, values)
     open_ = lengths is not None and np.ravel(lengths)[0] == -1 and call.op.outputs[0].shape.rank is not None
-    return [shard()] if call.inputs[1:] == placed and known and open_ else None
+    return [shard()] if known and open_ else None
+
+
+def _are_rows_of(call: Call, index: int, pieces: Sequence[Placement], values: Placement) -> bool:
+    """Return whether inputs from `index` on say which values a tower's rows have: their splits, or each value's row."""
+    if values != shard(unit=values.unit) or not values.unit:
+        return False
+    if list(pieces) == [PIECE]:
+        return call.placer.row_splits.get(call.op.inputs[index].name) == values.unit
+    count, ids = pieces if len(pieces) == 2 else (REPLICATE, REPLICATE)
+    return count == rows((1,)) and ids.kind is Kind.PLACES and ids.unit == values.unit and ids.counts == (1, 1)
+
+
+_SPLITTING = "StringSplit StringSplitV2"
+
+
+@rule_for(_SPLITTING)
+def _split_texts(call: Call) -> Sequence[Placement] | None:
+    """Place the pieces of each row's text as a sparse tensor."""
+    placed, *others = call.inputs
+    if placed != shard() or not placed.each or call.placer.within or not all(one.whole for one in others):
+        return None
+    unit, counts = call.op.outputs[1].name, (placed.each, 1)
+    shape = dataclasses.replace(PIECE, detail=Detail.SHAPE, counts=counts[:1])
+    return [Placement(Kind.INDICES, detail=Detail.OWN, counts=counts, unit=unit), shard(unit=unit), shape]
+
+
+@rule_for("UnicodeDecode UnicodeDecodeWithOffsets")
+def _split_characters(call: Call) -> Sequence[Placement] | None:
+    """Place the characters of each row's text as a ragged tensor."""
+    if call.inputs[0] != shard() or call.inputs[0].each != 1 or call.placer.within:
+        return None
+    return _ragged(call)
+
+
+@_numbered("StringNGrams")
+def _grams(call: Call) -> Sequence[Placement] | None:
+    values, splits = call.inputs
+    return _ragged(call, 1)[::-1] if _are_rows_of(call, 1, [splits], values) else None
+
+
+def _ragged(call: Call, at: int = 0) -> list[Placement]:
+    """Return the placements of row splits, the result `at`, and of the others, which have the values."""
+    splits = call.op.outputs[at].name
+    call.placer.row_splits[splits] = splits
+    return [PIECE] + [shard(unit=splits)] * (len(call.op.outputs) - 1)
+
+
+@_numbered("DenseBincount")
+def _row_lengths(call: Call) -> Sequence[Placement] | None:
+    """Place how many values each row has."""
+    ids, size, _ = call.inputs
+    plain = ids.kind is Kind.PLACES and not ids.axis and ids.detail is not Detail.MAP and rank_of(call, 0) == 1
+    if not plain or size != rows((_numbers_of(ids),)) or lengths_of(call.op.inputs[2]) != [0]:
+        return None
+    call.placer.row_lengths[call.op.outputs[0].name] = ids.unit
+    return [shard(0, 1, _numbers_of(ids))]
+
+
+@rule_for("Cumsum")
+def _row_ends(call: Call) -> Sequence[Placement] | None:
+    """Place where ragged rows end, the sums of their lengths: each tower needs those of its own."""
+    unit = call.placer.row_lengths.get(call.op.inputs[0].name)
+    if unit and not call.op.get_attr("exclusive") and not call.op.get_attr("reverse"):
+        return [dataclasses.replace(PIECE, detail=Detail.ENDS, unit=unit)]
+    return _cumulated(call)
+
+
+@_numbered("RaggedBincount")
+def _ragged_bincount(call: Call) -> Sequence[Placement] | None:
+    splits, values, size, weights = call.inputs
+    plain = _are_rows_of(call, 0, [splits], values) and size.whole
+    return [shard()] if plain and (weights.whole or weights == values) else None
 
 
 @rule_for("SparseCross")

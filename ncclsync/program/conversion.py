@@ -77,6 +77,7 @@ class Conversions(Placer):
         self.placed: dict[TensorName, tuple[tf.Tensor, Placement]] = {}
         self.declared = {(int(variable.shape[0]), each) for _, variable, each in traced.opened}
         self.stretched = bool(traced.opened)
+        self.looks = not traced.trace.jit_compile  # XLA compiles a program for each number of rows
         self.costs = Costs(self.functions, self.axes)
         self.converted: dict[tuple[TensorName, Placement, Placement], tf.Tensor] = {}
         self._exchanged: dict[tuple[TensorName, Collective, TensorName | None], tf.Tensor] = {}

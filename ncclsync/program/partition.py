@@ -9,6 +9,7 @@ collectives become `Exchange`s.
 
 import dataclasses
 import logging
+import math
 from collections.abc import Collection
 
 import numpy as np
@@ -116,6 +117,8 @@ class Partition(Conversions):
                 f"{user_line(op.traceback)}, which {reason}. Move it out of the step, and report this line"
             ) from reason
         self._shape_inputs(call, made)
+        with self.building():
+            stays = self._look(call)
         altered = any(one is not other for one, other in zip(call.tensors, call.given[0], strict=True))
         rest = altered or any(name in self._altered for name in names)
         indices, slices = ADDS_SLICES.get(op.type, (0, 0))
@@ -132,6 +135,9 @@ class Partition(Conversions):
             self.costs.add(op, call.given[1], (*call.inputs, *made))
         for output, placed in zip(op.outputs, made, strict=True):
             tensor, placed = self.placed.get(output.name, (output, placed))  # all towers may have it from tower 0
+            if stays is not None:
+                with self.building():
+                    tensor = self._own_segments(call, stays)
             after = self._rows_again(op, call.given[1], output) if placed.whole else None
             if placed.kind is Kind.PARTIAL:
                 after = self._rows_again(op, call.given[1], output)
@@ -172,6 +178,45 @@ class Partition(Conversions):
                 shape = tf.broadcast_to(shape, [op.outputs[0].shape.rank])  # all lengths are open if it is a scalar
                 second = tf.logical_and(shape < 0, tf.equal(tf.range(tf.size(shape)), 1))
                 call.tensors[0] = tf.where(second, tf.cast(longest, shape.dtype), shape)
+
+    def _look(self, call: Call) -> tf.Tensor | None:
+        """Look whether numbers that are not known to stay among a tower's rows do so; let the op take all rows if not.
+
+        Returns:
+            Whether they do, for an op whose result has these rows; else None.
+        """
+        op, at = call.op, call.loose
+        if at is None:
+            return None
+        numbers, placed, per_row = call.tensors[at], call.inputs[at], math.prod(call.inputs[at].counts)
+        first, own = (tf.cast(one * per_row, numbers.dtype) for one in (self.share.begin, self.share.rows))
+        if op.type in ("GreaterEqual", "Maximum"):
+            call.tensors[1] -= first  # as the tower numbers
+            return None
+        of_rows = numbers if placed.kind is Kind.PLACES else numbers[..., 0]
+        stay = tf.reduce_all(tf.logical_and(of_rows >= 0, of_rows < own))
+        every = self.exchange(tf.cast(stay, tf.int32), Collective(CollectiveKind.ALL_REDUCE, "min"), op)
+        stays, moved = tf.equal(every, 1), tf.where(tf.equal(every, 1), 0, first)
+        at_first = 1 if placed.kind is Kind.PLACES else tf.one_hot(0, tf.shape(numbers)[-1], dtype=numbers.dtype)
+        call.tensors[at] = numbers + moved * at_first
+        counts = rules.shape_input(op)
+        if counts is None:
+            table = call.tensors[0]
+            others = self.exchange(table[: tf.where(stays, 0, own)], GATHER, op)
+            call.tensors[0] = tf.concat([table[: tf.where(stays, own, 0)], others], 0)
+            return None
+        total = self.convert(call.tensors[counts], call.inputs[counts], REPLICATE, op)
+        call.tensors[counts] = tf.where(stays, call.tensors[counts], total)
+        return stays
+
+    def _own_segments(self, call: Call, stays: tf.Tensor) -> tf.Tensor:
+        """Return a tower's rows of what `_look` has let an op add up for them, or, unless they stay, for all rows."""
+        (made,), per_row = call.op.outputs, math.prod(call.inputs[call.loose or 0].counts)
+        first, own, every = (one * per_row for one in (self.share.begin, self.share.rows, self.share.total))
+        reduced = rules.SEGMENTS.get(call.op.type, SUM)
+        sent = made[: tf.where(stays, 0, every)]
+        whole = self.exchange(sent, Collective(CollectiveKind.ALL_REDUCE, reduced.op), call.op)
+        return tf.concat([made[: tf.where(stays, own, 0)], whole[first : first + tf.where(stays, 0, own)]], 0)
 
     def _rows_again(self, op: tf.Operation, given: list[Placement], output: tf.Tensor) -> Placement | None:
         """Return the placement by rows of a result that all towers have; None: it is not known to have rows."""

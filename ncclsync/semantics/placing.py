@@ -66,6 +66,7 @@ class Placer(abc.ABC):
         axes: of the graph whose ops are placed.
         lenient: whether whole tensors may be taken for rows, while a loop's body is tried, to see how it begins.
         row_by_row: whether the ops are in a loop over a tower's rows.
+        looks: whether the step can look whether numbers leave a tower's rows.
         within: whether they are in a function, where nothing can be put before them.
         row_splits: by name of the row splits of ragged tensors whose values lie in rows, not in rows of rows: the
             unit of these values.
@@ -75,7 +76,7 @@ class Placer(abc.ABC):
         stretched: whether a batch of one row may have more rows of a tensor than `each` says, since it was broadcast.
     """
 
-    lenient = row_by_row = within = stretched = False
+    lenient = row_by_row = within = stretched = looks = False
 
     def __init__(self, functions: Functions, axes: Axes) -> None:
         """Know the step's functions, and the axes of the graph."""

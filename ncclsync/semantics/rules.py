@@ -50,6 +50,7 @@ class Call:
         given: the tensors and their placements as they came.
         local: indices of LOCAL inputs, which count as whole meanwhile.
         axes: what is known of the lengths of the op's inputs and outputs.
+        loose: the index of the input that may number other towers' rows: the step has to look.
         unit: of the rows of its inputs, and so of its results, whatever a rule says; see `Placement`.
     """
 
@@ -63,6 +64,7 @@ class Call:
         self.local: set[int] = set()
         self.axes: Axes = self.placer.axes
         self.unit = SAMPLES
+        self.loose: int | None = None
 
     def require(self, index: int, placement: Placement) -> None:
         """Give the op input `index` with that placement."""
@@ -90,6 +92,7 @@ class Call:
     def begin_anew(self) -> None:
         """Take back what was required."""
         self.tensors, self.inputs, self.unit = list(self.given[0]), list(self.given[1]), SAMPLES
+        self.loose = None
         self.local.clear()
 
 
@@ -955,10 +958,11 @@ def _found(call: Call) -> Sequence[Placement] | None:
 @rule_for("Range", counting=True)
 def _range(call: Call) -> Sequence[Placement] | None:
     begin, end, step = call.inputs
-    plain = call.constant(0) == 0 and call.constant(2) == 1 and begin.whole and step.whole
-    if end.kind is not Kind.COUNTS or not plain:
+    width, plain = call.constant(2), call.constant(0) == 0 and begin.whole and step.whole
+    if end.kind is not Kind.COUNTS or not plain or width is None or width < 1 or end.counts[0] % width:
         return None
-    return [Placement(Kind.PLACES, counts=(end.counts[0], 1), each=max(end.counts[0], 0))]
+    each = end.counts[0] // int(width)
+    return [Placement(Kind.PLACES, counts=(each, int(width)), each=max(each, 0))]
 
 
 @rule_for("TensorScatterAdd", "TensorScatterSub", "TensorScatterUpdate", "TensorScatterMax", "TensorScatterMin")

@@ -90,7 +90,7 @@ def _moved_numbers(call: Call) -> Sequence[Placement] | None:
     if made is None or made[0].kind is not Kind.SHARD or made[0].blocks != 1:
         return None
     detail, of_rows = placed.detail, placed.detail in (None, Detail.ROW) and made[0].each == before.each > 0
-    kept = of_rows or (kind == "Squeeze" and detail is Detail.EVERY)
+    kept = of_rows or detail is Detail.LOOSE or (kind == "Squeeze" and detail is Detail.EVERY)
     return [_places(placed, made[0].of_unit(before.unit), detail if kept else Detail.OWN)]
 
 
@@ -100,24 +100,85 @@ def _computed_numbers(call: Call) -> Sequence[Placement] | None:
     kind, one, two = call.op.type, call.inputs[0], call.inputs[1]
     if call.op.outputs[0].dtype not in (tf.int32, tf.int64):
         return None
-    numbers = next((one for one in call.inputs if one.kind is Kind.PLACES and one.detail in (None, Detail.ROW)), None)
+    loose = (None, Detail.ROW, Detail.OWN, Detail.LOOSE) if kind == "AddV2" else (None, Detail.ROW)
+    numbers = next((one for one in call.inputs if one.kind is Kind.PLACES and one.detail in loose), None)
     if numbers is None:
         return None
     if kind == "SelectV2":  # `range(rows) if rows > 1 else 0`, of `tf.vectorized_map`
         zero = call.constant(2)
         clear = numbers == two and zero is not None and not np.any(zero)
         return [two] if clear and one.whole and _is_of_several(call, numbers.counts[0]) else None
+    other = 0 if numbers is two else 1
+    made = _numbers_with(call, 1 - other)
     if kind == "Mul" and numbers.detail is None:
-        factor = call.constant(0 if numbers is two else 1)
-        count, width = numbers.counts
+        factor, (count, width) = call.constant(other), numbers.counts
+        if _is_one(call.op.inputs[other]):
+            return made
         fits = factor is not None and np.size(factor) == 1 and int(np.ravel(factor)[0]) > 0
         return [dataclasses.replace(numbers, counts=(count, width * int(np.ravel(factor)[0])))] if fits else None
-    if kind == "AddV2" and numbers.detail is None and numbers is two:  # a gather by row goes back so
-        ranks = rank_of(call, 0), rank_of(call, 1)
-        aligned = None not in ranks and one.axis - ranks[0] == two.axis - ranks[1]
-        if one == shard(one.axis) and one.each == two.counts[0] and aligned and _gathers_by_row(call, two.counts[1]):
-            return [dataclasses.replace(two, axis=one.axis, detail=Detail.ROW)]
+    if kind == "AddV2" and made is not None:
+        lowest, highest = bounds(call, call.op.inputs[other])
+        inside = lowest is not None and highest is not None and 0 <= lowest <= highest < numbers.counts[1]
+        inside |= numbers is two and _gathers_by_row(call, numbers.counts[1])
+        exact = inside and numbers.detail is None
+        return [dataclasses.replace(made[0], detail=Detail.ROW if exact else Detail.LOOSE)]
     return None
+
+
+def _numbers_with(call: Call, at: int) -> list[Placement] | None:
+    """Place numbers of rows that meet others, or none, element by element: where the rows go when they are broadcast."""
+    numbers, other = call.inputs[at], call.inputs[1 - at]
+    by = numbered(numbers)
+    if by is None or other.kind not in (Kind.SHARD, Kind.REPLICATE):
+        return None
+    call.inputs[at], call.unit = by, by.unit
+    whole = other.whole
+    made = RULES["AddV2"](call) if whole or other == shard(other.axis, other.blocks, other.each, by.unit) else None
+    fits = made is not None and made[0].blocks == 1 and call.inputs[at] == by and call.inputs[1 - at].whole == whole
+    call.inputs[at], call.unit = numbers, SAMPLES
+    return [_places(numbers, made[0].of_unit(by.unit), numbers.detail)] if fits and made else None
+
+
+def _is_one(tensor: tf.Tensor) -> bool:
+    """Return whether a tensor has ones alone, as far as the op shows that makes it."""
+    op = passed_on(tensor, "Reshape", "ExpandDims", "Cast").op
+    value = op.inputs[1] if op.type == "Fill" else tensor
+    return op.type == "OnesLike" or np.all(np.equal(tf.get_static_value(value), 1))
+
+
+_PICKING = names("""
+    Cast ExpandDims GatherNd GatherV2 Identity Reshape ReverseV2 Slice Squeeze StopGradient StridedSlice Tile Transpose
+""")
+_Bounds = tuple[int | None, int | None]
+
+
+def bounds(call: Call, tensor: tf.Tensor) -> _Bounds:
+    """Return the least and the greatest number that a tensor of integers can have, as its ops show; None: not known."""
+    op, kind = tensor.op, tensor.op.type
+    if not (tensor.dtype.is_integer or tensor.dtype == tf.bool):
+        return None, None
+    if tensor.dtype == tf.bool:
+        return 0, 1
+    if (value := call.axes.constant(tensor) if kind == "Const" else None) is not None and np.size(value):
+        return int(np.min(value)), int(np.max(value))
+    if kind in _PICKING:
+        return bounds(call, op.inputs[0])
+    if kind in ("Minimum", "Maximum", "AddV2"):
+        (low, high), (other_low, other_high) = (bounds(call, one) for one in op.inputs)
+        lows, highs = [n for n in (low, other_low) if n is not None], [n for n in (high, other_high) if n is not None]
+        if kind == "AddV2":
+            return sum(lows) if len(lows) > 1 else None, sum(highs) if len(highs) > 1 else None
+        if kind == "Minimum":
+            return min(lows) if len(lows) > 1 else None, min(highs, default=None)
+        return max(lows, default=None), max(highs) if len(highs) > 1 else None
+    if kind == "FloorMod":
+        divisor = call.axes.constant(op.inputs[1])
+        return (0, int(np.max(divisor)) - 1) if divisor is not None and np.all(divisor > 0) else (None, None)
+    if kind in ("ArgMax", "ArgMin") or (kind in ("TopK", "TopKV2") and tensor.value_index == 1):
+        axis = -1 if kind.startswith("Top") else call.axes.constant(op.inputs[1])
+        length = None if axis is None else (call.axes.lengths(op.inputs[0]) or {int(axis): None})[int(axis)]
+        return 0, length - 1 if isinstance(length, int) else None
+    return None, None
 
 
 def _is_of_several(call: Call, each: int) -> bool:
@@ -198,13 +259,15 @@ def _less_numbers(call: Call) -> Sequence[Placement] | None:
 def _clipped_numbers(call: Call) -> Sequence[Placement] | None:
     """Place the checks of a sum over segments' gradient: none of the tower's numbers is negative."""
     placed, by = call.inputs[0], numbered(call.inputs[0])
-    if by is None or placed.kind is not Kind.PLACES or placed.detail not in (Detail.OWN, Detail.EVERY):
+    if by is None or placed.kind is not Kind.PLACES or placed.detail not in (Detail.OWN, Detail.EVERY, Detail.LOOSE):
         return None
     if call.op.type == "ZerosLike":
         return [by]
     zero = call.op.inputs[1].op.type == "ZerosLike" or np.array_equal(call.constant(1), 0)
     zero = zero and rank_of(call, 1) in (0, rank_of(call, 0))
-    return None if not zero else [by if call.op.type == "GreaterEqual" else placed]
+    if not zero or not _stay(call, 0):
+        return None
+    return [by if call.op.type == "GreaterEqual" else placed]
 
 
 @_numbered("Pack", "ConcatV2")
@@ -226,8 +289,8 @@ def _packed_numbers(call: Call) -> Sequence[Placement] | None:
     if not plain or not others or first.counts[0] < 1 or not last:
         return None
     every = first.detail is Detail.EVERY or (first.detail is None and first.counts[1] == 1)
-    every = every and rank == 2 - packs
-    return [_places(first, by, Detail.EVERY if every else Detail.OWN, Kind.INDICES)]
+    inside = Detail.EVERY if every and rank == 2 - packs else Detail.OWN
+    return [_places(first, by, Detail.LOOSE if first.detail is Detail.LOOSE else inside, Kind.INDICES)]
 
 
 @_numbered("GatherV2")
@@ -235,7 +298,7 @@ def _gather_numbered(call: Call) -> Sequence[Placement] | None:
     """Place what each number takes from a row of the tower, as the gradient of a sum over segments does."""
     params, indices, _ = call.inputs
     by, of, axis = numbered(indices), counted(numbered(params) or params), call.constant(2)
-    if by is None or axis is None or call.op.get_attr("batch_dims") or by.axis or rank_of(call, 1) != 1:
+    if by is None or axis is None or call.op.get_attr("batch_dims") or by.axis or not _stay(call, 1, of.axis == 0):
         return None
     along = of.kind is Kind.SHARD and rank_of(call, 0) is not None and of.axis == int(axis) % rank_of(call, 0)
     if not along or of.unit or of.blocks > 1 or indices.kind is not Kind.PLACES or params.detail is Detail.MAP:
@@ -243,14 +306,22 @@ def _gather_numbered(call: Call) -> Sequence[Placement] | None:
     known = of.each == _numbers_of(indices) > 0
     if not known and not (by.unit and of.each == 0 and _is_as_long(call)):
         return None
-    by = by.at(of.axis)
+    by = by.at(of.axis)  # the first of the axes of indices takes its place
     return [by if params.kind is Kind.SHARD else _places(params, by, kind=params.kind)]
+
+
+def _stay(call: Call, index: int, can_look: bool = True) -> bool:
+    """Return whether numbers name the tower's own rows, or the step can look whether they do."""
+    if call.inputs[index].detail is not Detail.LOOSE:
+        return True
+    call.loose = index
+    return can_look and call.placer.looks and not call.inputs[index].unit
 
 
 @_numbered("GatherNd")
 def _gather_nd_numbered(call: Call) -> Sequence[Placement] | None:
     by = _rows_named(call, 1)
-    return [by] if by is not None and _has_rows(*call.inputs) else None
+    return [by] if by is not None and _has_rows(*call.inputs) and _stay(call, 1) else None
 
 
 @_numbered("ScatterNd TensorScatterAdd TensorScatterMax TensorScatterMin TensorScatterSub TensorScatterUpdate")
@@ -259,7 +330,7 @@ def _scatter_numbered(call: Call) -> Sequence[Placement] | None:
     made = call.op.type == "ScatterNd"
     indices, updates, rowed = call.inputs if made else (*call.inputs[1:], call.inputs[0])
     by = _rows_named(call, 0 if made else 1)
-    if by is None or not _has_rows(rowed, indices):
+    if by is None or not _has_rows(rowed, indices) or not _stay(call, 0 if made else 1, made):
         return None
     plain = updates.kind is Kind.SHARD and not updates.axis and same_rows(updates, by)
     return [shard(0, 1, _numbers_of(indices))] if plain else None
@@ -271,7 +342,7 @@ def _crop_numbered(call: Call) -> Sequence[Placement] | None:
     given = {argument.name: placed for argument, placed in zip(call.op.op_def.input_arg, call.inputs, strict=True)}
     numbers, rowed = given.pop("box_ind"), given.pop("image", None) or given.pop("image_size")
     by, size = numbered(numbers), given.pop("crop_size", REPLICATE)
-    if by is None or numbers.kind is not Kind.PLACES or numbers.detail is Detail.MAP or not size.whole:
+    if by is None or numbers.kind is not Kind.PLACES or numbers.detail in (Detail.MAP, Detail.LOOSE) or not size.whole:
         return None
     plain = all(one.kind is Kind.SHARD and not one.axis and same_rows(one, by) for one in given.values())
     if not plain or not _has_rows(rowed, numbers):
@@ -352,7 +423,7 @@ def _segments_numbered(call: Call) -> Sequence[Placement] | None:
     gathered, unsorted = call.op.type in _GATHERED_SEGMENTS, call.op.type in SEGMENTS
     data, ids = call.inputs[gathered : gathered + 2]  # or, of a whole table, which rows of it
     by, count = numbered(ids), _numbers_of(ids) if ids.kind is Kind.PLACES else 0
-    if by is None or by.axis or not count or ids.detail is Detail.MAP:
+    if by is None or by.axis or not count or ids.detail is Detail.MAP or not _stay(call, 1 + gathered, unsorted):
         return None
     plain = data.kind is Kind.SHARD and same_rows(data, by) and not data.axis and (not gathered or call.inputs[0].whole)
     ends = call.inputs[2] == rows((count,)) if unsorted else ids.detail is Detail.EVERY
@@ -483,7 +554,8 @@ def _ragged(call: Call, at: int = 0) -> list[Placement]:
 def _row_lengths(call: Call) -> Sequence[Placement] | None:
     """Place how many values each row has."""
     ids, size, _ = call.inputs
-    plain = ids.kind is Kind.PLACES and not ids.axis and ids.detail is not Detail.MAP and rank_of(call, 0) == 1
+    plain = ids.kind is Kind.PLACES and not ids.axis and rank_of(call, 0) == 1
+    plain = plain and ids.detail not in (Detail.MAP, Detail.LOOSE)
     if not plain or size != rows((_numbers_of(ids),)) or lengths_of(call.op.inputs[2]) != [0]:
         return None
     call.placer.row_lengths[call.op.outputs[0].name] = ids.unit

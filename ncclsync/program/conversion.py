@@ -181,7 +181,8 @@ class Conversions(Placer):
             if each > 0:
                 first = tf.cast(self.share.begin * (each * width), tensor.dtype)
                 if before.kind is Kind.INDICES:
-                    first *= tf.one_hot(0, tf.shape(tensor)[-1], dtype=tensor.dtype)
+                    at_first = tf.one_hot(0, tf.shape(tensor)[0 if before.axis else -1], dtype=tensor.dtype)
+                    first *= at_first[:, None] if before.axis else at_first
                 return tensor + first
         if not before.whole:
             tensor = self.convert(tensor, before, REPLICATE, op)

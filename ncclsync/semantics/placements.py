@@ -70,7 +70,8 @@ class Placement:
             PIECE: row splits of a ragged tensor that holds the tower's rows, or what leads to them.
             PLACES: integers that number the tower's elements: 0, w, 2 w, … for its rows along `axis`; with detail
                 ROW, each plus a number below w. `counts` is (rows for each sample, w).
-            INDICES: a matrix of integers, a sparse tensor's indices, whose first column is placed as PLACES.
+            INDICES: vectors of integers, such as a sparse tensor's indices, whose first ones are placed as PLACES. They
+                lie along the last axis; along the first one of a matrix with rows along the second.
         axis, blocks: see SHARD; `axis` also AXES and PLACES.
         unit: what rows are counted by: `SAMPLES`; else the rows of the tensor of that name, or the values between
             these row splits. How many of them a tower has depends on its data.

@@ -82,7 +82,8 @@ def _moved_numbers(call: Call) -> Sequence[Placement] | None:
         return None
     if kind in ("Cast", "Identity"):
         return [placed]
-    if placed.kind is Kind.INDICES and (kind != "Squeeze" or lengths_of(call.op.inputs[0])[1:] != [1]):
+    squeezed = kind == "Squeeze" and lengths_of(call.op.inputs[0])[1:] == [1]
+    if placed.kind is Kind.INDICES and not squeezed and not _keeps_vectors(call):
         return None
     call.inputs[0], call.unit = before, before.unit
     made = RULES[kind](call)
@@ -91,7 +92,17 @@ def _moved_numbers(call: Call) -> Sequence[Placement] | None:
         return None
     detail, of_rows = placed.detail, placed.detail in (None, Detail.ROW) and made[0].each == before.each > 0
     kept = of_rows or detail is Detail.LOOSE or (kind == "Squeeze" and detail is Detail.EVERY)
-    return [_places(placed, made[0].of_unit(before.unit), detail if kept else Detail.OWN)]
+    as_before = Kind.PLACES if squeezed else placed.kind
+    return [_places(placed, made[0].of_unit(before.unit), detail if kept else Detail.OWN, as_before)]
+
+
+def _keeps_vectors(call: Call) -> bool:
+    """Return whether an op moves vectors of indices, and changes none: they lie along the last axis, or turn to it."""
+    before, after = lengths_of(call.op.inputs[0]), lengths_of(call.op.outputs[0])
+    if call.op.type == "Transpose":
+        return call.inputs[0].axis == 1 and len(before) == 2 and np.array_equal(call.constant(1), [1, 0])
+    same = bool(before and after) and before[-1] == after[-1] is not None
+    return call.op.type in ("Reshape", "Tile") and same and not call.inputs[0].axis
 
 
 @_numbered("AddV2 Mul SelectV2")
@@ -226,7 +237,7 @@ def _sliced_numbers(call: Call) -> Sequence[Placement] | None:
     if placed.kind is Kind.PLACES and spec is not None and {*spec} <= {"all", "new"}:
         axis = [i for i, one in enumerate(spec) if one == "all"][placed.axis]
         return None if placed.detail is Detail.MAP else [placed.at(axis)]
-    if placed.kind is not Kind.INDICES or spec is None or len(spec) != 2 or spec[0] != "all":
+    if placed.kind is not Kind.INDICES or placed.axis or spec is None or len(spec) != 2 or spec[0] != "all":
         return None
     by = shard(0, 1, placed.each, placed.unit)
     if spec[1] == "one" and begin[1] == 0:
@@ -282,13 +293,19 @@ def _packed_numbers(call: Call) -> Sequence[Placement] | None:
         return None
     first, *others = call.inputs if packs else call.inputs[:-1]
     by, axis = numbered(first), call.op.get_attr("axis") if packs else call.constant(len(call.inputs) - 1)
-    if by is None or first.axis or first.kind is not Kind.PLACES or not made or axis is None:
+    if packs and by is not None and axis == 0 and rank == 1 and first.kind is Kind.PLACES:  # columns, to be turned
+        plain = all(one.kind is Kind.SHARD and same_rows(one, by) for one in others) and first.counts[0] > 0
+        own = first.detail if first.detail is Detail.LOOSE else Detail.OWN
+        return [_places(first, by.at(1), own, Kind.INDICES)] if plain else None
+    if by is None or first.axis or not made or axis is None or (packs and first.kind is Kind.INDICES):
         return None
     plain = all(one.kind is Kind.SHARD and same_rows(one, by) and not one.axis for one in others)
-    last = int(axis) % len(made) == len(made) - 1 > 0 and (packs or lengths_of(call.op.inputs[0])[-1] == 1)
+    columns = first.kind is Kind.INDICES or packs or lengths_of(call.op.inputs[0])[-1] == 1
+    last = int(axis) % len(made) == len(made) - 1 > 0 and columns
     if not plain or not others or first.counts[0] < 1 or not last:
         return None
     every = first.detail is Detail.EVERY or (first.detail is None and first.counts[1] == 1)
+    every = every and first.kind is Kind.PLACES
     inside = Detail.EVERY if every and rank == 2 - packs else Detail.OWN
     return [_places(first, by, Detail.LOOSE if first.detail is Detail.LOOSE else inside, Kind.INDICES)]
 
@@ -433,7 +450,7 @@ def _segments_numbered(call: Call) -> Sequence[Placement] | None:
 def _sparse_rows(call: Call, indices: int, values: int, shape: int) -> Placement | None:
     """Return the placement of a sparse tensor's rows, by the inputs that have its parts; None: not by samples."""
     placed = call.inputs[indices]
-    count = _numbers_of(placed) if placed.kind is Kind.INDICES else 0
+    count = _numbers_of(placed) if placed.kind is Kind.INDICES and not placed.axis else 0
     fits = count and call.inputs[values] == shard(0, 1, 1, placed.unit) and placed.detail in (Detail.OWN, Detail.EVERY)
     of = call.inputs[shape]
     return shard(0, 1, count) if fits and only_one(of) == 0 and of == rows((count, *of.counts[1:])) else None

@@ -72,10 +72,12 @@ class Conversions(Placer):
         self.exchanges: dict[TensorName, Exchange] = {}
         self.folds: set[OpName] = set()
         self.outputs: list[tuple[TensorName, bool]] = []
-        self.row_splits, self.share, self.marks = traced.row_splits, traced.trace.share, traced.trace.marks
+        self.row_splits = {name: name for name in traced.row_splits}
+        self.share, self.marks = traced.trace.share, traced.trace.marks
         self.placed: dict[TensorName, tuple[tf.Tensor, Placement]] = {}
         self.declared = {(int(variable.shape[0]), each) for _, variable, each in traced.opened}
         self.stretched = bool(traced.opened)
+        self.looks = not traced.trace.jit_compile  # XLA compiles a program for each number of rows
         self.costs = Costs(self.functions, self.axes)
         self.converted: dict[tuple[TensorName, Placement, Placement], tf.Tensor] = {}
         self._exchanged: dict[tuple[TensorName, Collective, TensorName | None], tf.Tensor] = {}
@@ -179,7 +181,8 @@ class Conversions(Placer):
             if each > 0:
                 first = tf.cast(self.share.begin * (each * width), tensor.dtype)
                 if before.kind is Kind.INDICES:
-                    first *= tf.one_hot(0, tf.shape(tensor)[-1], dtype=tensor.dtype)
+                    at_first = tf.one_hot(0, tf.shape(tensor)[0 if before.axis else -1], dtype=tensor.dtype)
+                    first *= at_first[:, None] if before.axis else at_first
                 return tensor + first
         if not before.whole:
             tensor = self.convert(tensor, before, REPLICATE, op)
@@ -220,7 +223,7 @@ class Conversions(Placer):
         numbers = uneven.numbered(before)
         if numbers is not None and before.detail in (Detail.OWN, Detail.EVERY) and before.counts[0] > 0:
             return self.convert(self.convert(tensor, before, numbers, op), numbers, REPLICATE, op)
-        if before == PIECE and tensor.name in self.traced.argument_placements:  # the row splits of all rows
+        if before == PIECE:  # the row splits of all rows
             lengths = self.exchange(tensor[1:] - tensor[:-1], GATHER, op)
             return tf.concat([tf.zeros([1], lengths.dtype), tf.cumsum(lengths)], 0)
         if before.kind in RECOMPUTED:  # such as a cast of the rows' places
@@ -307,7 +310,7 @@ class Conversions(Placer):
             return self.share.begin, self.share.rows, self.share.total
         if unit not in self._extents:
             named = self.traced.tensor(unit)
-            ends = self.traced.argument_placements.get(unit) == PIECE
+            ends = self.placed[unit][1] == PIECE
             count = tf.cast(named[-1], tf.int32) if ends else tf.shape(named)[0]
             every = self.exchange(tf.stack([self.share.begin, count])[None], GATHER, op)
             before = tf.where(every[:, 0] < self.share.begin, every[:, 1], 0)

@@ -15,7 +15,7 @@ from ncclsync.compat.names import OpName, TensorName, op_name
 from ncclsync.program.program import Exchange
 from ncclsync.program.trace import Trace
 from ncclsync.semantics.axes import Axes
-from ncclsync.semantics.functions import Functions, in_order
+from ncclsync.semantics.functions import Functions, in_order, parents_of
 from ncclsync.semantics.placements import LOCAL, PIECE, REPLICATE, Detail, Kind, Placement, rows, shard
 from ncclsync.semantics.roles import Role, is_random_state, mark_random_state, role_of
 
@@ -66,13 +66,15 @@ class TracedGraph:
         # side effects need in creation order keeps as much of it as there can be.
         created = {op.name: i for i, op in enumerate(self.tf_graph.get_operations())}
         roots = [*self.tf_graph.control_outputs, *(tensor.op for tensor in self.results)]
-        self.ops = in_order(sorted(roots, key=lambda op: created[op.name]))
+        self.ops = in_order(sorted(roots, key=lambda op: created[op.name]), _needed)
         self.inputs: dict[OpName, tuple[TensorName, ...]] = {}
         self.controls: dict[OpName, tuple[OpName, ...]] = {}
         self._merge_duplicates()
         self.writes = {op.name: tf_compat.written_handles(op) & self.role.keys() for op in self.ops}
         # No segment computes these ops: their consumers take their inputs instead.
-        self.passing = {op.name for op in self.ops if op.name in trace.marks or op.type == "IdentityN"}
+        self.passing = {
+            op.name for op in self.ops if op.name in trace.marks or op.type == "IdentityN" or _is_its_first(op)
+        }
         vars(self).update(read_only(vars(self)), is_made=True)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -114,7 +116,8 @@ class TracedGraph:
         renamed: dict[TensorName, TensorName] = {}
         ops = []
         for op in self.ops:
-            inputs = self.inputs[op.name] = tuple(renamed.get(t.name, t.name) for t in op.inputs)
+            inputs = tuple(renamed.get(t.name, t.name) for t in op.inputs)
+            inputs = self.inputs[op.name] = inputs[:1] if _is_its_first(op) else inputs
             controls = [replaced.get(c.name, c.name) for c in op.control_inputs]
             self.controls[op.name] = tuple(dict.fromkeys(controls))
             reads = op.type == "ReadVariableOp" and self.role.get(inputs[0]) is Role.SAME
@@ -131,6 +134,16 @@ class TracedGraph:
             renamed.update((one.name, other.name) for one, other in zip(op.outputs, same.outputs, strict=True))
         self.ops = ops
         self.results = [self.tensor(renamed.get(t.name, t.name)) for t in self.results]
+
+
+def _is_its_first(op: tf.Operation) -> bool:
+    """Return whether an op gives its first input: min(n, max(n, m)), as `tf.math.bincount` has for n segments."""
+    other = op.inputs[1].op if op.type == "Minimum" else None
+    return other is not None and other.type == "Maximum" and other.inputs[0] is op.inputs[0] and op.outputs[0].shape.rank == 0
+
+
+def _needed(op: tf.Operation) -> list[tf.Operation]:
+    return [op.inputs[0].op, *op.control_inputs] if _is_its_first(op) else parents_of(op)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

@@ -9,8 +9,10 @@ collectives become `Exchange`s.
 
 import dataclasses
 import logging
+import math
 from collections.abc import Collection
 
+import numpy as np
 import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
@@ -93,7 +95,7 @@ class Partition(Conversions):
             self.append(op)
             return
         given = [self.placed[name] for name in names]
-        for tensor, name in zip(op.inputs, names, strict=True):
+        for tensor, name in zip(op.inputs, names, strict=False):
             if tensor.name != name:  # of merged ops one was placed, and refined
                 tensor.set_shape(self.traced.tensor(name).shape)
         call = Call(op, [tensor for tensor, _ in given], [placed for _, placed in given], self)
@@ -116,6 +118,8 @@ class Partition(Conversions):
                 f"{user_line(op.traceback)}, which {reason}. Move it out of the step, and report this line"
             ) from reason
         self._shape_inputs(call, made)
+        with self.building():
+            stays = self._look(call)
         altered = any(one is not other for one, other in zip(call.tensors, call.given[0], strict=True))
         rest = altered or any(name in self._altered for name in names)
         indices, slices = ADDS_SLICES.get(op.type, (0, 0))
@@ -131,19 +135,21 @@ class Partition(Conversions):
         else:
             self.costs.add(op, call.given[1], (*call.inputs, *made))
         for output, placed in zip(op.outputs, made, strict=True):
-            if output.name in self.placed:  # all towers have it from tower 0
-                continue
-            by_rows = placed.kind is Kind.SHARD
-            tensor, after = output, None if by_rows else self._rows_again(op, call.given[1], output)
+            tensor, placed = self.placed.get(output.name, (output, placed))  # all towers may have it from tower 0
+            if stays is not None:
+                with self.building():
+                    tensor = self._own_segments(call, stays)
+            after = self._rows_again(op, call.given[1], output) if placed.whole else None
             if placed.kind is Kind.PARTIAL:
+                after = self._rows_again(op, call.given[1], output)
                 if op.type in rules.ELEMENTWISE:
                     after = next((self.rows_of[name] for name in names if name in self.rows_of), None)
                 if after is not None and not after.unit:
                     self.rows_of[output.name] = after
-            elif placed.whole and after is not None:
+            elif after is not None:
                 with self.building():
-                    tensor, placed = self.rows_of_tower(output, after, op), after
-                self.converted[tensor.name, after, REPLICATE] = output
+                    tensor, whole, placed = self.rows_of_tower(tensor, after, op), tensor, after
+                self.converted[tensor.name, after, REPLICATE] = whole
             self._put(output, tensor, placed)
             if rest and placed.kind is not Kind.SHARD:
                 self._altered.add(output.name)
@@ -157,33 +163,83 @@ class Partition(Conversions):
             with self.building():
                 call.tensors[0] = tf.ensure_shape(call.tensors[0], shape)
         if op.type == "RaggedTensorToTensor" and made[0].kind is Kind.SHARD:
+            lengths = np.ravel(call.constant(0))
+            if len(lengths) > 1 and lengths[1] >= 0:
+                return
             # Its rows are as long as the batch's longest if that is open.
             with self.building():
-                shape, splits = call.tensors[0], call.tensors[3]
+                shape, *pieces = call.tensors[0], *call.tensors[3:]
                 maximum = Collective(CollectiveKind.ALL_REDUCE, "max")
-                longest = self.exchange(tf.reduce_max(splits[1:] - splits[:-1]), maximum, op)
+                if len(pieces) > 1:  # how many rows, and which row each value is in
+                    ones = tf.ones_like(pieces[1])
+                    every = tf.math.unsorted_segment_sum(ones, pieces[1], tf.cast(pieces[0], pieces[1].dtype))
+                else:
+                    every = pieces[0][1:] - pieces[0][:-1]
+                longest = self.exchange(tf.reduce_max(every), maximum, op)
                 shape = tf.broadcast_to(shape, [op.outputs[0].shape.rank])  # all lengths are open if it is a scalar
                 second = tf.logical_and(shape < 0, tf.equal(tf.range(tf.size(shape)), 1))
                 call.tensors[0] = tf.where(second, tf.cast(longest, shape.dtype), shape)
 
+    def _look(self, call: Call) -> tf.Tensor | None:
+        """Look whether numbers that are not known to stay among a tower's rows do so; let the op take all rows if not.
+
+        Returns:
+            Whether they do, for an op whose result has these rows; else None.
+        """
+        op, at = call.op, call.loose
+        if at is None:
+            return None
+        numbers, placed, per_row = call.tensors[at], call.inputs[at], math.prod(call.inputs[at].counts)
+        first, own = (tf.cast(one * per_row, numbers.dtype) for one in (self.share.begin, self.share.rows))
+        if op.type in ("GreaterEqual", "Maximum"):
+            call.tensors[1] -= first  # as the tower numbers
+            return None
+        of_rows = numbers if placed.kind is Kind.PLACES else numbers[..., 0]
+        stay = tf.reduce_all(tf.logical_and(of_rows >= 0, of_rows < own))
+        every = self.exchange(tf.cast(stay, tf.int32), Collective(CollectiveKind.ALL_REDUCE, "min"), op)
+        stays, moved = tf.equal(every, 1), tf.where(tf.equal(every, 1), 0, first)
+        at_first = 1 if placed.kind is Kind.PLACES else tf.one_hot(0, tf.shape(numbers)[-1], dtype=numbers.dtype)
+        call.tensors[at] = numbers + moved * at_first
+        counts = rules.shape_input(op)
+        if counts is None:
+            table = call.tensors[0]
+            others = self.exchange(table[: tf.where(stays, 0, own)], GATHER, op)
+            call.tensors[0] = tf.concat([table[: tf.where(stays, own, 0)], others], 0)
+            return None
+        total = self.convert(call.tensors[counts], call.inputs[counts], REPLICATE, op)
+        call.tensors[counts] = tf.where(stays, call.tensors[counts], total)
+        return stays
+
+    def _own_segments(self, call: Call, stays: tf.Tensor) -> tf.Tensor:
+        """Return a tower's rows of what `_look` has let an op add up for them, or, unless they stay, for all rows."""
+        (made,), per_row = call.op.outputs, math.prod(call.inputs[call.loose or 0].counts)
+        first, own, every = (one * per_row for one in (self.share.begin, self.share.rows, self.share.total))
+        reduced = rules.SEGMENTS.get(call.op.type, SUM)
+        sent = made[: tf.where(stays, 0, every)]
+        whole = self.exchange(sent, Collective(CollectiveKind.ALL_REDUCE, reduced.op), call.op)
+        return tf.concat([made[: tf.where(stays, own, 0)], whole[first : first + tf.where(stays, 0, own)]], 0)
+
     def _rows_again(self, op: tf.Operation, given: list[Placement], output: tf.Tensor) -> Placement | None:
         """Return the placement by rows of a result that all towers have; None: it is not known to have rows."""
-        same_shape = rules.SAME_SHAPE & {op.type, f"{op.type}:{output.value_index}"}
-        if same_shape and given[0].kind is Kind.SHARD:
+        rank = output.shape.rank
+        if rules.SAME_SHAPE & {op.type, f"{op.type}:{output.value_index}"} and given[0].kind is Kind.SHARD:
             return rules.counted(given[0])
-        if output.dtype in (tf.resource, tf.variant) or not (self.functions.runs(op) or op.type in rules.BACK_TO_ROWS):
+        if output.dtype in (tf.resource, tf.variant) or not rank:
             return None
-        if not self.functions.runs(op) and (at := rules.shape_input(op)) is not None:
-            shape, rank = given[at], output.shape.rank
-            if shape.kind is not Kind.COUNTS or not rank:
-                return None
+        at = rules.shape_input(op) if op.type in rules.BACK_TO_ROWS else None
+        if at is not None and given[at].kind is Kind.COUNTS:
+            shape = given[at]
             axis = next(i for i, count in enumerate(shape.counts) if count)  # of [rows, rows], of all pairs, the first
             along = rank - 1 if op.type == "TopKV2" else axis
             return rules.shard(along, 1, max(shape.counts[axis], 0), shape.unit)
-        rowed = any(one.kind is Kind.SHARD for one in (given if self.functions.runs(op) else given[:1]))
-        lengths = self.axes.lengths(output) if rowed else None
-        found = [(axis, one.each) for axis, one in enumerate(lengths or ()) if isinstance(one, Rows)]
-        return rules.shard(found[0][0], 1, found[0][1]) if found else None
+        if all(one.whole for one in given):
+            return None
+        lengths = self.axes.lengths(output)
+        found = [(axis, one.each) for axis, one in enumerate(lengths or ()) if isinstance(one, Rows) and one.each]
+        for axis, each in found[:1]:
+            like = (one for one in given if one == rules.shard(axis, one.blocks) and one.each * one.blocks == each)
+            return rules.counted(next(like, rules.shard(axis, 1, each)))
+        return None
 
     def _made(self, call: Call) -> list[Placement]:
         op = call.op

@@ -22,7 +22,9 @@ class Detail(enum.Enum):
     ENDS = "ends"  # PIECE: where each row ends
     BEGINS = "begins"  # PIECE: where each row begins
     LENGTH = "length"  # PIECE: how many splits there are
+    SHAPE = "shape"  # PIECE: the shape of the sparse tensor of the pieces that texts are split into
     OWN = "own"  # PLACES: each numbers any one of the tower's rows · w elements
+    LOOSE = "loose"  # PLACES: as OWN, as far as is known: the step looks whether they leave the tower's rows
     EVERY = "every"  # PLACES: as OWN, and each element occurs, in ascending order
     MAP = "map"  # PLACES: where each value of a sparse tensor goes when empty rows are filled
 
@@ -65,10 +67,11 @@ class Placement:
             ITEMS: a list of tensors that are placed as `of`. If `of` is None, the list is still empty, and takes
                 tensors of the shape `counts`, in which -1 is any length. With detail ROW, a loop has put in one
                 tensor for each of a tower's rows.
-            PIECE: row splits of a ragged tensor that holds the tower's rows.
+            PIECE: row splits of a ragged tensor that holds the tower's rows, or what leads to them.
             PLACES: integers that number the tower's elements: 0, w, 2 w, … for its rows along `axis`; with detail
                 ROW, each plus a number below w. `counts` is (rows for each sample, w).
-            INDICES: a matrix of integers, a sparse tensor's indices, whose first column is placed as PLACES.
+            INDICES: vectors of integers, such as a sparse tensor's indices, whose first ones are placed as PLACES. They
+                lie along the last axis; along the first one of a matrix with rows along the second.
         axis, blocks: see SHARD; `axis` also AXES and PLACES.
         unit: what rows are counted by: `SAMPLES`; else the rows of the tensor of that name, or the values between
             these row splits. How many of them a tower has depends on its data.

@@ -8,7 +8,7 @@ import abc
 import dataclasses
 import functools
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -66,15 +66,17 @@ class Placer(abc.ABC):
         axes: of the graph whose ops are placed.
         lenient: whether whole tensors may be taken for rows, while a loop's body is tried, to see how it begins.
         row_by_row: whether the ops are in a loop over a tower's rows.
+        looks: whether the step can look whether numbers leave a tower's rows.
         within: whether they are in a function, where nothing can be put before them.
-        row_splits: names of the row splits of ragged arguments whose values lie in rows, not in rows of rows.
+        row_splits: by name of the row splits of ragged tensors whose values lie in rows, not in rows of rows: the
+            unit of these values.
+        row_lengths: by name of the lengths of ragged rows that were counted: the unit of the values.
         draws: the user's lines that draw numbers which are each tower's own.
         fixed: rows per sample, by the length that the trace has of an axis that is divided.
         stretched: whether a batch of one row may have more rows of a tensor than `each` says, since it was broadcast.
     """
 
-    lenient = row_by_row = within = stretched = False
-    row_splits: Collection[TensorName] = ()
+    lenient = row_by_row = within = stretched = looks = False
 
     def __init__(self, functions: Functions, axes: Axes) -> None:
         """Know the step's functions, and the axes of the graph."""
@@ -82,6 +84,8 @@ class Placer(abc.ABC):
         self.axes = axes
         self.draws: list[str] = []
         self.fixed: dict[int, int] = {}
+        self.row_splits: dict[TensorName, TensorName] = {}
+        self.row_lengths: dict[TensorName, TensorName] = {}
 
     @abc.abstractmethod
     def convert(self, tensor: tf.Tensor, before: Placement, after: Placement, op: tf.Operation) -> tf.Tensor:
@@ -218,7 +222,7 @@ class Placer(abc.ABC):
                         call.require(i, REPLICATE)
         if all(placed.whole for placed in call.inputs):
             return [REPLICATE] * len(call.op.outputs)
-        if kind not in rules.ELEMENTWISE and kind != "Sum":
+        if kind not in rules.KEEPING_ALIKE:
             call.inputs[:] = map(rules.counted, call.inputs)
         known = all(tensor.shape.rank is not None or tensor.dtype == tf.resource for tensor in call.op.inputs)
         rule = rules.RULES.get(kind) if known or kind in rules.OF_ANY_RANK else None
@@ -263,8 +267,18 @@ class Placer(abc.ABC):
         if kinds & {Kind.AXES, Kind.PENDING}:
             return self.whole(call)
         drawn = len(self.draws)
+        parts = [i for i, p in enumerate(call.inputs) if p.kind is Kind.PARTIAL and call.tensors[i].dtype != tf.resource]
         try:
-            made = self._function_by_rows(call)
+            try:
+                made = self._function_by_rows(call)
+            except Refused:  # a part, such as of a maximum, is often one number: once it is whole, rows may stay rows
+                del self.draws[drawn:]
+                call.begin_anew()
+                for i in parts:
+                    call.require(i, self.reduced(call.tensors[i]))
+                if not parts:
+                    raise
+                made = self._function_by_rows(call)
             self.draws[drawn:] = [user_line(call.op.traceback)] * (len(self.draws) > drawn)
             return made
         except Refused as reason:

@@ -50,6 +50,7 @@ class Call:
         given: the tensors and their placements as they came.
         local: indices of LOCAL inputs, which count as whole meanwhile.
         axes: what is known of the lengths of the op's inputs and outputs.
+        loose: the index of the input that may number other towers' rows: the step has to look.
         unit: of the rows of its inputs, and so of its results, whatever a rule says; see `Placement`.
     """
 
@@ -63,6 +64,7 @@ class Call:
         self.local: set[int] = set()
         self.axes: Axes = self.placer.axes
         self.unit = SAMPLES
+        self.loose: int | None = None
 
     def require(self, index: int, placement: Placement) -> None:
         """Give the op input `index` with that placement."""
@@ -90,6 +92,7 @@ class Call:
     def begin_anew(self) -> None:
         """Take back what was required."""
         self.tensors, self.inputs, self.unit = list(self.given[0]), list(self.given[1]), SAMPLES
+        self.loose = None
         self.local.clear()
 
 
@@ -241,14 +244,15 @@ UNARY = names("""
     Log Log1p LogicalNot Ndtri Neg OnesLike PlaceholderWithDefault PopulationCount PreventGradient Real Reciprocal
     Relu Relu6 Rint Round Rsqrt Selu Sigmoid Sign Sin Sinh Snapshot Softplus Softsign Spence Sqrt Square
     StaticRegexFullMatch StaticRegexReplace StopGradient StringLength StringLower StringStrip StringToHashBucket
-    StringToHashBucketFast StringToHashBucketStrong StringToNumber StringUpper Tan Tanh ZerosLike
+    StringToHashBucketFast StringToHashBucketStrong StringToNumber StringUpper Tan Tanh UnicodeScript UnicodeTranscode
+    ZerosLike
 """)
 BROADCASTING = names("""
     Add AddV2 ApproximateEqual Atan2 Betainc BitwiseAnd BitwiseOr BitwiseXor ClipByValue Complex Div DivNoNan Equal
     FakeQuantWithMinMaxArgsGradient FakeQuantWithMinMaxVars FakeQuantWithMinMaxVarsPerChannel FloorDiv FloorMod
     Greater GreaterEqual Igamma IgammaGradA Igammac LeftShift Less LessEqual LogicalAnd LogicalOr Maximum Minimum Mod
     Mul MulNoNan NextAfter NotEqual Polygamma Pow RandomGammaGrad RealDiv RightShift SelectV2 SquaredDifference
-    StringJoin Sub TruncateDiv TruncateMod Xdivy Xlog1py Xlogy Zeta
+    StringJoin Sub Substr TruncateDiv TruncateMod Xdivy Xlog1py Xlogy Zeta
 """)
 # Of operands of one shape: an activation's gradient, a sum.
 ALIKE = names("""
@@ -257,8 +261,9 @@ ALIKE = names("""
 """)
 
 
-# These keep rows that are all alike so.
 ELEMENTWISE = UNARY | BROADCASTING | ALIKE
+# These keep rows that are all alike so. In a list they may meet others: a loop's state begins alike.
+KEEPING_ALIKE = ELEMENTWISE | names("Sum TensorListPushBack TensorListSetItem")
 MOVING = names("ExpandDims Reshape Squeeze Transpose")  # elements, of which each stays as it is
 FILLING = names("BroadcastTo Fill")
 # Of all other ops the inputs' ranks must be known.
@@ -383,7 +388,7 @@ _REDUCED = {"Sum": SUM, "Mean": MEAN, "Max": partial("max"), "Min": partial("min
 _REDUCED |= {"All": EVERY, "Any": ANY}
 
 
-@rule_for(*_REDUCED, "EuclideanNorm")
+@rule_for(*_REDUCED, "EuclideanNorm ReduceJoin")
 def _reduce(call: Call) -> Sequence[Placement] | None:
     placed, summed = call.inputs
     rank = rank_of(call, 0)
@@ -420,7 +425,7 @@ def _bias_add(call: Call) -> Sequence[Placement] | None:
 _ALONG: dict[str, tuple[int | str, str]] = dict.fromkeys(names("ArgMax ArgMin"), (1, "less"))
 _ALONG |= dict.fromkeys(names("Cumsum Cumprod CumulativeLogsumexp Reverse ReverseV2"), (1, "same"))
 _ALONG |= {"Roll": (2, "same"), "Unpack": ("axis", "less"), "Squeeze": ("squeeze_dims", "less")}
-_ALONG |= {"ExpandDims": (1, "more"), "OneHot": ("axis", "more"), "Pack": ("axis", "more")}
+_ALONG |= {"ApproxTopK": ("reduction_dimension", "same"), "ExpandDims": (1, "more"), "OneHot": ("axis", "more"), "Pack": ("axis", "more")}
 
 
 @rule_for(*_ALONG)
@@ -489,16 +494,22 @@ def _product_of(call: Call) -> Sequence[Placement] | None:
 # whole; +, a sum over the samples; *, a kernel's own, of no known order. The last ones stand for all further ones.
 _LETTERS = {
     "b w -> b": """
-        AvgPool AvgPool3D Conv Conv2D Conv3D DepthToSpace DepthwiseConv2dNative Dilation2D ExtractImagePatches
-        ExtractVolumePatches LRN MaxPool MaxPool3D MaxPoolV2 RegexFullMatch RegexReplace ResizeArea ResizeBicubic
+        AvgPool AvgPool3D Conv Conv2D Conv3D DecodeCSV DepthToSpace DepthwiseConv2dNative Dilation2D
+        ExtractImagePatches ExtractVolumePatches Fingerprint LRN MaxPool MaxPool3D MaxPoolV2 MaxPoolWithArgmax
+        ParseExample ParseExampleV2 RegexFullMatch RegexReplace ResizeArea ResizeBicubic
         ResizeBilinear ResizeNearestNeighbor ResizeNearestNeighborGrad ScaleAndTranslate SpaceToDepth
         """,
     "b b w -> b": """
-        DrawBoundingBoxes DrawBoundingBoxesV2 ImageProjectiveTransformV2 ImageProjectiveTransformV3 InTopKV2
-        ResizeBicubicGrad ResizeBilinearGrad ScaleAndTranslateGrad SoftmaxCrossEntropyWithLogits
+        CombinedNonMaxSuppression DrawBoundingBoxes DrawBoundingBoxesV2 ImageProjectiveTransformV2
+        ImageProjectiveTransformV3 InTopK InTopKV2 LowerBound UpperBound ResizeBicubicGrad ResizeBilinearGrad ScaleAndTranslateGrad SoftmaxCrossEntropyWithLogits
         SparseSoftmaxCrossEntropyWithLogits
         """,
-    "b b b w -> b": "LRNGrad MaxPool3DGrad MaxPool3DGradGrad MaxPoolGrad MaxPoolGradGrad MaxPoolGradV2",
+    "b b b w -> b": """
+        GenerateBoundingBoxProposals LRNGrad MaxPool3DGrad MaxPool3DGradGrad MaxPoolGrad MaxPoolGradGrad MaxPoolGradV2
+        MaxPoolGradGradV2 MaxPoolGradWithArgmax MaxPoolGradGradWithArgmax
+        """,
+    "b b w -> b +": "FakeQuantWithMinMaxVarsGradient FakeQuantWithMinMaxVarsPerChannelGradient",
+    "b w -> +": "HistogramFixedWidth",
     "b w b -> b": "Dilation2DBackpropInput",
     "b w b -> +": """
         Conv2DBackpropFilter Conv3DBackpropFilterV2 DepthwiseConv2dNativeBackpropFilter Dilation2DBackpropFilter
@@ -519,10 +530,15 @@ _LETTERS = {
         MatrixDiagPartV2 MatrixDiagPartV3 MatrixExponential MatrixInverse MatrixLogarithm MatrixSquareRoot Qr RFFT2D
         SelfAdjointEigV2 Svd
         """,
-    "...--- w -> ...": "AdjustContrastv2 AdjustHue AdjustSaturation FFT3D IFFT3D",
-    "...-- ...-- w -> ...": "BandedTriangularSolve CholeskyGrad MatrixSolve MatrixTriangularSolve TridiagonalSolve",
+    "...--- w -> ...": "AdjustContrastv2 AdjustHue AdjustSaturation FFT3D IFFT3D IRFFT3D RFFT3D",
+    "...- ...- -> ...": "Cross",
+    "...-- ...-- w -> ...": """
+        BandedTriangularSolve CholeskyGrad MatrixSolve MatrixSolveLs MatrixTriangularSolve TridiagonalSolve
+        """,
+    "...-- ...-- -> ...": "TridiagonalMatMul",
     "...-- ... w -> ...": "MatrixSetDiag MatrixSetDiagV2 MatrixSetDiagV3",
     "... w -> ...--": "MatrixDiagV2 MatrixDiagV3",  # of one diagonal its input has no axis
+    "... w -> ...-": "DecodePaddedRaw",
     "...- ... w -> +": "ScatterNd",
 }
 _OF_SAMPLES = {kind: letters for letters, kinds in _LETTERS.items() for kind in kinds.split()}
@@ -567,7 +583,13 @@ def _keeps_samples(call: Call) -> bool:
         sizes = [
             call.constant(inputs.index(name)) if name in inputs else op.get_attr(name) for name in ("ksize", "strides")
         ]
-        return all(one is not None and one[0] == 1 for one in sizes)
+        return all(one is not None and one[0] == 1 for one in sizes) and not (
+            "Argmax" in op.type and op.get_attr("include_batch_in_index")
+        )
+    if op.type.startswith("ParseExample"):  # of sparse and ragged features the samples' numbers differ
+        return not op.get_attr("Nsparse" if op.type == "ParseExample" else "num_sparse") and not (
+            op.type.endswith("V2") and op.get_attr("ragged_value_types")
+        )
     if op.type.startswith("FusedBatchNorm"):
         return not op.get_attr("is_training")
     if op.type == "SoftmaxCrossEntropyWithLogits":
@@ -954,10 +976,11 @@ def _found(call: Call) -> Sequence[Placement] | None:
 @rule_for("Range", counting=True)
 def _range(call: Call) -> Sequence[Placement] | None:
     begin, end, step = call.inputs
-    plain = call.constant(0) == 0 and call.constant(2) == 1 and begin.whole and step.whole
-    if end.kind is not Kind.COUNTS or not plain:
+    width, plain = call.constant(2), call.constant(0) == 0 and begin.whole and step.whole
+    if end.kind is not Kind.COUNTS or not plain or width is None or width < 1 or end.counts[0] % width:
         return None
-    return [Placement(Kind.PLACES, counts=(end.counts[0], 1), each=max(end.counts[0], 0))]
+    each = end.counts[0] // int(width)
+    return [Placement(Kind.PLACES, counts=(each, int(width)), each=max(each, 0))]
 
 
 @rule_for("TensorScatterAdd", "TensorScatterSub", "TensorScatterUpdate", "TensorScatterMax", "TensorScatterMin")
@@ -1009,7 +1032,7 @@ DRAWS = names("""
     RandomUniformInt StatefulUniform StatefulStandardNormalV2 StatefulTruncatedNormal StatefulUniformInt
     StatefulUniformFullInt StatelessRandomGammaV2 StatelessRandomGammaV3 StatelessRandomBinomial
     StatelessRandomPoisson StatelessParameterizedTruncatedNormal RandomGamma RandomPoisson RandomPoissonV2
-    StatefulRandomBinomial
+    StatefulRandomBinomial StatelessMultinomial
 """)
 
 # As many numbers for each parameter as the shape says, its axes before the parameters'; others broadcast.
@@ -1031,9 +1054,13 @@ def _draw(call: Call) -> Sequence[Placement] | None:
             given.append(f"#{_AXES[:rank]}")
         elif before is None:
             return None
+        elif argument.name == "logits":
+            given.append("a-")
+        elif argument.name == "num_samples":
+            given.append("")
         else:
             given.append(_AXES[rank - before : rank])
-    made = _by_letters(call, given, [_AXES[:rank]])
+    made = _by_letters(call, given, ["a-" if "a-" in given else _AXES[:rank]])
     return made and [counted(made[0])]
 
 
@@ -1044,7 +1071,7 @@ SEEDED_DRAWS = frozenset(name for name in DRAWS if name.startswith("State"))
 BACK_TO_ROWS = DRAWS.union(SEGMENTS) | names("""
     BroadcastTo CTCLoss CTCLossV2 Fill FusedBatchNorm FusedBatchNormGrad FusedBatchNormGradV2 FusedBatchNormGradV3
     FusedBatchNormV2 FusedBatchNormV3 ImageProjectiveTransformV2 ImageProjectiveTransformV3 Reshape ScatterNd
-    SparseToDense StatelessMultinomial StridedSliceGrad TopKV2
+    SparseToDense StridedSliceGrad TopKV2
 """)
 
 

@@ -8,7 +8,7 @@ tower's own rows, and row splits (`Kind.PLACES`, `Kind.INDICES`, `PIECE`), have 
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -43,13 +43,14 @@ OF_ANY_UNIT = (
     | COUNTING
     | names("""
         All Any ArgMax ArgMin BatchMatMulV2 BiasAdd BiasAddGrad BroadcastGradientArgs BroadcastTo Einsum Fill L2Loss
-        LogSoftmax MatMul Max Min OneHot Pad Prod Rank ResourceGather Shape Size Softmax
+        LogSoftmax LookupTableFind LookupTableFindV2 MatMul Max Min OneHot Pad Prod Rank ResourceGather Shape Size Softmax
         SparseSoftmaxCrossEntropyWithLogits StridedSliceGrad UnsortedSegmentSum
     """)
 )
 
 
 _numbered = functools.partial(rule_for, table=NUMBERED)
+_cumulated = RULES["Cumsum"]
 
 
 def numbered(placed: Placement) -> Placement | None:
@@ -72,13 +73,17 @@ def _moved_numbers(call: Call) -> Sequence[Placement] | None:
     """Place numbers that an op moves, and does not change: they go where rows go."""
     placed, kind = call.inputs[0], call.op.type
     if placed.kind is Kind.PIECE:
+        splits, unit = call.op.outputs[0].name, call.placer.row_splits.get(call.op.inputs[0].name)
+        if unit is not None and not call.placer.within:
+            call.placer.row_splits[splits] = unit
         return [placed] if kind in ("Cast", "Identity") else None
     before = numbered(placed)
     if before is None or call.op.outputs[0].dtype not in (tf.int32, tf.int64) or placed.detail is Detail.MAP:
         return None
     if kind in ("Cast", "Identity"):
         return [placed]
-    if placed.kind is Kind.INDICES and (kind != "Squeeze" or lengths_of(call.op.inputs[0])[1:] != [1]):
+    squeezed = kind == "Squeeze" and lengths_of(call.op.inputs[0])[1:] == [1]
+    if placed.kind is Kind.INDICES and not squeezed and not _keeps_vectors(call):
         return None
     call.inputs[0], call.unit = before, before.unit
     made = RULES[kind](call)
@@ -86,8 +91,18 @@ def _moved_numbers(call: Call) -> Sequence[Placement] | None:
     if made is None or made[0].kind is not Kind.SHARD or made[0].blocks != 1:
         return None
     detail, of_rows = placed.detail, placed.detail in (None, Detail.ROW) and made[0].each == before.each > 0
-    kept = of_rows or (kind == "Squeeze" and detail is Detail.EVERY)
-    return [_places(placed, made[0].of_unit(before.unit), detail if kept else Detail.OWN)]
+    kept = of_rows or detail is Detail.LOOSE or (kind == "Squeeze" and detail is Detail.EVERY)
+    as_before = Kind.PLACES if squeezed else placed.kind
+    return [_places(placed, made[0].of_unit(before.unit), detail if kept else Detail.OWN, as_before)]
+
+
+def _keeps_vectors(call: Call) -> bool:
+    """Return whether an op moves vectors of indices, and changes none: they lie along the last axis, or turn to it."""
+    before, after = lengths_of(call.op.inputs[0]), lengths_of(call.op.outputs[0])
+    if call.op.type == "Transpose":
+        return call.inputs[0].axis == 1 and len(before) == 2 and np.array_equal(call.constant(1), [1, 0])
+    same = bool(before and after) and before[-1] == after[-1] is not None
+    return call.op.type in ("Reshape", "Tile") and same and not call.inputs[0].axis
 
 
 @_numbered("AddV2 Mul SelectV2")
@@ -96,24 +111,85 @@ def _computed_numbers(call: Call) -> Sequence[Placement] | None:
     kind, one, two = call.op.type, call.inputs[0], call.inputs[1]
     if call.op.outputs[0].dtype not in (tf.int32, tf.int64):
         return None
-    numbers = next((one for one in call.inputs if one.kind is Kind.PLACES and one.detail in (None, Detail.ROW)), None)
+    loose = (None, Detail.ROW, Detail.OWN, Detail.LOOSE) if kind == "AddV2" else (None, Detail.ROW)
+    numbers = next((one for one in call.inputs if one.kind is Kind.PLACES and one.detail in loose), None)
     if numbers is None:
         return None
     if kind == "SelectV2":  # `range(rows) if rows > 1 else 0`, of `tf.vectorized_map`
         zero = call.constant(2)
         clear = numbers == two and zero is not None and not np.any(zero)
         return [two] if clear and one.whole and _is_of_several(call, numbers.counts[0]) else None
+    other = 0 if numbers is two else 1
+    made = _numbers_with(call, 1 - other)
     if kind == "Mul" and numbers.detail is None:
-        factor = call.constant(0 if numbers is two else 1)
-        count, width = numbers.counts
+        factor, (count, width) = call.constant(other), numbers.counts
+        if _is_one(call.op.inputs[other]):
+            return made
         fits = factor is not None and np.size(factor) == 1 and int(np.ravel(factor)[0]) > 0
         return [dataclasses.replace(numbers, counts=(count, width * int(np.ravel(factor)[0])))] if fits else None
-    if kind == "AddV2" and numbers.detail is None and numbers is two:  # a gather by row goes back so
-        ranks = rank_of(call, 0), rank_of(call, 1)
-        aligned = None not in ranks and one.axis - ranks[0] == two.axis - ranks[1]
-        if one == shard(one.axis) and one.each == two.counts[0] and aligned and _gathers_by_row(call, two.counts[1]):
-            return [dataclasses.replace(two, axis=one.axis, detail=Detail.ROW)]
+    if kind == "AddV2" and made is not None:
+        lowest, highest = bounds(call, call.op.inputs[other])
+        inside = lowest is not None and highest is not None and 0 <= lowest <= highest < numbers.counts[1]
+        inside |= numbers is two and _gathers_by_row(call, numbers.counts[1])
+        exact = inside and numbers.detail is None
+        return [dataclasses.replace(made[0], detail=Detail.ROW if exact else Detail.LOOSE)]
     return None
+
+
+def _numbers_with(call: Call, at: int) -> list[Placement] | None:
+    """Place numbers of rows that meet others, or none, element by element: where the rows go when they are broadcast."""
+    numbers, other = call.inputs[at], call.inputs[1 - at]
+    by = numbered(numbers)
+    if by is None or other.kind not in (Kind.SHARD, Kind.REPLICATE):
+        return None
+    call.inputs[at], call.unit = by, by.unit
+    whole = other.whole
+    made = RULES["AddV2"](call) if whole or other == shard(other.axis, other.blocks, other.each, by.unit) else None
+    fits = made is not None and made[0].blocks == 1 and call.inputs[at] == by and call.inputs[1 - at].whole == whole
+    call.inputs[at], call.unit = numbers, SAMPLES
+    return [_places(numbers, made[0].of_unit(by.unit), numbers.detail)] if fits and made else None
+
+
+def _is_one(tensor: tf.Tensor) -> bool:
+    """Return whether a tensor has ones alone, as far as the op shows that makes it."""
+    op = passed_on(tensor, "Reshape", "ExpandDims", "Cast").op
+    value = op.inputs[1] if op.type == "Fill" else tensor
+    return op.type == "OnesLike" or np.all(np.equal(tf.get_static_value(value), 1))
+
+
+_PICKING = names("""
+    Cast ExpandDims GatherNd GatherV2 Identity Reshape ReverseV2 Slice Squeeze StopGradient StridedSlice Tile Transpose
+""")
+_Bounds = tuple[int | None, int | None]
+
+
+def bounds(call: Call, tensor: tf.Tensor) -> _Bounds:
+    """Return the least and the greatest number that a tensor of integers can have, as its ops show; None: not known."""
+    op, kind = tensor.op, tensor.op.type
+    if not (tensor.dtype.is_integer or tensor.dtype == tf.bool):
+        return None, None
+    if tensor.dtype == tf.bool:
+        return 0, 1
+    if (value := call.axes.constant(tensor) if kind == "Const" else None) is not None and np.size(value):
+        return int(np.min(value)), int(np.max(value))
+    if kind in _PICKING:
+        return bounds(call, op.inputs[0])
+    if kind in ("Minimum", "Maximum", "AddV2"):
+        (low, high), (other_low, other_high) = (bounds(call, one) for one in op.inputs)
+        lows, highs = [n for n in (low, other_low) if n is not None], [n for n in (high, other_high) if n is not None]
+        if kind == "AddV2":
+            return sum(lows) if len(lows) > 1 else None, sum(highs) if len(highs) > 1 else None
+        if kind == "Minimum":
+            return min(lows) if len(lows) > 1 else None, min(highs, default=None)
+        return max(lows, default=None), max(highs) if len(highs) > 1 else None
+    if kind == "FloorMod":
+        divisor = call.axes.constant(op.inputs[1])
+        return (0, int(np.max(divisor)) - 1) if divisor is not None and np.all(divisor > 0) else (None, None)
+    if kind in ("ArgMax", "ArgMin") or (kind in ("TopK", "TopKV2") and tensor.value_index == 1):
+        axis = -1 if kind.startswith("Top") else call.axes.constant(op.inputs[1])
+        length = None if axis is None else (call.axes.lengths(op.inputs[0]) or {int(axis): None})[int(axis)]
+        return 0, length - 1 if isinstance(length, int) else None
+    return None, None
 
 
 def _is_of_several(call: Call, each: int) -> bool:
@@ -149,6 +225,8 @@ def _sliced_numbers(call: Call) -> Sequence[Placement] | None:
     if begin is None or end is None or strides is None or np.any(strides != 1):
         return None
     spec = slice_spec(call)
+    if placed.detail is Detail.SHAPE:
+        return [rows(placed.counts)] if spec == ["one"] and begin[0] == 0 else None
     if placed.kind is Kind.PIECE and placed.detail is Detail.LENGTH:
         return [placed] if spec == ["one"] or (begin[0] == 0 and spec == ["all"]) else None
     if placed == PIECE and call.op.inputs[0].name in call.placer.row_splits:
@@ -159,7 +237,7 @@ def _sliced_numbers(call: Call) -> Sequence[Placement] | None:
     if placed.kind is Kind.PLACES and spec is not None and {*spec} <= {"all", "new"}:
         axis = [i for i, one in enumerate(spec) if one == "all"][placed.axis]
         return None if placed.detail is Detail.MAP else [placed.at(axis)]
-    if placed.kind is not Kind.INDICES or spec is None or len(spec) != 2 or spec[0] != "all":
+    if placed.kind is not Kind.INDICES or placed.axis or spec is None or len(spec) != 2 or spec[0] != "all":
         return None
     by = shard(0, 1, placed.each, placed.unit)
     if spec[1] == "one" and begin[1] == 0:
@@ -192,30 +270,44 @@ def _less_numbers(call: Call) -> Sequence[Placement] | None:
 def _clipped_numbers(call: Call) -> Sequence[Placement] | None:
     """Place the checks of a sum over segments' gradient: none of the tower's numbers is negative."""
     placed, by = call.inputs[0], numbered(call.inputs[0])
-    if by is None or placed.kind is not Kind.PLACES or placed.detail not in (Detail.OWN, Detail.EVERY):
+    if by is None or placed.kind is not Kind.PLACES or placed.detail not in (Detail.OWN, Detail.EVERY, Detail.LOOSE):
         return None
     if call.op.type == "ZerosLike":
         return [by]
     zero = call.op.inputs[1].op.type == "ZerosLike" or np.array_equal(call.constant(1), 0)
     zero = zero and rank_of(call, 1) in (0, rank_of(call, 0))
-    return None if not zero else [by if call.op.type == "GreaterEqual" else placed]
+    if not zero or not _stay(call, 0):
+        return None
+    return [by if call.op.type == "GreaterEqual" else placed]
 
 
 @_numbered("Pack", "ConcatV2")
 def _packed_numbers(call: Call) -> Sequence[Placement] | None:
     """Place the indices that a step makes of rows and columns."""
     packs, rank, made = call.op.type == "Pack", rank_of(call, 0), lengths_of(call.op.outputs[0])
+    ends = call.inputs[1] if len(call.inputs) > 1 else REPLICATE
+    if ends.kind is Kind.PIECE and ends.detail is Detail.ENDS and not packs and len(call.inputs) == 3:
+        if ends.unit and np.array_equal(call.constant(0), [0]):
+            call.placer.row_splits[call.op.outputs[0].name] = ends.unit
+            return [PIECE]
+        return None
     first, *others = call.inputs if packs else call.inputs[:-1]
     by, axis = numbered(first), call.op.get_attr("axis") if packs else call.constant(len(call.inputs) - 1)
-    if by is None or first.axis or first.kind is not Kind.PLACES or not made or axis is None:
+    if packs and by is not None and axis == 0 and rank == 1 and first.kind is Kind.PLACES:  # columns, to be turned
+        plain = all(one.kind is Kind.SHARD and same_rows(one, by) for one in others) and first.counts[0] > 0
+        own = first.detail if first.detail is Detail.LOOSE else Detail.OWN
+        return [_places(first, by.at(1), own, Kind.INDICES)] if plain else None
+    if by is None or first.axis or not made or axis is None or (packs and first.kind is Kind.INDICES):
         return None
     plain = all(one.kind is Kind.SHARD and same_rows(one, by) and not one.axis for one in others)
-    last = int(axis) % len(made) == len(made) - 1 > 0 and (packs or lengths_of(call.op.inputs[0])[-1] == 1)
+    columns = first.kind is Kind.INDICES or packs or lengths_of(call.op.inputs[0])[-1] == 1
+    last = int(axis) % len(made) == len(made) - 1 > 0 and columns
     if not plain or not others or first.counts[0] < 1 or not last:
         return None
     every = first.detail is Detail.EVERY or (first.detail is None and first.counts[1] == 1)
-    every = every and rank == 2 - packs
-    return [_places(first, by, Detail.EVERY if every else Detail.OWN, Kind.INDICES)]
+    every = every and first.kind is Kind.PLACES
+    inside = Detail.EVERY if every and rank == 2 - packs else Detail.OWN
+    return [_places(first, by, Detail.LOOSE if first.detail is Detail.LOOSE else inside, Kind.INDICES)]
 
 
 @_numbered("GatherV2")
@@ -223,7 +315,7 @@ def _gather_numbered(call: Call) -> Sequence[Placement] | None:
     """Place what each number takes from a row of the tower, as the gradient of a sum over segments does."""
     params, indices, _ = call.inputs
     by, of, axis = numbered(indices), counted(numbered(params) or params), call.constant(2)
-    if by is None or axis is None or call.op.get_attr("batch_dims") or by.axis or rank_of(call, 1) != 1:
+    if by is None or axis is None or call.op.get_attr("batch_dims") or by.axis or not _stay(call, 1, of.axis == 0):
         return None
     along = of.kind is Kind.SHARD and rank_of(call, 0) is not None and of.axis == int(axis) % rank_of(call, 0)
     if not along or of.unit or of.blocks > 1 or indices.kind is not Kind.PLACES or params.detail is Detail.MAP:
@@ -231,14 +323,22 @@ def _gather_numbered(call: Call) -> Sequence[Placement] | None:
     known = of.each == _numbers_of(indices) > 0
     if not known and not (by.unit and of.each == 0 and _is_as_long(call)):
         return None
-    by = by.at(of.axis)
+    by = by.at(of.axis)  # the first of the axes of indices takes its place
     return [by if params.kind is Kind.SHARD else _places(params, by, kind=params.kind)]
+
+
+def _stay(call: Call, index: int, can_look: bool = True) -> bool:
+    """Return whether numbers name the tower's own rows, or the step can look whether they do."""
+    if call.inputs[index].detail is not Detail.LOOSE:
+        return True
+    call.loose = index
+    return can_look and call.placer.looks and not call.inputs[index].unit
 
 
 @_numbered("GatherNd")
 def _gather_nd_numbered(call: Call) -> Sequence[Placement] | None:
     by = _rows_named(call, 1)
-    return [by] if by is not None and _has_rows(*call.inputs) else None
+    return [by] if by is not None and _has_rows(*call.inputs) and _stay(call, 1) else None
 
 
 @_numbered("ScatterNd TensorScatterAdd TensorScatterMax TensorScatterMin TensorScatterSub TensorScatterUpdate")
@@ -247,7 +347,7 @@ def _scatter_numbered(call: Call) -> Sequence[Placement] | None:
     made = call.op.type == "ScatterNd"
     indices, updates, rowed = call.inputs if made else (*call.inputs[1:], call.inputs[0])
     by = _rows_named(call, 0 if made else 1)
-    if by is None or not _has_rows(rowed, indices):
+    if by is None or not _has_rows(rowed, indices) or not _stay(call, 0 if made else 1, made):
         return None
     plain = updates.kind is Kind.SHARD and not updates.axis and same_rows(updates, by)
     return [shard(0, 1, _numbers_of(indices))] if plain else None
@@ -259,7 +359,7 @@ def _crop_numbered(call: Call) -> Sequence[Placement] | None:
     given = {argument.name: placed for argument, placed in zip(call.op.op_def.input_arg, call.inputs, strict=True)}
     numbers, rowed = given.pop("box_ind"), given.pop("image", None) or given.pop("image_size")
     by, size = numbered(numbers), given.pop("crop_size", REPLICATE)
-    if by is None or numbers.kind is not Kind.PLACES or numbers.detail is Detail.MAP or not size.whole:
+    if by is None or numbers.kind is not Kind.PLACES or numbers.detail in (Detail.MAP, Detail.LOOSE) or not size.whole:
         return None
     plain = all(one.kind is Kind.SHARD and not one.axis and same_rows(one, by) for one in given.values())
     if not plain or not _has_rows(rowed, numbers):
@@ -287,7 +387,7 @@ def _where(call: Call) -> Sequence[Placement] | None:
     placed, rank = call.inputs[0], rank_of(call, 0)
     if placed.kind is not Kind.SHARD or placed.axis or placed.blocks != 1 or rank is None or call.placer.within:
         return None
-    unit = _splits_of(call.op.outputs[0], call.placer.row_splits) or call.op.outputs[0].name
+    unit = _unit_of(call.op.outputs[0], call.placer.row_splits) or call.op.outputs[0].name
     return [Placement(Kind.INDICES, detail=Detail.OWN, counts=(placed.each, 1), unit=unit)]
 
 
@@ -313,8 +413,8 @@ def _is_as_long(call: Call) -> bool:
     return call.axes.rows(tile.outputs[0], 0) == call.axes.rows(mask.inputs[1], 0) > 0
 
 
-def _splits_of(places: tf.Tensor, row_splits: Collection[TensorName]) -> TensorName | None:
-    """Return the name of the row splits whose row lengths the sequence mask of these places shows; None: of none."""
+def _unit_of(places: tf.Tensor, row_splits: Mapping[TensorName, TensorName]) -> TensorName | None:
+    """Return the unit of the row splits whose row lengths the sequence mask of these places shows; None: of none."""
     limit = _columns_of(places)
     if limit is None or limit.op.type != "Maximum" or limit.op.inputs[1].op.type != "Max":
         return None
@@ -327,7 +427,7 @@ def _splits_of(places: tf.Tensor, row_splits: Collection[TensorName]) -> TensorN
     if {ends.type, begins.type} != {"StridedSlice"} or ends.inputs[0] is not begins.inputs[0]:
         return None
     fits = tf.get_static_value(ends.inputs[1]) == 1 and tf.get_static_value(begins.inputs[2]) == -1
-    return ends.inputs[0].name if fits and ends.inputs[0].name in row_splits else None
+    return row_splits.get(ends.inputs[0].name) if fits else None
 
 
 _SORTED_SEGMENTS = names("SegmentMax SegmentMean SegmentMin SegmentProd SegmentSum")
@@ -340,7 +440,7 @@ def _segments_numbered(call: Call) -> Sequence[Placement] | None:
     gathered, unsorted = call.op.type in _GATHERED_SEGMENTS, call.op.type in SEGMENTS
     data, ids = call.inputs[gathered : gathered + 2]  # or, of a whole table, which rows of it
     by, count = numbered(ids), _numbers_of(ids) if ids.kind is Kind.PLACES else 0
-    if by is None or by.axis or not count or ids.detail is Detail.MAP:
+    if by is None or by.axis or not count or ids.detail is Detail.MAP or not _stay(call, 1 + gathered, unsorted):
         return None
     plain = data.kind is Kind.SHARD and same_rows(data, by) and not data.axis and (not gathered or call.inputs[0].whole)
     ends = call.inputs[2] == rows((count,)) if unsorted else ids.detail is Detail.EVERY
@@ -350,7 +450,7 @@ def _segments_numbered(call: Call) -> Sequence[Placement] | None:
 def _sparse_rows(call: Call, indices: int, values: int, shape: int) -> Placement | None:
     """Return the placement of a sparse tensor's rows, by the inputs that have its parts; None: not by samples."""
     placed = call.inputs[indices]
-    count = _numbers_of(placed) if placed.kind is Kind.INDICES else 0
+    count = _numbers_of(placed) if placed.kind is Kind.INDICES and not placed.axis else 0
     fits = count and call.inputs[values] == shard(0, 1, 1, placed.unit) and placed.detail in (Detail.OWN, Detail.EVERY)
     of = call.inputs[shape]
     return shard(0, 1, count) if fits and only_one(of) == 0 and of == rows((count, *of.counts[1:])) else None
@@ -415,11 +515,84 @@ def _sparse_fill_back(call: Call) -> Sequence[Placement] | None:
 @_numbered("RaggedTensorToTensor")
 def _ragged_to_dense(call: Call) -> Sequence[Placement] | None:
     """Place a padded ragged tensor; `Partition` sees to it that all towers pad up to the batch's longest row."""
-    lengths, splits = call.constant(0), call.op.inputs[3].name
-    placed = [shard(unit=splits), REPLICATE, PIECE]
-    known = splits in call.placer.row_splits and not call.placer.within
+    values, default, *pieces = call.inputs[1:]
+    lengths = call.constant(0)
+    known = not call.placer.within and default.whole and _are_rows_of(call, 3, pieces, values)
     open_ = lengths is not None and np.ravel(lengths)[0] == -1 and call.op.outputs[0].shape.rank is not None
-    return [shard()] if call.inputs[1:] == placed and known and open_ else None
+    return [shard()] if known and open_ else None
+
+
+def _are_rows_of(call: Call, index: int, pieces: Sequence[Placement], values: Placement) -> bool:
+    """Return whether inputs from `index` on say which values a tower's rows have: their splits, or each value's row."""
+    if values != shard(unit=values.unit) or not values.unit:
+        return False
+    if list(pieces) == [PIECE]:
+        return call.placer.row_splits.get(call.op.inputs[index].name) == values.unit
+    count, ids = pieces if len(pieces) == 2 else (REPLICATE, REPLICATE)
+    return count == rows((1,)) and ids.kind is Kind.PLACES and ids.unit == values.unit and ids.counts == (1, 1)
+
+
+_SPLITTING = "StringSplit StringSplitV2"
+
+
+@rule_for(_SPLITTING)
+def _split_texts(call: Call) -> Sequence[Placement] | None:
+    """Place the pieces of each row's text as a sparse tensor."""
+    placed, *others = call.inputs
+    if placed != shard() or not placed.each or call.placer.within or not all(one.whole for one in others):
+        return None
+    unit, counts = call.op.outputs[1].name, (placed.each, 1)
+    shape = dataclasses.replace(PIECE, detail=Detail.SHAPE, counts=counts[:1])
+    return [Placement(Kind.INDICES, detail=Detail.OWN, counts=counts, unit=unit), shard(unit=unit), shape]
+
+
+@rule_for("UnicodeDecode UnicodeDecodeWithOffsets")
+def _split_characters(call: Call) -> Sequence[Placement] | None:
+    """Place the characters of each row's text as a ragged tensor."""
+    if call.inputs[0] != shard() or call.inputs[0].each != 1 or call.placer.within:
+        return None
+    return _ragged(call)
+
+
+@_numbered("StringNGrams")
+def _grams(call: Call) -> Sequence[Placement] | None:
+    values, splits = call.inputs
+    return _ragged(call, 1)[::-1] if _are_rows_of(call, 1, [splits], values) else None
+
+
+def _ragged(call: Call, at: int = 0) -> list[Placement]:
+    """Return the placements of row splits, the result `at`, and of the others, which have the values."""
+    splits = call.op.outputs[at].name
+    call.placer.row_splits[splits] = splits
+    return [PIECE] + [shard(unit=splits)] * (len(call.op.outputs) - 1)
+
+
+@_numbered("DenseBincount")
+def _row_lengths(call: Call) -> Sequence[Placement] | None:
+    """Place how many values each row has."""
+    ids, size, _ = call.inputs
+    plain = ids.kind is Kind.PLACES and not ids.axis and rank_of(call, 0) == 1
+    plain = plain and ids.detail not in (Detail.MAP, Detail.LOOSE)
+    if not plain or size != rows((_numbers_of(ids),)) or lengths_of(call.op.inputs[2]) != [0]:
+        return None
+    call.placer.row_lengths[call.op.outputs[0].name] = ids.unit
+    return [shard(0, 1, _numbers_of(ids))]
+
+
+@rule_for("Cumsum")
+def _row_ends(call: Call) -> Sequence[Placement] | None:
+    """Place where ragged rows end, the sums of their lengths: each tower needs those of its own."""
+    unit = call.placer.row_lengths.get(call.op.inputs[0].name)
+    if unit and not call.op.get_attr("exclusive") and not call.op.get_attr("reverse"):
+        return [dataclasses.replace(PIECE, detail=Detail.ENDS, unit=unit)]
+    return _cumulated(call)
+
+
+@_numbered("RaggedBincount")
+def _ragged_bincount(call: Call) -> Sequence[Placement] | None:
+    splits, values, size, weights = call.inputs
+    plain = _are_rows_of(call, 0, [splits], values) and size.whole
+    return [shard()] if plain and (weights.whole or weights == values) else None
 
 
 @rule_for("SparseCross")

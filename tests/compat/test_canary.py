@@ -83,7 +83,7 @@ NO_VARIABLE = re.compile(
 # for the whole batch.
 OF_A_SEED = rules.names(
     """
-    RandomIndexShuffle StatelessMultinomial StatelessRandomGetKeyCounter StatelessRandomGetKeyCounterAlg
+    RandomIndexShuffle StatelessRandomGetKeyCounter StatelessRandomGetKeyCounterAlg
     StatelessSampleDistortedBoundingBox StatelessShuffle KMC2ChainInitialization KmeansPlusPlusInitialization
     StatelessRandomGetAlg
     """

@@ -174,7 +174,7 @@ def _place(trace: Any, target: Any, results: Any, **_: Any) -> Any:
         for v in graph.traced.variable_of.values()
         if v.trainable and v.shape.is_fully_defined()
     )
-    gathered = tuple((one.op, one.place, int(one.size.at(ROWS))) for one in costs.wholes if one.kind == "all_gather")
+    gathered = tuple((one.op, one.place, int(one.size.at(ROWS))) for one in costs.wholes)
     lost = losses_of(costs.step_work(), weights, ROWS, TOWERS)
     ops = frozenset(kind for op in graph.ops for kind in (op.type, *placed.functions.op_types(op)))
     cost = Cost(gathered, alike, weights, len(graph.exchanges), lost, ops=ops)

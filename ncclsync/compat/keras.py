@@ -133,6 +133,17 @@ def layers_of(owner: keras.Layer) -> list[keras.Layer]:
     return owner._flatten_layers(include_self=False)
 
 
+def layers_fed_by(model: keras.Model, tensor: Any) -> list[keras.Layer]:
+    """Return the layers of a functional model that are called on a tensor of its, also within models that are."""
+    found = []
+    for layer in model._flatten_layers(include_self=False, recursive=False):
+        places = [i for call in layer._inbound_nodes for i, one in enumerate(call.input_tensors) if one is tensor]
+        graph = getattr(layer, "_functional", layer)
+        within = isinstance(graph, Functional)
+        found += [fed for i in places for fed in (layers_fed_by(graph, graph.inputs[i]) if within else [layer])]
+    return found
+
+
 def calls_at_end(layer: keras.Layer) -> list[Any]:
     """Return the calls whose results are a functional model's outputs; [] for any other layer.
 

@@ -493,6 +493,51 @@ def test_random_data():
     assert report.ok, report
 
 
+def words():
+    """A text, tags and years within a model of their own, and a level, each looked up."""
+    text, tags = keras.Input((), dtype="string", name="text"), keras.Input((2,), dtype="string", name="tags")
+    year, level = keras.Input((1,), dtype="int64", name="year"), keras.Input((1,), dtype="int32", name="level")
+    inner = keras.Input((1,), dtype="int64")
+    known = layers.IntegerLookup(vocabulary=[1990, 2000, 2010], output_mode="one_hot")(inner)
+    features = [
+        layers.TextVectorization(vocabulary=["red", "green", "sky"], output_mode="multi_hot")(text),
+        layers.StringLookup(vocabulary=["a", "b"], num_oov_indices=0, output_mode="multi_hot")(tags),
+        keras.Model(inner, known)(year),
+        layers.CategoryEncoding(4, output_mode="one_hot")(level),
+    ]
+    inputs = {"text": text, "tags": tags, "year": year, "level": level}
+    model = keras.Model(inputs, layers.Dense(1)(layers.concatenate(features)))
+    model.compile("sgd", loss="mse")
+    return model
+
+
+def test_random_words_are_known():
+    """Each input holds what the layer that it feeds knows, also within a model."""
+    x, _ = random_data(words(), 60, batch_size=7)
+    drawn = {name: {one for row in np.ravel(part) for one in np.ravel(row)} for name, part in x.items()}
+    assert {word for text in drawn["text"] for word in text.decode().split()} == {"red", "green", "sky"}
+    assert max(len(text.split()) for text in drawn["text"]) > 3
+    assert drawn["tags"] == {b"a", b"b"}
+    assert drawn["year"] == {1990, 2000, 2010} and drawn["level"] == {0, 1, 2, 3}
+
+
+@pytest.mark.slow
+def test_models_of_words():
+    """Rows differ, and towers are equal to one device; nobody is blamed for rounding."""
+    report = verify(words, random_data(words(), 40, batch_size=7), towers=2, steps=2, batch_size=7)
+    assert report.ok and not report.reasons, report
+
+
+def test_rows_that_do_not_differ_are_told():
+    """Words that no layer knows: equal results show nothing."""
+    x = {"text": ["?"] * 20, "tags": [["a", "b"]] * 20, "year": [[1]] * 20, "level": [[1]] * 20}
+    batch = {name: tf.constant(part) for name, part in x.items()}
+    (told,) = verification._equal_rows(words(), (batch, None, None))
+    assert "all rows of a batch give the same prediction" in str(told)
+    other = {**batch, "level": tf.constant([[1], [2]] * 10)}
+    assert not [*verification._equal_rows(words(), (other, None, None))]
+
+
 @pytest.mark.parametrize(
     ("loss", "shape", "valid"),
     [

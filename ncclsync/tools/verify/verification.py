@@ -31,6 +31,8 @@ from ncclsync.training.random_data import check_targets, fixed_batch_size
 # dtype, float32. For half precision 10 units: each gradient is itself a sum that was rounded to so few digits.
 TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "float16": 1e-2, "bfloat16": 8e-2}
 
+_ROUNDING = "rounding"  # a reason's place
+
 
 def verify(
     build_model: Callable[[], keras.Model],
@@ -113,11 +115,12 @@ class _Run:
             raise ValueError(f"Expected the factory to make a new model each time. Received: {model!r} twice")
         found = self._compare(self._reference, model)
         ok = all(one.ok for one in found)
-        reasons = [*_nan_of(found)]
+        reasons = [*_nan_of(found), *_equal_rows(self._reference, self._batches[0])]
         if not ok:
-            reasons += _false_step(towers, self._batches[0])
-            reasons += find_inexact(model, towers.options.exact_batch_norm, towers.options.exact_random)
-            reasons += self._of_one_device(found, known=bool(reasons))
+            known = find_inexact(model, towers.options.exact_batch_norm, towers.options.exact_random)
+            reasons += [*known, *self._of_one_device(found, known=bool(known))]
+            if not any(one.where == _ROUNDING for one in reasons):
+                reasons += _false_step(towers, self._batches[0])
         sizes = tuple(rows_of(batch) or 0 for batch in self._batches)
         return Report(ok, self._tolerance, tuple(towers.devices), sizes, tuple(found), tuple(reasons))
 
@@ -143,7 +146,7 @@ class _Run:
             reason = "one device differs from itself by as much when the samples of each batch come in another order: "
             reason += f"this model amplifies rounding, to {largest:.2g} within these steps"
             remedy = f"dtype float64, or tolerance={10 * largest:.0e} if that is small enough for you"
-            yield Inexact("rounding", reason, remedy)
+            yield Inexact(_ROUNDING, reason, remedy)
 
     def _again(self, beside: Sequence[Batch] | None = None) -> list[Difference]:
         return self._compare(_build(self._factory, self._seed), _build(self._factory, self._seed), beside)
@@ -223,12 +226,17 @@ def _end(one: keras.Model, other: keras.Model, batch: Batch) -> Iterator[tuple[s
     expected, actual = (_logs(model.test_on_batch(*batch, return_dict=True)) for model in (one, other))
     for name, value in expected.items():
         yield "evaluate", name, actual.get(name, np.nan), value
-    if not (_defines(one, "call") or _defines(one, "predict_step")):
-        return  # a model with nothing but its own steps predicts nothing
+    if not _predicts(one):
+        return
     outputs = keras.tree.flatten(one.predict_on_batch(batch[0]))
     others = keras.tree.flatten(other.predict_on_batch(batch[0]))
     for i, (value, output) in enumerate(zip(outputs, others, strict=True)):
         yield "predict", f"output {i}", output, value
+
+
+def _predicts(model: keras.Model) -> bool:
+    """Return whether a model predicts anything; one with nothing but its own steps does not."""
+    return _defines(model, "call") or _defines(model, "predict_step")
 
 
 def _defines(model: keras.Model, method: str) -> bool:
@@ -295,6 +303,23 @@ def _nan_of(found: Sequence[Difference]) -> Iterator[Inexact]:
         reason = f"holds a NaN from step {one.step} on; NaNs are equal to each other, whatever led to them"
         remedy = "a smaller learning rate, or other data: compare where the numbers are finite"
         yield Inexact(f"{one.kind} {one.name}", reason, remedy)
+
+
+def _equal_rows(model: keras.Model, batch: Batch) -> Iterator[Inexact]:
+    """Report a batch whose rows the model cannot tell apart: a tower with the wrong rows would compute the same."""
+    given = keras.tree.flatten(model.predict_on_batch(batch[0]) if _predicts(model) else batch[0])
+    leaves = [np.asarray(one) for one in given if isinstance(one, (np.ndarray, tf.Tensor)) and len(one.shape)]
+    if leaves and all(len(one) > 1 and _are_equal(one) for one in leaves):
+        reason = "all rows of a batch give the same prediction, so that equal results show little: a tower with other "
+        reason += "rows would compute the same"
+        yield Inexact("the data", reason, "verify with your own: ncclsync.verify(build_model, (x, y)), or --data")
+
+
+def _are_equal(rows: np.ndarray) -> bool:
+    """Return whether all rows are equal but for rounding."""
+    if rows.dtype.kind == "f":
+        return bool(np.max(np.abs(rows - rows[:1])) <= 1e-5 * np.max(np.abs(rows)))
+    return bool(np.all(rows == rows[:1]))
 
 
 def _false_step(towers: Towers, batch: Batch) -> Iterator[Inexact]:

@@ -1,6 +1,7 @@
 """Decorate a model factory by `@nccl_parallel`, so that its model trains on towers."""
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -18,6 +19,9 @@ from ncclsync.training.callbacks.large_batch import LargeBatch, follow, leave
 from ncclsync.training.keras_model import attach
 from ncclsync.training.loop import Towers, towers_of
 from ncclsync.training.processes import keep_in_step
+
+# The options of decorators that are undone here and now; see `undecorated`.
+_UNDONE: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar("undone", default=None)
 
 Factory = TypeVar("Factory", bound=Callable[..., Any])
 
@@ -107,6 +111,10 @@ def _decorate(options: ModelOptions, factory: Any) -> Any:
 
     @functools.wraps(factory)
     def build(*args, **kwargs):
+        undone = _UNDONE.get()
+        if undone is not None:
+            undone.update(build.nccl_parallel_options)
+            return factory(*args, **kwargs)
         other_libraries.check_outside_strategy()
         towers = Towers.of(options)
         with contextlib.ExitStack() as if_it_fails:
@@ -130,6 +138,23 @@ def _decorate(options: ModelOptions, factory: Any) -> Any:
         "exact": options.exact,
     }
     return build
+
+
+class Undecorated:
+    """Call a factory without arguments and without `nccl_parallel`, on the factory itself or on what it calls."""
+
+    def __init__(self, factory: Callable[[], Any]) -> None:
+        self._factory = factory
+        # The decorator's `nccl_parallel_options`; of a decorator within, once the factory was called.
+        self.options: dict[str, Any] = {**getattr(factory, "nccl_parallel_options", {})}
+
+    def __call__(self) -> Any:
+        """Return what the factory returns: a model that trains on one device."""
+        undone = _UNDONE.set(self.options)
+        try:
+            return self._factory()
+        finally:
+            _UNDONE.reset(undone)
 
 
 def _check_model(model: Any) -> None:

@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import logging
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -76,6 +77,20 @@ def choose_devices(
     if devices is None and not gpus and (cause := _why_no_gpu()):
         logger.warning("%s. Towers stand on the CPU; `python -m ncclsync doctor` tells more", cause)
     return Choice(tuple(chosen), backend, words)
+
+
+def announce(choice: Choice, process: Process | None) -> None:
+    """Say on standard error which towers have opened, unless logging says so, or was told to say less."""
+    if logger.isEnabledFor(logging.INFO) or logger.level or (process is not None and process.rank > 0):
+        return
+    count, kinds = len(choice.devices), [kind for kind in device_models(choice.devices) if kind != "CPU"]
+    words = f"{count} tower{'s' * (count > 1)} on {', '.join(dict.fromkeys(choice.devices))}"
+    words += f" ({', '.join(dict.fromkeys(kinds))})" * bool(kinds)
+    if count > 1 or process is not None:
+        words += f", by NCCL {'.'.join(map(str, native.nccl_version()[:2]))}" if choice.backend == "nccl" else ", by C"
+    if process is not None:
+        words += f", in process 0 of {process.size}"
+    print(f"ncclsync: {words}", file=sys.stderr)
 
 
 def share_cores(towers: int | None, devices: Sequence[str] | None, process: Process | None = None) -> None:

@@ -23,6 +23,7 @@ from ncclsync.towers.in_flight import InFlight
 from ncclsync.towers.layout import Layout, is_cpu
 from ncclsync.towers.options import AUTO, TowerOptions
 from ncclsync.towers.placement import (
+    announce,
     choose_devices,
     connect,
     device_models,
@@ -84,6 +85,7 @@ class Session:
         if options.shares is not None and (options.shares != AUTO or len(devices) > 1):
             self.shares = Shares(options.shares, devices)
         self.communicator = connect(choice, process, timeout_s=health.timeout_s, preflight=health.preflight)
+        announce(choice, process)
         self.launches = isinstance(self.communicator, NcclCommunicator)  # joins towers by the ops of `ops.device_ops`
         ranks = range(self.communicator.ranks[0], self.communicator.ranks[-1] + 1)
         weights = None if self.shares is None else self.shares.variable

@@ -164,7 +164,10 @@ def _explain(model: keras.Model, towers: Towers, batch: Any) -> Explanation:
             raise ValueError(f"Expected a batch of at least one row. Received: {batch}")
         rows = batch
         made = rows if fixed_batch_size(model) else min(rows, _BATCH_SIZE)
-        batch = random_data(model, made, batch_size=made)
+        try:
+            batch = random_data(model, made, batch_size=made)
+        except ValueError as error:
+            raise ValueError(f"{error}, or give a batch: explain((x[:{rows}], y[:{rows}]))") from error
     if not isinstance(batch, (tuple, list)):
         raise TypeError(f"Expected a batch size, or a batch (x, y). Received: {batch!r}")
     if not 1 <= len(batch) <= 3:
@@ -198,6 +201,7 @@ class ModelStep(TowerStep):
         super().__init__(towers, trains=name == "train_step")
         self._model = model
         self._name = name
+        self._found_no_batch = False  # whether a call has ended an epoch, by data of unknown length
         self._settings: dict[tuple[Any, ...], int] = {}  # numbers of the settings that the model has had
         self._seen: dict[tuple[bool, str], int] = {}  # the number of a trace's settings, by `is_iterator` and specs
         # They stand for Keras' function of a batch, and its function of an iterator, which calls the former: TensorFlow
@@ -233,10 +237,13 @@ class ModelStep(TowerStep):
         if isinstance(iterator, tf.data.Iterator) and not self._model.run_eagerly:
             try:
                 with _ending_no_epoch():
-                    return self.run_on_iterator(iterator, self._model.steps_per_execution)
+                    logs = self.run_on_iterator(iterator, self._model.steps_per_execution)
             except NoBatchLeft:
-                self._warn_of_keras_count()
+                self._found_no_batch = True
                 raise
+            if self._found_no_batch:
+                self._warn_of_keras_count()
+            return logs
         logs = None
         for _, batch in zip(range(self._model.steps_per_execution), iterator, strict=False):
             logs = self._run_batch(batch)

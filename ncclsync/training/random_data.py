@@ -25,8 +25,9 @@ def random_data(
     """Return `(x, y)`, or `(x,)` for a model that was compiled without a loss.
 
     Inputs: what a lookup, text vectorization, category encoding or Embedding layer knows; else standard normal floats,
-    0 and 1 for integers, whole bytes for uint8, and words for strings. Targets: class ids for a sparse loss, one-hot for a categorical loss, 0 and 1 for a binary loss, labels for
-    CTC, positive floats for Poisson and similar losses, and standard normal floats for all others.
+    0 and 1 for integers, whole bytes for uint8, and words for strings. Targets: class ids for a sparse loss, one-hot
+    for a categorical loss, 0 and 1 for a binary loss, labels for CTC, positive floats for Poisson and similar losses,
+    and standard normal floats for all others.
 
     Args:
         model: compiled, with known input shapes.
@@ -40,8 +41,8 @@ def random_data(
     """
     if not getattr(model, "inputs", None):
         raise ValueError(
-            "Expected a model whose input shapes are known: built from keras.Input. "
-            f"Received: {model!r}, which learns them from data; call ncclsync.verify with your data"
+            f"Expected a model whose input shapes are known. Received: {model!r}, which learns them from data. "
+            "Begin it with keras.Input(shape)"
         )
     rng = np.random.default_rng(seed)
     tensors = model.inputs[0] if isinstance(model, keras.Sequential) else model.input

@@ -214,6 +214,19 @@ def test_rounding():
 
 
 @pytest.mark.slow
+def test_rounding_beside_random_draws():
+    """Adam makes steps of a bias whose gradient is nothing but rounding: told as such, also where numbers are drawn."""
+
+    def build():
+        parts = layers.Dense(16), layers.BatchNormalization(), layers.Dropout(0.3)
+        return sequential(*parts, optimizer="adam")
+
+    report = check(build, exact=True)
+    assert {one.name.split("/", 1)[1] for one in report.differences if not one.ok and one.kind == "weight"}
+    assert [reason.where for reason in report.reasons] == ["rounding"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "tolerance"), [("mixed_float16", 1e-2), ("mixed_bfloat16", 8e-2)])
 def test_half_precision(policy, tolerance):
     """Equal to its own tolerance; below, the dtype is a reason."""
@@ -558,7 +571,7 @@ def test_random_targets(loss, shape, valid):
 
 
 FACTORIES = """
-import keras
+import keras, ncclsync, numpy
 
 def build():
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(2)])
@@ -578,6 +591,12 @@ def unknown():
     model.compile("sgd", loss="mse")
     return model
 
+def data():
+    return numpy.ones((9, 3), "float32"), numpy.arange(18.0).reshape(9, 2)
+
+def decorated_within():
+    return ncclsync.nccl_parallel(exact=True)(Normalised.build)()
+
 def broken():
     raise RuntimeError("no such luck")
 
@@ -591,7 +610,9 @@ number = 3
     [
         (["sub/other.py:Normalised.build", "--towers", "2"], 1, "Likely reasons:", ""),
         (["mine:Normalised.build", "--steps", "2", "--exact"], 0, "Equal to 1e-05: 4 towers", ""),
-        (["mine:unknown"], 2, "", "Expected a model whose input shapes are known"),
+        (["mine:unknown"], 2, "", "Begin it with keras.Input(shape), or name a function that returns data: --data"),
+        (["mine:unknown", "--data", "mine:data", "--steps", "1"], 0, "1 steps on batches of 9", ""),
+        (["mine:decorated_within", "--steps", "1"], 0, "Equal to 1e-05: 4 towers", ""),
         (["mine:broken"], 2, "", "RuntimeError: no such luck"),
     ],
 )

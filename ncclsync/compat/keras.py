@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.legacy.saving import legacy_h5_format
+from keras.src.models import cloning
 from keras.src.models.functional import Functional
 from keras.src.ops import numpy as keras_numpy
 from keras.src.saving import saving_lib
@@ -63,6 +64,12 @@ def paths_of(model: keras.Model) -> dict[int, str]:
 
 _WRITERS = ((saving_lib, "save_model"), (saving_lib, "save_weights_only"), (legacy_h5_format, "save_model_to_hdf5"))
 _CONVERTERS = ((python_utils, "pythonify_logs"), (keras_trainer, "pythonify_logs"))  # where it is imported, too
+_COPIERS = (
+    (saving_lib, "_load_model_from_fileobj"),  # also of what pickle and copy.deepcopy write
+    (legacy_h5_format, "load_model_from_hdf5"),
+    (cloning, "_clone_sequential_model"),
+    (cloning, "_clone_functional_model"),
+)
 
 
 def write_models_by(replacement: Callable[..., Any]) -> None:
@@ -76,6 +83,11 @@ def convert_logs_by(replacement: Callable[..., Any]) -> None:
     Keras' own takes any exception, also a KeyboardInterrupt, for a value that is no number.
     """
     _replace(_CONVERTERS, replacement)
+
+
+def copy_models_by(replacement: Callable[..., Any]) -> None:
+    """Let `replacement(make, ...)` stand for each function of Keras' that loads, unpickles or clones a model."""
+    _replace(_COPIERS, replacement)
 
 
 def _replace(functions: Sequence[tuple[ModuleType, str]], replacement: Callable[..., Any]) -> None:
@@ -130,6 +142,17 @@ def base_method_replaced(model: keras.Model, name: str, method: Callable[..., An
 def layers_of(owner: keras.Layer) -> list[keras.Layer]:
     """Return all layers within a layer or model, at any depth, including layers in lists and dictionaries."""
     return owner._flatten_layers(include_self=False)
+
+
+def layers_fed_by(model: keras.Model, tensor: Any) -> list[keras.Layer]:
+    """Return the layers of a functional model that are called on a tensor of its, also within models that are."""
+    found = []
+    for layer in model._flatten_layers(include_self=False, recursive=False):
+        places = [i for call in layer._inbound_nodes for i, one in enumerate(call.input_tensors) if one is tensor]
+        graph = getattr(layer, "_functional", layer)
+        within = isinstance(graph, Functional)
+        found += [fed for i in places for fed in (layers_fed_by(graph, graph.inputs[i]) if within else [layer])]
+    return found
 
 
 def calls_at_end(layer: keras.Layer) -> list[Any]:

@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 _UNKNOWN = "a line that could not be found"
+_KERAS = "Keras' own step"
 _OWN = str(pathlib.Path(__file__).parent.parent)
 _PLUGINS = os.path.join(os.path.dirname(os.path.dirname(tf.__file__)), "tensorboard")  # writes what tf.summary is given
 _PYTHON = os.path.dirname(os.__file__)
@@ -22,6 +23,8 @@ _SOURCES = frozenset({"Const", "Placeholder", "ReadVariableOp"})
 def user_line(traceback: Any = None) -> str:
     """Name the innermost line of a stack that is not a library's; if there is none, that of another installed package.
 
+    Of a step, lines that run it, such as `fit`'s, do not count.
+
     Args:
         traceback: of an op; None: of the caller.
     """
@@ -32,6 +35,8 @@ def user_line(traceback: Any = None) -> str:
     installed = None
     for frame in reversed(traceback):
         name = frame.filename
+        if name == _TRACE:
+            return _text_of(installed) if installed else _KERAS
         if "__autograph_generated_file" in name or name.startswith(libraries) or not os.path.exists(name):
             continue
         if "site-packages" not in name and not name.startswith(_PYTHON):
@@ -68,6 +73,21 @@ def own_place(op: tf.Operation) -> tuple[str, str]:
     kinds = {"compile_loss": "the loss", "compile_metrics": "the metric"}
     place = f"{kinds[scopes[0]]} {scopes[-1]}" if scopes[0] in kinds else f"the layer {'/'.join(scopes)}"
     return place, op.type
+
+
+def calls_of(graph: tf.Graph, name: str) -> str | None:
+    """Return the user's and Keras' calls that made an op of a step, as Python prints them; None if they are unknown.
+
+    Args:
+        graph: that `program.trace` has made.
+        name: of the op.
+    """
+    try:
+        op = _forward_of(graph.get_operation_by_name(name))
+    except (KeyError, ValueError):
+        return None
+    hidden = (os.path.dirname(tf.__file__), _OWN, "__autograph")
+    return "".join(stack.format_list([one for one in op.traceback if not one.filename.startswith(hidden)])).rstrip()
 
 
 def _forward_of(op: tf.Operation) -> tf.Operation:

@@ -215,6 +215,7 @@ class Program:
             the last exchange. So an error in one of these leaves the weights of all towers alone.
         updates: (name of a variable's handle, the exchange's result that its new value rests on).
         jit_compile: whether XLA compiles the segments.
+        graph: that of the trace: it knows the lines of an op that fails.
     """
 
     segments: tuple[Segment, ...]
@@ -237,6 +238,7 @@ class Program:
     gradients: tuple[str, ...] = ()
     noise: TensorName | None = None
     jit_compile: bool = False
+    graph: tf.Graph | None = None
 
     @property
     def packs(self) -> bool:

@@ -5,7 +5,7 @@ computes is partitioned exactly.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -38,6 +38,25 @@ NORMALISES = (
     "@nccl_parallel(exact=True), or BatchNormalization(synchronized=True)",
 )
 DRAWS = ("each tower draws random numbers of its own, not those that one device draws", "@nccl_parallel(exact=True)")
+
+
+def say_inexact(found: Sequence[Inexact], of: str) -> str:
+    """Say in one message what is inexact by choice; "" if nothing is.
+
+    Args:
+        found: with the causes `NORMALISES` and `DRAWS`.
+        of: "tower" or "shard".
+    """
+    words = (
+        (DRAWS, "draws other random numbers on each {}", "draws one device's"),
+        (NORMALISES, "normalises by each {}'s rows", "normalises by the whole batch"),
+    )
+    does, instead = [], []
+    for (reason, _), here, exactly in words:
+        if places := [one.where for one in found if one.reason == reason]:
+            does.append(f"{here.format(of)} ({', '.join(places)})")
+            instead.append(exactly)
+    return f"Training {' and '.join(does)}, as under MirroredStrategy; exact=True {' and '.join(instead)}" * bool(does)
 
 
 def find_inexact(model: keras.Model, exact_batch_norm: bool = False, exact_random: bool = False) -> tuple[Inexact, ...]:

@@ -9,15 +9,15 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from ncclsync.tools.arguments import add_options, number
+from ncclsync.tools.arguments import add_options, number, option
 
 
 class UsageError(Exception):
     """Report an error that the user can correct in the command; shown without a traceback."""
 
 
-def load(name: str) -> Callable:
-    """Import `module:function`, as a program in the current directory would, or `file.py:function`.
+def load(name: str) -> Any:
+    """Import the function `module:function`, as a program in the current directory would, or `file.py:function`.
 
     A file is loaded by its path, even if a module has its name; its folder comes first in `sys.path`, so that it finds
     its neighbours.
@@ -73,38 +73,38 @@ def add_model_arguments(parser: argparse.ArgumentParser, batch_size: str) -> Non
     """Add the arguments of `model_and_data`; `batch_size` is the help of `--batch-size`."""
     parser.add_argument("factory", help="module:function or file.py:function that returns a compiled model")
     size, open_size = number("--batch-size", 1, None, batch_size), number("--open-size", 1, 32, "of open dimensions")
-    add_options(parser, size, number("--seed", 0, 0), open_size)
+    data = "module:function or file.py:function that returns arrays x, (x, y) or (x, y, sample_weight); default: random"
+    add_options(parser, size, option("--data", data, metavar="NAME"), number("--seed", 0, 0), open_size)
 
 
-def model_and_data(
-    given: argparse.Namespace, factory: Callable, default: int, batches: int
-) -> tuple[Any, tuple[Any, ...], int]:
-    """Build the model of a factory, undecorated, and random data for it; imports TensorFlow.
+def model_and_data(given: argparse.Namespace, factory: Callable, default: int, batches: int) -> tuple[Any, Any, int]:
+    """Build the model of a factory, and data for it, random unless `--data` names some; imports TensorFlow.
 
     Args:
         given: arguments of `add_model_arguments`.
-        factory: from `load`.
+        factory: undecorated.
         default: the batch size of a model that declares none.
         batches: the number of batches to make.
 
     Returns:
-        The model, `(x, y)` or `(x,)`, and the batch size.
+        The model, `(x, y)` or `(x,)` or what `--data` returns, and the batch size.
 
     Raises:
         UsageError: the factory returns no compiled model, or the model's input shapes are not known.
     """
     import keras
 
-    from ncclsync.tools.verify.verification import undecorated
     from ncclsync.training.random_data import fixed_batch_size, random_data
 
     keras.utils.set_random_seed(given.seed)
-    model = undecorated(factory)()
+    model = factory()
     if not isinstance(model, keras.Model) or not model.compiled:
         raise UsageError(f"Expected {given.factory} to return a compiled keras.Model. Received: {model!r}")
     size = given.batch_size or fixed_batch_size(model) or default
+    if given.data:
+        return model, load(given.data)(), size
     try:
         data = random_data(model, batches * size, batch_size=size, seed=given.seed, open_size=given.open_size)
     except ValueError as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(f"{error}, or name a function that returns data: --data file.py:function") from error
     return model, data, size

@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import logging
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from ncclsync.communicator.joining import peers_of
 from ncclsync.communicator.processes import Process, find_process
 from ncclsync.compat import host_gpus, other_libraries
 from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.errors import install
 from ncclsync.ops import host_ops
 from ncclsync.program.program import Target
 from ncclsync.towers.layout import Layout, is_cpu
@@ -77,6 +79,20 @@ def choose_devices(
     if devices is None and not gpus and (cause := _why_no_gpu()):
         logger.warning("%s. Towers stand on the CPU; `python -m ncclsync doctor` tells more", cause)
     return Choice(tuple(chosen), backend, words)
+
+
+def announce(choice: Choice, process: Process | None) -> None:
+    """Say on standard error which towers have opened, unless logging says so, or was told to say less."""
+    if logger.isEnabledFor(logging.INFO) or logger.level or (process is not None and process.rank > 0):
+        return
+    count, kinds = len(choice.devices), [kind for kind in device_models(choice.devices) if kind != "CPU"]
+    words = f"{count} tower{'s' * (count > 1)} on {', '.join(dict.fromkeys(choice.devices))}"
+    words += f" ({', '.join(dict.fromkeys(kinds))})" * bool(kinds)
+    if count > 1 or process is not None:
+        words += f", by NCCL {'.'.join(map(str, native.nccl_version()[:2]))}" if choice.backend == "nccl" else ", by C"
+    if process is not None:
+        words += f", in process 0 of {process.size}"
+    print(f"ncclsync: {words}", file=sys.stderr)
 
 
 def share_cores(towers: int | None, devices: Sequence[str] | None, process: Process | None = None) -> None:
@@ -204,13 +220,13 @@ def _why_no_gpu() -> str:
         return ""
     left = host_gpus.left_by(value, host_gpus.read_uuids() or [None] * count)
     if not tf.sysconfig.get_build_info().get("is_cuda_build"):
-        cause = "it was built without CUDA: pip install 'ncclsync[cuda]'"
+        cause = f"it was built without CUDA: {install('cuda')}"
     elif host_gpus.kernel_driver() is None:
         cause = "no driver is loaded, or this is a container that was not started with --gpus all"
     elif value is not None and (not left or any(map(str.isspace, value))):
         cause = f"{host_gpus.VISIBLE}={value!r} names none that CUDA knows: write numbers, such as 0,1, or unset it"
     else:
-        cause = "it does not find its CUDA libraries, or the driver does not serve them: pip install 'ncclsync[cuda]'"
+        cause = f"it does not find its CUDA libraries, or the driver does not serve them: {install('cuda')}"
     return f"TensorFlow sees none of the {count} NVIDIA GPU(s) of this host: {cause}"
 
 

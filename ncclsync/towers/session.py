@@ -5,6 +5,7 @@ A session holds no variables. `replicas.py` holds them, `watch.py` compares them
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ from ncclsync.towers.in_flight import InFlight
 from ncclsync.towers.layout import Layout, is_cpu
 from ncclsync.towers.options import AUTO, TowerOptions
 from ncclsync.towers.placement import (
+    announce,
     choose_devices,
     connect,
     device_models,
@@ -34,6 +36,8 @@ from ncclsync.towers.placement import (
 from ncclsync.towers.shares import Shares
 
 logger = logging.getLogger("ncclsync")
+
+_NUMBERS = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +62,7 @@ class Session:
             NcclUnavailableError, NcclError: NCCL was chosen and cannot be used.
         """
         self.options, health = options, options.health
+        self.number = next(_NUMBERS)  # later sessions have larger numbers
         raise_ctrl_c_again()
         process = own_process(options.devices) if options.processes else None
         if process is not None:
@@ -87,6 +92,7 @@ class Session:
         self.communicator = self.in_flight.communicator = connect(
             choice, self.in_flight, process, timeout_s=health.timeout_s, preflight=health.preflight
         )
+        announce(choice, process)
         self.launches = isinstance(self.communicator, NcclCommunicator)  # joins towers by the ops of `ops.device_ops`
         ranks = range(self.communicator.ranks[0], self.communicator.ranks[-1] + 1)
         weights = None if self.shares is None else self.shares.variable

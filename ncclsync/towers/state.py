@@ -14,6 +14,8 @@ from ncclsync.gradients.compression import ErrorFeedback
 from ncclsync.towers.feeding import CountingDataset
 from ncclsync.towers.layout import Layout
 from ncclsync.towers.options import MOST_TOWERS, TowerOptions
+from ncclsync.towers.placement import device_models
+from ncclsync.towers.printed import plain_text, table
 from ncclsync.towers.replicas import Replicas
 from ncclsync.towers.session import Session
 from ncclsync.towers.watch import Watch
@@ -77,6 +79,12 @@ class TowerState:
     def __repr__(self) -> str:
         state = ", closed" if self.session.closed else ""
         return f"<Towers {len(self)} on {', '.join(self.layout.devices)}, backend {self.session.backend}{state}>"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Show a table where a cell of a notebook ends in these towers, as IPython asks."""
+        devices = self.layout.devices
+        rows = zip(self.layout.ranks, devices, device_models(devices), strict=True)
+        printer.text(f"{self!r}\n{plain_text(table(('tower', 'device', 'model'), rows))}")
 
     def __enter__(self) -> "Self":
         """Return these towers; the end of the `with` closes them.

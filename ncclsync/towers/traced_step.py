@@ -25,7 +25,7 @@ from ncclsync.program.cut import cut
 from ncclsync.program.program import Program, Results
 from ncclsync.program.trace import Opened, trace
 from ncclsync.semantics.draws import check_draws, draws_seen
-from ncclsync.semantics.exactness import DRAWS, NORMALISES, Inexact
+from ncclsync.semantics.exactness import DRAWS, NORMALISES, Inexact, say_inexact
 from ncclsync.semantics.normalization import moments_of_layers
 from ncclsync.semantics.shards import has_groups, open_specs, ungrouped
 from ncclsync.towers.layout import Layout
@@ -159,7 +159,7 @@ class TracedStep(abc.ABC):
             self.towers.watch.traces.append(traced)
         if program.jit_compile:
             share_programs(self.towers.layout.devices)
-        return program
+        return dataclasses.replace(program, graph=traced.function.graph)
 
     def _warn_of_inexact(self, program: Program) -> None:
         """Warn of why the step is not exact: by the model, or by lines that draw or normalise."""
@@ -170,9 +170,8 @@ class TracedStep(abc.ABC):
         for lines, cause in ((program.draws, DRAWS), (program.normalized, NORMALISES)) if layout.shards > 1 else ():
             if lines and cause[0] not in known:
                 found.append(Inexact(" and ".join(lines[:3]), *cause))
-        what = "shards" if layout.divided else "towers"
-        for part in found:
-            self.towers.session.warn_once(f"{layout.shards} {what} do not train as one device: {part}")
+        if text := say_inexact(found, "shard" if layout.divided else "tower"):
+            self.towers.session.warn_once(text)
 
     def readers(self) -> dict[str, Callable[[Observer], tf.Tensor | None]]:
         """Return the readers of this step's gradients, by the attribute of `Program` that holds their result."""

@@ -21,7 +21,7 @@ from ncclsync.communicator.timeouts import interruptible
 from ncclsync.compat import keras as keras_compat
 from ncclsync.compat import keras_optimizers, other_libraries
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.errors import NcclSyncError
+from ncclsync.errors import NcclSyncError, shown
 from ncclsync.ops.device_ops import default_device
 from ncclsync.ops.spans import Meter, NoBatchLeft
 from ncclsync.program.program import Program
@@ -165,9 +165,12 @@ def _explain(model: keras.Model, towers: Towers, batch: Any) -> Explanation:
             raise ValueError(f"Expected a batch of at least one row. Received: {batch}")
         rows = batch
         made = rows if fixed_batch_size(model) else min(rows, _BATCH_SIZE)
-        batch = random_data(model, made, batch_size=made)
+        try:
+            batch = random_data(model, made, batch_size=made)
+        except ValueError as error:
+            raise ValueError(f"{error}, or give a batch: explain((x[:{rows}], y[:{rows}]))") from error
     if not isinstance(batch, (tuple, list)):
-        raise TypeError(f"Expected a batch size, or a batch (x, y). Received: {batch!r}")
+        raise TypeError(f"Expected a batch size, or a batch (x, y). Received: {shown(batch)}")
     if not 1 <= len(batch) <= 3:
         raise ValueError(f"Expected a batch (x,), (x, y) or (x, y, sample_weight). Received: {len(batch)} elements")
     check_targets(model, keras.utils.unpack_x_y_sample_weight(tuple(batch))[1])
@@ -203,6 +206,7 @@ class ModelStep(TowerStep):
         super().__init__(towers, trains=name == "train_step", retracing=retracing)
         self._model = model
         self._name = name
+        self._found_no_batch = False  # whether a call has ended an epoch, by data of unknown length
 
     def run(self, iterator: Any) -> Any:
         """Run `steps_per_execution` steps on batches of `iterator`; return the last one's logs.
@@ -218,10 +222,13 @@ class ModelStep(TowerStep):
         if isinstance(iterator, tf.data.Iterator) and not self._run_eagerly:
             try:
                 with _ending_no_epoch():
-                    return self.run_on_iterator(iterator)
+                    logs = self.run_on_iterator(iterator)
             except NoBatchLeft:
-                self._warn_of_keras_count()
+                self._found_no_batch = True
                 raise
+            if self._found_no_batch:
+                self._warn_of_keras_count()
+            return logs
         logs = None
         for _, batch in zip(range(self._model.steps_per_execution), iterator, strict=False):
             logs = self._run_batch(self._taken(batch))

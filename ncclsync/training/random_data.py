@@ -1,6 +1,7 @@
 """Make random inputs and targets for a model, from the shapes and dtypes it declares and its losses."""
 
 import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -14,7 +15,8 @@ _CLASS_IDS = {"sparsecategoricalcrossentropy", "categoricalgeneralizedcrossentro
 _ONE_HOT = {"categoricalcrossentropy", "categoricalfocalcrossentropy", "categoricalhinge", "kldivergence"}
 _BITS = {"binarycrossentropy", "binaryfocalcrossentropy", "hinge", "squaredhinge", "dice", "tversky"}
 _POSITIVE = {"poisson", "meansquaredlogarithmicerror", "meanabsolutepercentageerror"}
-_WORDS = ("the", "towers", "train", "as", "one")
+_WORDS = ("the", "towers", "train", "as", "one")  # of strings that no layer looks up
+_MOST_WORDS = 12  # of a text
 
 
 def random_data(
@@ -22,9 +24,10 @@ def random_data(
 ) -> tuple[Any, ...]:
     """Return `(x, y)`, or `(x,)` for a model that was compiled without a loss.
 
-    Inputs: standard normal floats; an Embedding's ids; 0 and 1 for other integers; whole bytes for uint8; words for
-    strings. Targets: class ids for a sparse loss, one-hot for a categorical loss, 0 and 1 for a binary loss, labels for
-    CTC, positive floats for Poisson and similar losses, and standard normal floats for all others.
+    Inputs: what a lookup, text vectorization, category encoding or Embedding layer knows; else standard normal floats,
+    0 and 1 for integers, whole bytes for uint8, and words for strings. Targets: class ids for a sparse loss, one-hot
+    for a categorical loss, 0 and 1 for a binary loss, labels for CTC, positive floats for Poisson and similar losses,
+    and standard normal floats for all others.
 
     Args:
         model: compiled, with known input shapes.
@@ -38,8 +41,8 @@ def random_data(
     """
     if not getattr(model, "inputs", None):
         raise ValueError(
-            "Expected a model whose input shapes are known: built from keras.Input. "
-            f"Received: {model!r}, which learns them from data; call ncclsync.verify with your data"
+            f"Expected a model whose input shapes are known. Received: {model!r}, which learns them from data. "
+            "Begin it with keras.Input(shape)"
         )
     rng = np.random.default_rng(seed)
     tensors = model.inputs[0] if isinstance(model, keras.Sequential) else model.input
@@ -74,35 +77,48 @@ def fixed_batch_size(model: keras.Model) -> int | None:
 
 def _random_input(model: keras.Model, tensor: Any, rows: int, open_size: int, rng: Any) -> Any:
     shape = (rows, *(open_size if size is None else size for size in tensor.shape[1:]))
+    known, most = _known_values(model, tensor)
     if tensor.dtype == "string":
-        return tf.constant(rng.choice(_WORDS, shape))
+        counts = rng.integers(1, most + 1, shape)
+        texts = [" ".join(rng.choice(known or _WORDS, count)) for count in counts.ravel()]
+        return tf.constant(np.reshape(np.array(texts, object), shape))
     if tensor.dtype == "bool":
         return rng.integers(0, 2, shape).astype(bool)
-    ids = _ids(model, tensor)
-    if ids is None and "int" in tensor.dtype:
-        ids = 256 if tensor.dtype == "uint8" else 2
-    if ids is not None:
-        return rng.integers(0, ids, shape).astype(tensor.dtype)
+    if known is None and "int" in tensor.dtype:
+        known = range(256 if tensor.dtype == "uint8" else 2)
+    if known is not None:
+        return rng.choice(np.asarray(known), shape).astype(tensor.dtype)
     return tf.cast(rng.standard_normal(shape), tensor.dtype).numpy()
 
 
-def _ids(model: keras.Model, tensor: Any) -> int | None:
-    """Return the number of an input's ids: that of the Embedding it feeds, or, if that is not plain, the least of all.
+def _known_values(model: keras.Model, tensor: Any) -> tuple[Sequence[Any] | None, int]:
+    """Return the values that the layer which an input feeds knows, and how many of these an element may hold.
 
-    None: it feeds none.
+    If that is not plain: the words of all layers together, or the ids that all Embeddings know. None: it feeds none.
     """
-    embeddings = [one for one in keras_compat.layers_of(model) if isinstance(one, keras.layers.Embedding)]
-    direct = [one.input_dim for one in embeddings if _first_input(one) is tensor]
-    if not direct and "int" in tensor.dtype and tensor.dtype != "uint8":
-        direct = [one.input_dim for one in embeddings]
-    return min(direct, default=None)
+    fed, is_text = keras_compat.layers_fed_by(model, tensor), tensor.dtype == "string"
+    found = [one for layer in fed for one in _vocabularies(layer) if isinstance(one[0][0], str) == is_text]
+    if not found and (is_text or ("int" in tensor.dtype and tensor.dtype != "uint8")):
+        layers = keras_compat.layers_of(model)
+        found = [one for layer in layers for one in _vocabularies(layer) if isinstance(one[0][0], str) == is_text]
+    if is_text:
+        return [word for words, _ in found for word in words] or None, min((most for _, most in found), default=1)
+    ids = [known for known, _ in found if isinstance(known, range)]
+    return min(ids, key=len) if ids else next((known for known, _ in found), None), 1
 
 
-def _first_input(layer: keras.Layer) -> Any:
-    try:
-        return layer.input
-    except (AttributeError, ValueError):  # it was never called on a keras.Input
-        return None
+def _vocabularies(layer: keras.Layer) -> Iterator[tuple[Sequence[Any], int]]:
+    """Yield the values that a layer knows, and how many of these a text may hold; nothing for most layers."""
+    if isinstance(layer, keras.layers.Embedding):
+        yield range(layer.input_dim), 1
+    elif isinstance(layer, keras.layers.CategoryEncoding) and layer.num_tokens:
+        yield range(layer.num_tokens), 1
+    elif isinstance(layer, (keras.layers.TextVectorization, keras.layers.StringLookup, keras.layers.IntegerLookup)):
+        known: Sequence[Any] = layer.get_vocabulary(include_special_tokens=False)
+        if getattr(layer, "invert", False):
+            known = range(layer.vocabulary_size())
+        if known:
+            yield known, _MOST_WORDS if isinstance(layer, keras.layers.TextVectorization) else 1
 
 
 def _losses_by_output(model: keras.Model, outputs: Any) -> list[Any]:

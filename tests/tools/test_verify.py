@@ -214,6 +214,19 @@ def test_rounding():
 
 
 @pytest.mark.slow
+def test_rounding_beside_random_draws():
+    """Adam makes steps of a bias whose gradient is nothing but rounding: told as such, also where numbers are drawn."""
+
+    def build():
+        parts = layers.Dense(16), layers.BatchNormalization(), layers.Dropout(0.3)
+        return sequential(*parts, optimizer="adam")
+
+    report = check(build, exact=True)
+    assert {one.name.split("/", 1)[1] for one in report.differences if not one.ok and one.kind == "weight"}
+    assert [reason.where for reason in report.reasons] == ["rounding"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "tolerance"), [("mixed_float16", 1e-2), ("mixed_bfloat16", 8e-2)])
 def test_half_precision(policy, tolerance):
     """Equal to its own tolerance; below, the dtype is a reason."""
@@ -493,6 +506,51 @@ def test_random_data():
     assert report.ok, report
 
 
+def words():
+    """A text, tags and years within a model of their own, and a level, each looked up."""
+    text, tags = keras.Input((), dtype="string", name="text"), keras.Input((2,), dtype="string", name="tags")
+    year, level = keras.Input((1,), dtype="int64", name="year"), keras.Input((1,), dtype="int32", name="level")
+    inner = keras.Input((1,), dtype="int64")
+    known = layers.IntegerLookup(vocabulary=[1990, 2000, 2010], output_mode="one_hot")(inner)
+    features = [
+        layers.TextVectorization(vocabulary=["red", "green", "sky"], output_mode="multi_hot")(text),
+        layers.StringLookup(vocabulary=["a", "b"], num_oov_indices=0, output_mode="multi_hot")(tags),
+        keras.Model(inner, known)(year),
+        layers.CategoryEncoding(4, output_mode="one_hot")(level),
+    ]
+    inputs = {"text": text, "tags": tags, "year": year, "level": level}
+    model = keras.Model(inputs, layers.Dense(1)(layers.concatenate(features)))
+    model.compile("sgd", loss="mse")
+    return model
+
+
+def test_random_words_are_known():
+    """Each input holds what the layer that it feeds knows, also within a model."""
+    x, _ = random_data(words(), 60, batch_size=7)
+    drawn = {name: {one for row in np.ravel(part) for one in np.ravel(row)} for name, part in x.items()}
+    assert {word for text in drawn["text"] for word in text.decode().split()} == {"red", "green", "sky"}
+    assert max(len(text.split()) for text in drawn["text"]) > 3
+    assert drawn["tags"] == {b"a", b"b"}
+    assert drawn["year"] == {1990, 2000, 2010} and drawn["level"] == {0, 1, 2, 3}
+
+
+@pytest.mark.slow
+def test_models_of_words():
+    """Rows differ, and towers are equal to one device; nobody is blamed for rounding."""
+    report = verify(words, random_data(words(), 40, batch_size=7), towers=2, steps=2, batch_size=7)
+    assert report.ok and not report.reasons, report
+
+
+def test_rows_that_do_not_differ_are_told():
+    """Words that no layer knows: equal results show nothing."""
+    x = {"text": ["?"] * 20, "tags": [["a", "b"]] * 20, "year": [[1]] * 20, "level": [[1]] * 20}
+    batch = {name: tf.constant(part) for name, part in x.items()}
+    (told,) = verification._equal_rows(words(), (batch, None, None))
+    assert "all rows of a batch give the same prediction" in str(told)
+    other = {**batch, "level": tf.constant([[1], [2]] * 10)}
+    assert not [*verification._equal_rows(words(), (other, None, None))]
+
+
 @pytest.mark.parametrize(
     ("loss", "shape", "valid"),
     [
@@ -513,7 +571,7 @@ def test_random_targets(loss, shape, valid):
 
 
 FACTORIES = """
-import keras
+import keras, ncclsync, numpy
 
 def build():
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(2)])
@@ -533,6 +591,12 @@ def unknown():
     model.compile("sgd", loss="mse")
     return model
 
+def data():
+    return numpy.ones((9, 3), "float32"), numpy.arange(18.0).reshape(9, 2)
+
+def decorated_within():
+    return ncclsync.nccl_parallel(exact=True)(Normalised.build)()
+
 def broken():
     raise RuntimeError("no such luck")
 
@@ -546,7 +610,9 @@ number = 3
     [
         (["sub/other.py:Normalised.build", "--towers", "2"], 1, "Likely reasons:", ""),
         (["mine:Normalised.build", "--steps", "2", "--exact"], 0, "Equal to 1e-05: 4 towers", ""),
-        (["mine:unknown"], 2, "", "Expected a model whose input shapes are known"),
+        (["mine:unknown"], 2, "", "Begin it with keras.Input(shape), or name a function that returns data: --data"),
+        (["mine:unknown", "--data", "mine:data", "--steps", "1"], 0, "1 steps on batches of 9", ""),
+        (["mine:decorated_within", "--steps", "1"], 0, "Equal to 1e-05: 4 towers", ""),
         (["mine:broken"], 2, "", "RuntimeError: no such luck"),
     ],
 )

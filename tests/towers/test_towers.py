@@ -17,6 +17,7 @@ from ncclsync import NcclSyncError, Towers, nccl_parallel
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops import gpu_streams
 from ncclsync.semantics.roles import Role, declare_role
+from ncclsync.towers import placement
 
 X, Y = data(24)
 
@@ -400,3 +401,47 @@ def test_variables_are_made_by_themselves():
     assert_close(trained(model), trained(build()))
     assert_towers_agree(model)
     model.towers.close()
+
+
+def test_what_was_chosen_is_said(capsys, caplog):
+    """One line by default, on standard error; none where logging says so at INFO, or was told to say less."""
+    on_towers(mlp, 3)
+    assert capsys.readouterr() == ("", "ncclsync: 3 towers on CPU:0, by C\n")
+    on_towers(mlp, 1)
+    assert capsys.readouterr().err == "ncclsync: 1 tower on CPU:0\n"
+    for level in (logging.INFO, logging.ERROR):
+        with caplog.at_level(level, logger="ncclsync"):
+            on_towers(mlp, 2)
+        assert "ncclsync:" not in capsys.readouterr().err
+
+
+def test_gpus_are_said_with_their_model_and_nccl(monkeypatch, capsys):
+    """Each model once."""
+    monkeypatch.setattr(placement, "device_models", lambda devices: ["NVIDIA T4"] * len(devices))
+    monkeypatch.setattr(placement.native, "nccl_version", lambda: (2, 27, 3))
+    placement.announce(placement.Choice(("GPU:0", "GPU:1"), "nccl", ""), None)
+    assert capsys.readouterr().err == "ncclsync: 2 towers on GPU:0, GPU:1 (NVIDIA T4), by NCCL 2.27\n"
+
+
+def test_towers_in_a_notebook():
+    """A cell that ends in towers shows a table."""
+    pretty = pytest.importorskip("IPython.lib.pretty")
+    shown = pretty.pretty(on_towers(mlp, 2).towers)
+    assert [line.split() for line in shown.splitlines()[-2:]] == [["0", "CPU:0", "CPU"], ["1", "CPU:0", "CPU"]]
+    assert shown.startswith("<Towers 2 on CPU:0, CPU:0")
+
+
+def test_inexact_parts_are_one_warning(caplog):
+    """All layers are named in it, and no sentence is repeated."""
+
+    def build():
+        layers = [keras.layers.Dropout(0.1, name=f"drop_{i}") for i in range(2)]
+        layers += [keras.layers.GaussianNoise(0.1, name="noise"), keras.layers.BatchNormalization(name="norm")]
+        model = keras.Sequential([keras.Input((12,)), *layers, keras.layers.Dense(5)])
+        model.compile("sgd", "sparse_categorical_crossentropy")
+        return model
+
+    fit(on_towers(build, 2))
+    (warning,) = [record.getMessage() for record in caplog.records if "exact=True" in record.getMessage()]
+    assert all(f"{name}'" in warning for name in ("drop_0", "drop_1", "noise", "norm"))
+    assert warning.count("tower") == 2 and warning.count("as under MirroredStrategy") == 1

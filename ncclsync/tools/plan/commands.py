@@ -70,14 +70,16 @@ def _plan(given: argparse.Namespace) -> int:
 
 
 def _measure(given: argparse.Namespace) -> Found:
-    factory = load(given.factory)
+    named = load(given.factory)
     progress("importing TensorFlow, building the model")
+    from ncclsync.parallel import Undecorated
+
+    factory = Undecorated(named)
     model, data, batch_size = model_and_data(given, factory, _BATCH_SIZE, batches=1)
     if model.run_eagerly:
         raise UsageError("Expected a model whose step can be traced. Received: one with run_eagerly=True")
     from ncclsync.ops.device_ops import default_device
     from ncclsync.tools.plan.measurement import step_seconds, traced_traffic
-    from ncclsync.tools.verify.verification import undecorated
     from ncclsync.training.random_data import fixed_batch_size
 
     if given.step_ms is not None:
@@ -93,12 +95,11 @@ def _measure(given: argparse.Namespace) -> Found:
         origin = f"measured here on {default_device()}, {taken}"
     del model  # free its memory for the model on a tower
     progress("tracing the step on towers")
-    options = getattr(factory, "nccl_parallel_options", {})
     logger = logging.getLogger("ncclsync")
     level = logger.level
     logger.setLevel(logging.ERROR)  # `verify` reports inexact parts
     try:
-        stages, conditional = traced_traffic(undecorated(factory), options, data, batch_size)
+        stages, conditional = traced_traffic(factory, factory.options, data, batch_size)
     finally:
         logger.setLevel(level)
     spreads = {batch: Spread.of(samples) for batch, samples in seconds.items()}

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.names import TensorName, op_name
-from ncclsync.compat.source_lines import user_line
+from ncclsync.compat.source_lines import own_place, user_line
 from ncclsync.ops import Collective, CollectiveKind, Purpose, Share
 from ncclsync.ops.comparing import distance
 from ncclsync.program.cut import place
@@ -221,10 +221,13 @@ class _Check:
         if placed.kind is Kind.PARTIAL:
             self._scales[name] = scale
         allowed = _TOLERANCES[self._dtype] * scale
-        if any(_differ(expected, whole, allowed) for whole in self._wholes(each, placed)):
+        wholes = self._wholes(each, placed)
+        if any(_differ(expected, whole, allowed) for whole in wholes):
             return True
         if placed.kind is Kind.REPLICATE:
             self._values[name] = [expected] * len(values)
+        elif placed.kind is Kind.SHARD and wholes:
+            self._values[name] = [expected, *_parts_like(each, expected, placed)]
         return False
 
     def _wholes(self, each: list[Any], placed: Placement) -> list[Any]:
@@ -271,12 +274,19 @@ class _Check:
         return ""
 
 
+def _parts_like(each: Sequence[Any], whole: Any, placed: Placement) -> list[Any]:
+    """Return the rows of one device's tensor that each tower has: the inverse of `_Check._wholes`."""
+    sizes = [value.shape[placed.axis] // placed.blocks for value in each]
+    blocks = [tf.split(block, sizes, placed.axis) for block in tf.split(whole, placed.blocks, placed.axis)]
+    return [tf.concat(rows, placed.axis) for rows in zip(*blocks, strict=True)]
+
+
 def _site(number: int) -> Site:
     return Site(tf.constant(1), tf.constant(number == 0), tf.constant(number))
 
 
 def _named(op: tf.Operation) -> str:
-    return f"{op.type} {op.name}, at {user_line(op.traceback)}"
+    return f"{op.type} {op.name}, at {own_place(op)[0]}"
 
 
 def _join(values: Sequence[Any], collective: Collective, shares: Sequence[Share]) -> Any:

@@ -15,9 +15,9 @@ def add_verify(commands: Any) -> None:
     """Add `verify` to a parser's subcommands."""
     parser = commands.add_parser(
         "verify",
-        help="train a model on one device and on N towers, with random data, and compare",
-        description="Train a model on one device and on N towers, with random data, and compare after every "
-        "step. Exit code 0: equal; 1: different; 2: nothing was compared.",
+        help="train a model on one device and on N towers, with random data or yours, and compare",
+        description="Train a model on one device and on N towers, with random data or yours, and compare after "
+        "every step. Exit code 0: equal; 1: different; 2: nothing was compared.",
     )
     parser.set_defaults(run=_verify)
     add_model_arguments(parser, f"default {_BATCH_SIZE}, or the model's own")
@@ -33,7 +33,8 @@ def add_verify(commands: Any) -> None:
 
 
 def _verify(given: argparse.Namespace) -> int:
-    factory = load(given.factory)
+    named = load(given.factory)
+    from ncclsync.parallel import Undecorated
     from ncclsync.tools.verify.verification import verify
     from ncclsync.towers.placement import share_cores
     from ncclsync.towers.printed import show
@@ -41,6 +42,7 @@ def _verify(given: argparse.Namespace) -> int:
     devices = given.devices.split(",") if given.devices else None
     share_cores(given.towers, devices)  # before a model, which tells what random batches have, starts TensorFlow
     options = {"devices": devices, "backend": given.backend, "exact": given.exact}
+    factory = Undecorated(named)
     _, data, batch_size = model_and_data(given, factory, _BATCH_SIZE, batches=given.steps)
     report = verify(
         factory,

@@ -16,11 +16,11 @@ import tensorflow as tf
 
 from ncclsync.compat import keras as keras_compat
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.parallel import nccl_parallel
+from ncclsync.parallel import Undecorated, nccl_parallel
 from ncclsync.semantics.exactness import Inexact, find_inexact
 from ncclsync.semantics.roles import Role, role_of
 from ncclsync.semantics.shards import rows_of
-from ncclsync.tools.verify.batches import Batch, rows_at, take_batches
+from ncclsync.tools.verify.batches import Batch, take_batches
 from ncclsync.tools.verify.check import Unchecked, first_difference
 from ncclsync.tools.verify.report import Difference, Report, measure
 from ncclsync.training.arguments import check_whole
@@ -30,6 +30,9 @@ from ncclsync.training.random_data import check_targets, fixed_batch_size
 # About 80 units in the last place for float32. For float64 more, since Keras computes some numbers in its default
 # dtype, float32. For half precision 10 units: each gradient is itself a sum that was rounded to so few digits.
 TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "float16": 1e-2, "bfloat16": 8e-2}
+
+_LAST_BIT = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+_ROUNDING = "rounding"  # a reason's place
 
 
 def verify(
@@ -48,8 +51,8 @@ def verify(
     Where they differ, both steps are run op by op on a few rows, and the first tensor that differs is named.
 
     Args:
-        build_model: the factory, without arguments, that returns a compiled model. If it is decorated, the original is
-            called, with the decorator's `bucket_bytes` and `exact`.
+        build_model: the factory, without arguments, that returns a compiled model. If it, or a factory that it calls,
+            is decorated, that is undone, except for the decorator's `bucket_bytes` and `exact`.
         data: `x`, `(x, y)` or `(x, y, sample_weight)` of arrays, a `tf.data.Dataset`, or an iterable over batches, such
             as a generator or a `keras.utils.PyDataset`. Data that ends too soon begins again.
         towers: their number; `devices=` overrides it.
@@ -69,17 +72,15 @@ def verify(
             without a batch.
         Exception: a step's error on one device or on the towers. The towers are then closed, too.
     """
-    factory = undecorated(build_model)
-    options = {**getattr(build_model, "nccl_parallel_options", {}), **options}
     devices = options.get("devices")
     count = towers if devices is None else len(devices)
-    _check_arguments(factory, count, steps, batch_size, tolerance)
-    on_towers = nccl_parallel(**({"towers": towers} if devices is None else {}), **options)(factory)
+    _check_arguments(build_model, count, steps, batch_size, tolerance)
+    factory = build_model if isinstance(build_model, Undecorated) else Undecorated(build_model)
+    if devices is None:
+        options["towers"] = towers
     states = random.getstate(), np.random.get_state()
     try:
-        model = _build(on_towers, seed)
-        made = towers_of(model)
-        assert made is not None
+        model, made = _on_towers(factory, seed, options)
         made.watch.traces = []
         try:
             one_size = fixed_batch_size(model) is not None
@@ -113,16 +114,17 @@ class _Run:
             raise ValueError(f"Expected the factory to make a new model each time. Received: {model!r} twice")
         found = self._compare(self._reference, model)
         ok = all(one.ok for one in found)
-        reasons = [*_nan_of(found)]
+        reasons = [*_nan_of(found), *_equal_rows(self._reference, self._batches[0])]
         if not ok:
-            reasons += _false_step(towers, self._batches[0])
-            reasons += find_inexact(model, towers.options.exact_batch_norm, towers.options.exact_random)
-            reasons += self._of_one_device(found, known=bool(reasons))
+            known = find_inexact(model, towers.options.exact_batch_norm, towers.options.exact_random)
+            reasons += [*known, *self._of_one_device(found, known=bool(known))]
+            if not any(one.where == _ROUNDING for one in reasons):
+                reasons += _false_step(towers, self._batches[0])
         sizes = tuple(rows_of(batch) or 0 for batch in self._batches)
         return Report(ok, self._tolerance, tuple(towers.devices), sizes, tuple(found), tuple(reasons))
 
     def _of_one_device(self, found: list[Difference], known: bool) -> Iterator[Inexact]:
-        """Find reasons by running one device again; with reordered rows only where no other reason is known."""
+        """Find reasons by running one device again; from nudged weights only where no other reason is known."""
         first = next((one for one in self._again() if not one.ok), None)
         if first is not None:
             reason = f"differs from itself when run twice, first in {first.kind} {first.name} at step {first.step}: "
@@ -134,24 +136,21 @@ class _Run:
             yield Inexact(f"dtype {self._dtype}", reason, "verify in float32; the same code is exact in every dtype")
         if known or first is not None:
             return
-        # The same sums in another order. If that differs by more than `explains` allows, it is no rounding: the
-        # computation depends on the order of the samples.
-        reordered = self._again([rows_at(batch, [*range(rows_of(batch) or 0)][::-1]) for batch in self._batches])
-        largest = max(one.relative for one in reordered)
-        explains = max(one.relative for one in found) / 10 <= largest <= 100 * TOLERANCES[self._dtype]
-        if explains and not all(one.ok for one in reordered):
-            reason = "one device differs from itself by as much when the samples of each batch come in another order: "
+        nudged = self._again(_LAST_BIT[self._dtype])
+        largest = max(one.relative for one in nudged)
+        if max(one.relative for one in found) / 10 <= largest and not all(one.ok for one in nudged):
+            reason = "one device differs from itself by as much when its weights begin with another last bit: "
             reason += f"this model amplifies rounding, to {largest:.2g} within these steps"
             remedy = f"dtype float64, or tolerance={10 * largest:.0e} if that is small enough for you"
-            yield Inexact("rounding", reason, remedy)
+            yield Inexact(_ROUNDING, reason, remedy)
 
-    def _again(self, beside: Sequence[Batch] | None = None) -> list[Difference]:
-        return self._compare(_build(self._factory, self._seed), _build(self._factory, self._seed), beside)
+    def _again(self, nudge: float = 0.0) -> list[Difference]:
+        return self._compare(_build(self._factory, self._seed), _build(self._factory, self._seed), nudge)
 
-    def _compare(self, one: keras.Model, other: keras.Model, beside: Sequence[Batch] | None = None) -> list[Difference]:
+    def _compare(self, one: keras.Model, other: keras.Model, nudge: float = 0.0) -> list[Difference]:
         """Train both models, from the state of `one`; return every difference, under `other`'s names.
 
-        With `beside`, batches for `other`, nothing is evaluated and predicted at the end.
+        Each weight of `other` begins by the part `nudge` of itself larger or smaller.
 
         Raises:
             ValueError: the models have different variables.
@@ -164,16 +163,18 @@ class _Run:
         for model in (one, other):
             _create_state(model, self._batches[0])
         _copy_state(one, other)
-        for step, (batch, others) in enumerate(zip(self._batches, beside or self._batches, strict=True), start=1):
+        signs = np.random.default_rng(self._seed)
+        for weight in other.trainable_weights if nudge else ():
+            weight.assign(weight * tf.cast(1 + nudge * signs.choice([-1, 1], weight.shape), weight.dtype))
+        for step, batch in enumerate(self._batches, start=1):
             expected = _train(one, batch, step, self._seed)
-            actual = _train(other, others, step, self._seed)
+            actual = _train(other, batch, step, self._seed)
             for kind, right, variable in _paired(one, other):
                 add(step, kind, variable.name.removesuffix(":0"), variable.numpy(), right.numpy())
             for name, value in expected.items():
                 add(step, "log", name, actual.get(name, np.nan), value)
-        if beside is None:
-            for end in _end(one, other, self._batches[-1]):
-                add(len(self._batches), *end)
+        for end in _end(one, other, self._batches[-1]):
+            add(len(self._batches), *end)
         return found
 
 
@@ -194,19 +195,24 @@ def _build(factory: Callable, seed: int) -> keras.Model:
     return model
 
 
+def _on_towers(factory: Undecorated, seed: int, options: dict[str, Any]) -> tuple[keras.Model, Towers]:
+    """Build a model on towers, with the options of its decorator beside the given ones."""
+    known = {**factory.options}
+    model = _build(nccl_parallel(**{**known, **options})(factory), seed)
+    made = towers_of(model)
+    assert made is not None
+    if known == factory.options:
+        return model, made
+    made.close()  # a decorator within the factory has other options, which are known by now
+    return _on_towers(factory, seed, options)
+
+
 def _least_precise(model: keras.Model) -> str:
     """Return the least precise dtype of a model's computations and weights, and of Keras for its losses."""
     dtypes = {keras.config.floatx()}
     dtypes |= {layer.compute_dtype for layer in (model, *keras_compat.layers_of(model))}
     dtypes |= {keras.backend.standardize_dtype(weight.dtype) for weight in model.trainable_variables}
     return [dtype for dtype in TOLERANCES if dtype in dtypes][-1]
-
-
-def undecorated(build_model: Any) -> Any:
-    """Return the function that `nccl_parallel` decorates; any other function itself."""
-    while getattr(build_model, "__globals__", {}).get("__name__") == nccl_parallel.__module__:
-        build_model = build_model.__wrapped__
-    return build_model
 
 
 def _check_arguments(factory: Any, towers: int, steps: int, batch_size: int, tolerance: float | None) -> None:
@@ -223,12 +229,17 @@ def _end(one: keras.Model, other: keras.Model, batch: Batch) -> Iterator[tuple[s
     expected, actual = (_logs(model.test_on_batch(*batch, return_dict=True)) for model in (one, other))
     for name, value in expected.items():
         yield "evaluate", name, actual.get(name, np.nan), value
-    if not (_defines(one, "call") or _defines(one, "predict_step")):
-        return  # a model with nothing but its own steps predicts nothing
+    if not _predicts(one):
+        return
     outputs = keras.tree.flatten(one.predict_on_batch(batch[0]))
     others = keras.tree.flatten(other.predict_on_batch(batch[0]))
     for i, (value, output) in enumerate(zip(outputs, others, strict=True)):
         yield "predict", f"output {i}", output, value
+
+
+def _predicts(model: keras.Model) -> bool:
+    """Return whether a model predicts anything; one with nothing but its own steps does not."""
+    return _defines(model, "call") or _defines(model, "predict_step")
 
 
 def _defines(model: keras.Model, method: str) -> bool:
@@ -295,6 +306,23 @@ def _nan_of(found: Sequence[Difference]) -> Iterator[Inexact]:
         reason = f"holds a NaN from step {one.step} on; NaNs are equal to each other, whatever led to them"
         remedy = "a smaller learning rate, or other data: compare where the numbers are finite"
         yield Inexact(f"{one.kind} {one.name}", reason, remedy)
+
+
+def _equal_rows(model: keras.Model, batch: Batch) -> Iterator[Inexact]:
+    """Report a batch whose rows the model cannot tell apart: a tower with the wrong rows would compute the same."""
+    given = keras.tree.flatten(model.predict_on_batch(batch[0]) if _predicts(model) else batch[0])
+    leaves = [np.asarray(one) for one in given if isinstance(one, (np.ndarray, tf.Tensor)) and len(one.shape)]
+    if leaves and all(len(one) > 1 and _are_equal(one) for one in leaves):
+        reason = "all rows of a batch give the same prediction, so that equal results show little: a tower with other "
+        reason += "rows would compute the same"
+        yield Inexact("the data", reason, "verify with your own: ncclsync.verify(build_model, (x, y)), or --data")
+
+
+def _are_equal(rows: np.ndarray) -> bool:
+    """Return whether all rows are equal but for rounding."""
+    if rows.dtype.kind == "f":
+        return bool(np.max(np.abs(rows - rows[:1])) <= 1e-5 * np.max(np.abs(rows)))
+    return bool(np.all(rows == rows[:1]))
 
 
 def _false_step(towers: Towers, batch: Batch) -> Iterator[Inexact]:

@@ -32,12 +32,11 @@ def built_for(optimizer: keras.Optimizer, variables: Sequence[Any] | None) -> li
     return variables
 
 
-def accumulators(optimizer: keras.Optimizer, variables: Sequence[Any]) -> list[tf.Variable]:
-    """Return the variables in which an accumulating optimizer accumulates each variable's gradients."""
-    return [
-        tf_compat.backend_variable(optimizer._accumulated_gradients[optimizer._get_variable_index(variable)])
-        for variable in variables
-    ]
+def accumulators(optimizer: keras.Optimizer, variables: Sequence[Any] | None = None) -> list[tf.Variable]:
+    """Return the variables in which an accumulating optimizer accumulates each variable's gradients; None: all's."""
+    made = optimizer._accumulated_gradients
+    chosen = made if variables is None else [made[optimizer._get_variable_index(variable)] for variable in variables]
+    return [tf_compat.backend_variable(accumulator) for accumulator in chosen]
 
 
 def accumulators_emptied(optimizer: keras.Optimizer) -> contextlib.AbstractContextManager[None]:

@@ -113,7 +113,6 @@ def _apply_accumulated(
     running = {}
     for i, part in enumerate(ops.parts(gradients)):
         if part is not None:
-            declare_role(accumulators[i], Role.PARTIAL)
             part = context.share.of_samples(tf.convert_to_tensor(part))
             running[i] = accumulators[i] + tf.cast(part, accumulators[i].dtype)
     updates = keras_optimizers.update_is_due(optimizer)
@@ -121,8 +120,11 @@ def _apply_accumulated(
     reduced = dict(zip(running, totals, strict=True))
     with keras_optimizers.accumulators_emptied(optimizer):
         apply(optimizer, [reduced.get(i) for i in range(len(gradients))], variables)
-    for i, total in running.items():
-        accumulators[i].assign(tf.where(updates, tf.zeros_like(total), total))
+    left = {id(accumulators[i]): total for i, total in running.items()}
+    for accumulator in keras_optimizers.accumulators(optimizer):  # an update empties that of a frozen weight, too
+        declare_role(accumulator, Role.PARTIAL)
+        kept = left.get(id(accumulator), accumulator)
+        accumulator.assign(tf.where(updates, tf.zeros_like(kept), kept))
 
 
 def functions_inlined() -> contextlib.AbstractContextManager[None]:

@@ -161,6 +161,16 @@ def in_batches_of(*sizes):
     return run
 
 
+def frozen_meanwhile(model):
+    """A `run` in which the last layer is frozen when the optimizer updates: that loses what its gradients were."""
+    logs = []
+    for trainable, steps in ((True, 2), (False, 1), (True, 3)):
+        model.layers[-1].trainable = trainable
+        model.compile(model.optimizer, model.loss)
+        logs += [model.train_on_batch(X[i : i + 8], Y[i : i + 8]) for i in range(steps)]
+    return [logs, state(model)]
+
+
 def overflowing():
     return mlp(optimizers.LossScaleOptimizer(optimizers.Adam(0.01), 2.0**60, dynamic_growth_steps=2))
 
@@ -184,6 +194,7 @@ CASES |= {
         compiled("accumulation-2", loss=keras.losses.SparseCategoricalCrossentropy(True, reduction="sum")),
         fit(X / 10, Y),
     ),
+    "accumulation-frozen_meanwhile": Case(compiled("accumulation-3"), frozen_meanwhile),
     "accumulation-sparse": Case(embedding(lambda: optimizers.SGD(0.1, gradient_accumulation_steps=3)), fit(IDS, Y)),
     "accumulation-sparse-Adam": Case(
         embedding(lambda: optimizers.Adam(0.01, gradient_accumulation_steps=2)), fit(IDS, Y)

@@ -1,0 +1,134 @@
+"""Programs of the adversary, by their numbers: on towers as on one device, or a warning told it.
+
+`python tests/support/adversary.py --seeds A:B` runs others.
+"""
+
+import adversary
+import pytest
+from adversary import Program, Verdict, generate, judge, shrink
+
+from ncclsync.semantics import rules
+
+TOWERS = (2, 3, 5)
+QUICK = ()  # seeds of cheap programs
+SLOW = range(200)
+
+STEP = ("train", {"rows": 7, "length": 4, "times": 1})
+EXACT = (("exact", True),)
+
+
+def sgd(**options):
+    return "sgd", {"momentum": 0.0, "accumulate": None, "clip": {}, **options}
+
+
+def written(target, how):
+    return STEP, ("write", {"target": target, "how": how}), STEP
+
+
+def body(*names, **arguments):
+    """Layers; the last one has the arguments."""
+    return (*((name, {}) for name in names[:-1]), (names[-1], arguments))
+
+
+# What was met in the field, in the parts of which the adversary composes programs: it can express each.
+MET = {
+    "raw_subtraction": Program(1, acts=written("weight", "raw_sub")),
+    "raw_scatter": Program(1, acts=written("weight", "raw_scatter")),
+    "raw_descent": Program(1, acts=written("bias", "raw_apply")),
+    "raw_slice": Program(1, acts=written("weight", "slice")),
+    "raw_learning_rate": Program(1, acts=written("rate", "raw_assign")),
+    "raw_slot": Program(1, optimizer=sgd(momentum=0.9), acts=written("slot", "raw_sub")),
+    "function_traced_early": Program(1, acts=written("weight", "early")),
+    "no_weight_traced_early": Program(1, body=body("own_scale"), acts=written("own", "early")),
+    "dataset_writes": Program(1, body=body("own_scale"), acts=written("own", "map")),
+    "thread_writes": Program(1, body=body("own_scale"), acts=written("own", "thread")),
+    "python_writes": Program(1, body=body("python_writes", function="py_function"), acts=(STEP, STEP)),
+    "named_like_a_state": Program(1, body=body("named", name="StateVariance", written=False), acts=(STEP, STEP)),
+    "named_like_a_seed": Program(1, body=body("named", name="seed_generator_state_a", written=True), acts=(STEP, STEP)),
+    "generator": Program(1, body=body("generator_noise"), acts=(STEP, STEP)),
+    "generator_of_gradients": Program(1, step=("noisy_gradients", {}), options=EXACT, acts=(STEP, STEP)),
+    "generator_skips": Program(1, body=body("coin"), options=EXACT, acts=(STEP, ("draw", {"how": "skip"}), STEP)),
+    "generator_in_a_dataset": Program(1, body=body("coin"), options=EXACT, acts=(STEP, ("draw", {"how": "map"}), STEP)),
+    "moments_of_a_whole": Program(
+        1, body=(*body("whole", how="numpy_function"), *body("batch_norm", synchronized=False))
+    ),
+    "moments_of_a_mask": Program(1, body=(*body("whole", how="boolean_mask"), *body("batch_norm", synchronized=False))),
+    "overwritten_and_accumulated": Program(1, body=body("overwritten"), optimizer=sgd(accumulate=2), acts=(STEP, STEP)),
+    "overwritten_and_sharded": Program(1, body=body("overwritten"), options=(("shard_optimizer", True),), acts=(STEP,)),
+    "table": Program(1, body=body("table", find="both"), acts=(STEP, STEP)),
+    "queue_grows": Program(1, body=body("queue"), acts=(STEP, STEP)),
+    "attribute": Program(
+        1,
+        body=body("attributes"),
+        acts=(STEP, ("change", {"what": "factor"}), ("train", {"rows": 5, "length": 4, "times": 1})),
+    ),
+    "global": Program(
+        1,
+        body=body("attributes"),
+        acts=(STEP, ("change", {"what": "global"}), ("train", {"rows": 5, "length": 4, "times": 1})),
+    ),
+    "loss_delta": Program(
+        1,
+        loss=("dialled_huber", {"delta": 1.0}),
+        acts=(STEP, ("change", {"what": "delta"}), ("train", {"rows": 5, "length": 4, "times": 1})),
+    ),
+    "clipvalue": Program(
+        1, acts=(STEP, ("change", {"what": "clipvalue"}), ("train", {"rows": 5, "length": 4, "times": 1}))
+    ),
+    "lengths": Program(
+        1,
+        head=("tokens", {"cell": "gru", "masked": False}),
+        body=body("across", how="mean"),
+        acts=(("lengths", {"how": "train"}),),
+    ),
+    "beam": Program(1, body=body("flow", how="beam"), acts=(STEP,)),
+    "rate_in_a_thread": Program(1, acts=(STEP, ("race", {"rows": 8, "what": "rate"}))),
+    "predict_in_a_thread": Program(1, acts=(STEP, ("race", {"rows": 8, "what": "predict"}))),
+}
+
+
+@pytest.mark.slow(but=8)
+@pytest.mark.parametrize("name", MET)
+def test_what_was_met_in_the_field(name):
+    """It is as on one device."""
+    verdict = judge(MET[name], 2)
+    assert verdict.kind == "ok" or (name == "generator" and verdict.kind == "told"), verdict
+
+
+@pytest.mark.slow(but=len(QUICK))
+@pytest.mark.parametrize("seed", [*QUICK, *(seed for seed in SLOW if seed not in QUICK)])
+def test_program_is_as_on_one_device(seed):
+    """A program, on a number of towers that its seed chooses."""
+    verdict = judge(generate(seed), TOWERS[seed % len(TOWERS)])
+    assert not verdict.failed, f"{verdict}; python tests/support/adversary.py --seeds {seed} --shrink"
+
+
+def test_programs_are_told_by_their_numbers():
+    """A seed means one program, and each part is met by some seed."""
+    assert generate(7) == generate(7) != generate(8)
+    met = {part for seed in range(600) for part in generate(seed).parts()}
+    assert met == {(kind, name) for kind, parts in adversary.PARTS.items() for name in parts}
+
+
+def test_a_false_rule_is_found_and_made_small(monkeypatch):
+    """The comparison can fail; what fails is shrunk to what makes it fail, and printed as a script."""
+    monkeypatch.setitem(rules.LINEAR, "Square", lambda call: call.inputs[:1])
+    guilty = body("extra_loss", how="square")
+    program = Program(1, body=(*body("normal", make="LayerNormalization"), *guilty), acts=(STEP,))
+    verdict = judge(program, 2)
+    assert verdict.kind == "differs"
+    small, towers = shrink(program, 2, verdict.kind, tries=4)
+    assert (small.body, small.acts, towers) == (guilty, (), 2)
+    script = adversary.as_script(small, towers, verdict.detail)
+    compile(script, "script", "exec")
+    assert "def extra_loss" in script and "def normal" not in script
+
+
+def test_a_warning_hides_no_other_fault(monkeypatch):
+    """What differs and was told is asked again where all is exact."""
+    asked = []
+
+    monkeypatch.setattr(adversary, "judge", lambda program, _: asked.append(program) or Verdict("differs"))
+    program = Program(1, body=body("batch_norm", synchronized=False), acts=(STEP,))
+    assert judge(program, 2) == Verdict("differs")
+    assert [dict(one.options) for one in asked] == [{"exact": True}]

@@ -56,6 +56,15 @@ def test_a_divided_step_keeps_one_sum(options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--xla"]])
+def test_a_step_keeps_one_set_of_gradients(options):
+    """And, beside it, what one bucket's update takes: of each GPU at most 1.5 sets more than plain Keras takes."""
+    printed = on_gpus_of(2000, *options, SCRIPT, "update")
+    plain, *towers = map(float, re.search(r"^sets ([\d. ]+)$", printed, re.MULTILINE)[1].split())
+    assert len(towers) == 2 and max(towers) < plain + 1.5, printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--xla"]])
 def test_a_row_that_does_not_fit_is_the_error(options):
     """TensorFlow's, once nothing is left to divide; weights are what they were on all GPUs."""
     printed = on_gpus_of(70, *options, SCRIPT, "row")

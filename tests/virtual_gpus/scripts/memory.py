@@ -1,7 +1,8 @@
 """Train batches whose activations do not fit the GPUs' memory, with on_oom="split", and compare with one CPU.
 
 With the argument "row": batches of which not even one row fits. With "sums": how much a divided step takes, in sets of
-gradients. With "fed": batches that are fed ahead, in several
+gradients. With "update": how much a step takes beyond what lies there, in sets of weights, on one GPU without towers
+and on two with them. With "fed": batches that are fed ahead, in several
 epochs, with validation, and with the options that the other arguments say.
 """
 
@@ -100,6 +101,30 @@ def measure_sums(splits=4):
     print("arrays", "kept" if max(held) > large.nbytes / 2 else "freed")
 
 
+def measure_updates():
+    """Print what a step takes at most on each GPU beyond weights and optimizer, in sets of weights."""
+
+    def build():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((32,)), *(layers.Dense(1024, "tanh") for _ in range(17)), layers.Dense(5)])
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    taken = []
+    for make in (build, ncclsync.nccl_parallel(bucket_bytes=8 << 20)(build)):
+        model = make()
+        for _ in range(2):
+            model.train_on_batch(X[:64], Y[:64])
+        for device in ("GPU:0", "GPU:1") if taken else ("GPU:0",):
+            before = used(device)
+            tf.config.experimental.reset_memory_stats(device)
+            model.train_on_batch(X[:64], Y[:64])
+            peak = tf.config.experimental.get_memory_info(device)["peak"]
+            taken.append((peak - before) / 4 / model.count_params())
+        del model
+    print("sets", *(round(sets, 2) for sets in taken))
+
+
 def used(device):
     """Return how many bytes of a device's memory are taken."""
     return tf.config.experimental.get_memory_info(device)["current"]
@@ -111,6 +136,9 @@ if "row" in sys.argv:
     sys.exit()
 if "sums" in sys.argv:
     measure_sums()
+    sys.exit()
+if "update" in sys.argv:
+    measure_updates()
     sys.exit()
 if "fed" in sys.argv:
     model, found, expected = fed(**{name: int(value) for name, _, value in (a.partition("=") for a in sys.argv[2:])})

@@ -41,13 +41,16 @@ class Conversions(Placer):
     Attributes:
         traced: the step.
         placed: by the traced tensor's name: what stands for it on a tower, and how that is placed.
-        declared: lengths that are fixed, of so many rows for each sample.
+        declared: lengths that are fixed, of so many rows for each sample, and what fixes them, in words.
         costs: of the step.
         converted: tensors that stand for others, by what they stand for and both placements.
         rows_of: PARTIAL tensors that have as many rows as the batch, once whole, with the placement of these.
         reduced_reads: names of reads of metric state that were reduced.
         joins_slices: ops that put the slices of a weight that is used several times one after the other.
+        undivided: whether every tower computes the whole batch, for a fault: nothing is told of what that costs.
     """
+
+    undivided = False
 
     def __init__(self, traced: TracedGraph) -> None:
         """Take a step of which nothing is placed."""
@@ -74,7 +77,7 @@ class Conversions(Placer):
         self.outputs: list[tuple[TensorName, bool]] = []
         self.row_splits, self.share, self.marks = traced.row_splits, traced.trace.share, traced.trace.marks
         self.placed: dict[TensorName, tuple[tf.Tensor, Placement]] = {}
-        self.declared = {(int(variable.shape[0]), each) for _, variable, each in traced.opened}
+        self.declared = {(int(v.shape[0]), each): f"the variable {v.name!r}" for _, v, each in traced.opened}
         self.stretched = bool(traced.opened)
         self.costs = Costs(self.functions, self.axes)
         self.converted: dict[tuple[TensorName, Placement, Placement], tf.Tensor] = {}
@@ -208,7 +211,11 @@ class Conversions(Placer):
             if tensor.op.type == "ReadVariableOp":
                 self.reduced_reads.add(tensor.op.name)
             reduced = self.exchange(tensor, Collective(CollectiveKind.ALL_REDUCE, before.op), op)
-            if (size := self.costs.roofline.size_bytes(tensor)).power and op.name not in self.marks:
+            if (
+                not self.undivided
+                and (size := self.costs.roofline.size_bytes(tensor)).power
+                and op.name not in self.marks
+            ):
                 self.costs.receive(op, size, CollectiveKind.ALL_REDUCE)
             return reduced
         if before.kind is Kind.COUNTS:
@@ -289,7 +296,7 @@ class Conversions(Placer):
                 moved = tf.reshape(moved, tf.concat([[before.blocks, -1], rest], 0))
                 moved = _swapped(moved, rank)  # [rows, blocks, ...]
         whole = self.exchange(moved, GATHER, op)
-        if op.name not in self.marks and op.name not in self.joins_slices:
+        if not self.undivided and op.name not in self.marks and op.name not in self.joins_slices:
             lengths = self.costs.roofline.lengths(tensor)
             others = lengths[: before.axis] + lengths[before.axis + 1 :]
             rows = rows or Size(max(before.each, 1) * max(before.blocks, 1) * max(tensor.dtype.size, 1), 1)
@@ -327,7 +334,8 @@ class Conversions(Placer):
                 broadcast = tf.logical_and(broadcast, total * after.blocks > 1)
             begin, size = tf.where(broadcast, 0, begin), tf.where(broadcast, 1, size)
         else:
-            self.declared.add((known, after.blocks * max(after.each, 1)))
+            line = f"a tensor of that length, at {user_line(op.traceback)}"
+            self.declared.setdefault((known, after.blocks * max(after.each, 1)), line)
         # A slice takes up to 8 axes; XLA compiles it anew for each first row.
         if after.blocks > 1 or self.traced.trace.jit_compile or tensor.shape.rank > 8:
             blocks = after.blocks if broadcast is None else tf.where(broadcast, 1, after.blocks)

@@ -17,11 +17,17 @@ _RUNNING = CALLS | LOOPS | BRANCHES
 
 
 class Functions:
-    """Hold the functions of one traced step, by name, as graphs."""
+    """Hold the functions of one traced step, by name, as graphs.
+
+    Attributes:
+        definitions: FunctionDefs, by name.
+        faults: what could not be divided, by ncclsync's own faults, in words.
+    """
 
     def __init__(self, definitions: Iterable[Any], outer: Any) -> None:
         """Know the FunctionDefs, and the graph that calls them."""
         self.definitions: dict[str, Any] = {one.signature.name: one for one in definitions}
+        self.faults: list[str] = []
         self._outer = outer
         self._graphs: dict[tuple[str, tuple[str, ...]], Any] = {}
 

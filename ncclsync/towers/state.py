@@ -112,6 +112,7 @@ class TowerState:
             replicas.add_up_parts()
         replicas.close()
         session.communicator.close()
+        session.speak_again()
         if failure is not None:
             raise failure
 

@@ -21,7 +21,7 @@ from ncclsync import NcclSyncError
 from ncclsync.compat import keras as keras_compat
 from ncclsync.compat import keras_optimizers
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.compat.source_lines import user_line
+from ncclsync.compat.source_lines import innermost, user_line
 from ncclsync.ops import host_ops
 from ncclsync.semantics.roles import DECLARED
 
@@ -1218,3 +1218,19 @@ def test_a_users_line_calls_installed_libraries():
     own, numpys, pythons = (traceback.FrameSummary(name, 1, "f") for name in (__file__, np.__file__, os.__file__))
     assert user_line([own, numpys, pythons]).startswith(__file__)
     assert user_line([numpys, traceback.FrameSummary(keras.__file__, 1, "f")]).startswith(np.__file__)
+
+
+def test_a_package_whose_name_begins_like_keras_is_another_one(monkeypatch):
+    """Such as keras_hub: its line is named."""
+    name = os.path.dirname(keras.__file__) + "_hub/layers.py"
+    monkeypatch.setattr(os.path, "exists", lambda _: True)
+    assert user_line([traceback.FrameSummary(name, 1, "f"), traceback.FrameSummary(keras.__file__, 1, "f")]) == (
+        f"{name}:1 ()"
+    )
+
+
+def test_errors_that_are_each_others_cause():
+    """The innermost error of a circle is found, and the search ends."""
+    one, two = ValueError("one"), TypeError("two")
+    one.__cause__, two.__cause__ = two, one
+    assert innermost(one)[1] is two

@@ -1,5 +1,6 @@
 """Small steps whose placements are easily taken for others, on towers and on one device."""
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -238,3 +239,29 @@ def test_hidden_numbers_are_tower_0s_of_any_dtype_and_shape(name):
     with ncclsync.Towers(3) as towers:
         texts, _ = towers.run(step, tf.ones([7, 2]))
     assert len(texts) == 7 and len(set(texts.numpy())) == 1, texts
+
+
+def test_a_list_of_own_seeds():
+    """Towers draw with seeds of their own that a list has held: what they write of it is equal all the same."""
+    generator, written = keras.random.SeedGenerator(3), tf.Variable(tf.zeros([3]))
+
+    def step(x):
+        seeds = listed(tf.int64, 2, tf.cast(generator.next(), tf.int64), tf.zeros([2], tf.int64), shape=[2])
+        written.assign_add(tf.random.stateless_uniform([3], seeds.read(0)))
+        return tf.reduce_sum(x)
+
+    with ncclsync.Towers(3) as towers:
+        for _ in range(2):
+            towers.run(step, X)
+        assert towers.divergence() == 0.0
+
+
+def test_a_length_that_fixes_the_rows_is_named():
+    """By its own line, not as a state that the step does not have."""
+
+    def step(x):
+        return x * tf.ones([4, 1], x.dtype)
+
+    words = rf"Expected a batch of 4 rows: a tensor of that length, at {__file__}:\d+ \(return x \* tf.ones"
+    with ncclsync.Towers(2) as towers, pytest.raises(ncclsync.NcclSyncError, match=words):
+        towers.run(step, X)

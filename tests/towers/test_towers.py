@@ -14,9 +14,11 @@ import tensorflow as tf
 from parity import assert_close, assert_towers_agree, data, mlp, on_towers
 
 from ncclsync import NcclSyncError, Towers, nccl_parallel
+from ncclsync.communicator.processes import Process
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops import gpu_streams
 from ncclsync.semantics.roles import Role, declare_role
+from ncclsync.towers.placement import keep_quiet
 
 X, Y = data(24)
 
@@ -400,3 +402,13 @@ def test_variables_are_made_by_themselves():
     assert_close(trained(model), trained(build()))
     assert_towers_agree(model)
     model.towers.close()
+
+
+def test_a_process_is_quiet_as_long_as_its_towers_are_open(caplog):
+    """It warns again of what it does alone afterwards."""
+    logger = logging.getLogger("ncclsync")
+    speak_again = keep_quiet(Process("torchrun", 1, 2, 1, 2, None, ""))
+    logger.warning("quiet")
+    speak_again()
+    logger.warning("heard")
+    assert "quiet" not in caplog.text and "heard" in caplog.text

@@ -138,11 +138,10 @@ def test_rows_of_an_earlier_read_may_rest_on_a_later_one():
         table = tf.Variable(tf.reshape(tf.range(10.0), [5, 2]))
 
         def step(x):
-            early = tf.identity(table)
-            places = tf.cast(x[:, 0], tf.int32)
-            table.scatter_sub(tf.IndexedSlices(x, places))
-            later = tf.reduce_sum(tf.identity(table)) + tf.reduce_sum(tf.gather(early, places))
-            return tf.gather(early, tf.cast(later, tf.int32) % 5)
+            early = tf.convert_to_tensor(table)
+            table.scatter_sub(tf.IndexedSlices(tf.ones([2, 2]), [1, 3]))
+            later = tf.cast(tf.reduce_sum(tf.convert_to_tensor(table)), tf.int32)
+            return tf.gather(early, [later % 5, (later + 1) % 5]), tf.reduce_sum(x)
 
         return table, step
 

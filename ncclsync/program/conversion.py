@@ -82,6 +82,7 @@ class Conversions(Placer):
         self.costs = Costs(self.functions, self.axes)
         self.converted: dict[tuple[TensorName, Placement, Placement], tf.Tensor] = {}
         self._exchanged: dict[tuple[TensorName, Collective, TensorName | None], tf.Tensor] = {}
+        self._copies: dict[OpName, tf.Operation] = {}  # of ops, that take whole inputs
         self._extents: dict[TensorName, tuple[tf.Tensor, tf.Tensor, tf.Tensor]] = {}
         self.rows_of: dict[TensorName, Placement] = {}
         self.reduced_reads: set[OpName] = set()
@@ -267,8 +268,13 @@ class Conversions(Placer):
         return tf.ensure_shape(tf.reshape(values, lengths), like.shape)
 
     def anew(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Compute a tensor again from whole inputs, since lists of tensors and axes cannot be sent."""
+        """Compute a tensor again from whole inputs, since lists of tensors and axes cannot be sent; each op once.
+
+        A loop may give a list for each tensor that its gradient takes.
+        """
         op = tensor.op
+        if op.name in self._copies:
+            return self._copies[op.name].outputs[tensor.value_index]
         if tf_compat.written_handles(op) or self.functions.hides_state(op, REPEATABLE):
             raise NcclSyncError(
                 "Expected a loop that can be run again for the whole batch. Received: "
@@ -276,7 +282,8 @@ class Conversions(Placer):
             )
         given = [self.placed[name] for name in self.traced.inputs[op.name]]
         inputs = [self.convert(one, placed, REPLICATE, op) for one, placed in given]
-        return tf_compat.copied_op(op, inputs).outputs[tensor.value_index]
+        self._copies[op.name] = tf_compat.copied_op(op, inputs)
+        return self._copies[op.name].outputs[tensor.value_index]
 
     def first_rows(self, tensor: tf.Tensor, before: Placement, count: int, op: tf.Operation) -> tf.Tensor:
         """Gather the first `count` rows of each tower: those of the batch's first sample, and behind them others."""

@@ -29,6 +29,9 @@ from ncclsync.program.updates import find_updates
 from ncclsync.semantics.placing import is_unrepeatable, told_fault
 from ncclsync.semantics.roles import declare_role, role_of
 
+# So many ops a tower runs at most: for each of the trace's, and beside these.
+_MOST_FOLD, _MOST_MORE = 16, 5_000
+
 # Ops that may fail by the numbers that they are given.
 _RAISING = frozenset(
     {
@@ -90,6 +93,8 @@ def _cut(
 ) -> Program:
     trace = placed.traced.trace
     graph, traced = placed.graph, placed.traced
+    if not placed.undivided:
+        _check_size(graph)
     for handle, variable in traced.variable_of.items():
         if traced.role[handle] is not role_of(variable, target.same_seeds):
             declare_role(variable, traced.role[handle])
@@ -148,6 +153,18 @@ def place(
             return Partition(traced, results, exact, many_shards, undivided).run()
         except Unshared as found:
             shared |= {id(traced.variable_of[handle]) for handle in found.handles}
+
+
+def _check_size(graph: StepGraph) -> None:
+    """Raise a `Fault` if a tower would run many times what one device runs: the memory may end before the first step.
+
+    A partition adds some ops to each of the trace's ops, and some copies of a loop to a loop.
+    """
+    count, traced = graph.functions.count_nodes, graph.traced
+    before, after = count(traced.nodes.values()), count(graph.nodes[op.name] for op in graph.ops)
+    if after > _MOST_FOLD * before + _MOST_MORE:
+        largest = max(traced.ops, key=lambda op: count([traced.nodes[op.name]]))
+        raise Fault(largest, OverflowError(f"{after} ops of {before}"))
 
 
 def _rollback(

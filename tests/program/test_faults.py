@@ -133,6 +133,15 @@ def fails_once(function):
     return failing
 
 
+def test_what_would_be_too_large(monkeypatch, caplog):
+    """A step of which towers would run many times as many ops is named, and every tower computes the whole batch."""
+    monkeypatch.setattr(cut, "_MOST_FOLD", 0)
+    monkeypatch.setattr(cut, "_MOST_MORE", 20)
+    with ncclsync.Towers(3) as towers:
+        assert_close(towers.run(step, X), step(X))
+    assert f"While, at {__file__}" in caplog.text and "the whole batch" in caplog.text
+
+
 def test_no_way_out(monkeypatch):
     """If not even the whole batch can be computed, an error says so, and what to do."""
     monkeypatch.setattr(cut, "schedule", fails)

@@ -256,6 +256,30 @@ def test_a_list_of_own_seeds():
         assert towers.divergence() == 0.0
 
 
+def test_a_loop_is_computed_again_once():
+    """For all its lists that its gradient takes of the whole batch."""
+    weight = tf.Variable(RNG.normal(size=(4, 4)))
+
+    def step(x):
+        def turn(i, y):
+            y = tf.tanh(y @ weight) * tf.gather(tf.sigmoid(y), tf.argsort(y), batch_dims=1)
+            return i + 1, tf.where(y > tf.reduce_mean(y, 1, keepdims=True), tf.sin(y) * y, tf.cos(y))
+
+        def loss():
+            return tf.reduce_sum(tf.while_loop(lambda i, _: i < 3, turn, [0, x], maximum_iterations=3)[1] ** 2)
+
+        with tf.GradientTape() as tape:
+            value = loss()
+        # As an op that takes all rows would: the gradient is that of the whole batch.
+        return value, tape.gradient(value, weight)
+
+    with ncclsync.Towers(3) as towers:
+        assert_close(towers.run(step, X), tf.function(step)(tf.constant(X)))
+        (program,) = (one for made in towers._steps.values() for one in made.programs.values())
+    graphs = [segment.function.graph for segment in program.segments]
+    assert sum(op.type in ("While", "StatelessWhile") for graph in graphs for op in graph.get_operations()) <= 3
+
+
 def test_a_length_that_fixes_the_rows_is_named():
     """By its own line, not as a state that the step does not have."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 _MOST_LETTERS = 300  # of a value in a message
@@ -183,3 +183,13 @@ _NAMED = 10  # so many variables at most in a message
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+
+
+def causes_of(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, what it was raised from, and so on; each once, since errors may name each other as causes."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__ or cause.__context__

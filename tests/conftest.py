@@ -23,6 +23,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 # Only errors: TensorFlow says on import that it found no GPU. Subprocesses inherit it.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+# What ncclsync by a fault of its own cannot divide is raised, not computed whole.
+os.environ.setdefault("NCCLSYNC_FAULTS", "raise")
+
 # Tests set these themselves, where they are about them. On a host with GPUs they choose which, and how they are joined.
 OUTSIDE = ("TF_CONFIG", "TF_NUM_INTRAOP_THREADS", "XLA_FLAGS")
 ON_GPUS = () if os.path.exists("/dev/nvidiactl") else ("CUDA_VISIBLE_DEVICES", "NCCL_")

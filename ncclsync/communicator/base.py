@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 from ncclsync.communicator import native
 from ncclsync.communicator.buffers import Buffers
 from ncclsync.communicator.peers import Peers
-from ncclsync.errors import NcclSyncError, ProcessError
+from ncclsync.errors import NcclSyncError, ProcessError, causes_of
 
 
 class AllReduce(NamedTuple):
@@ -257,11 +257,8 @@ class Communicator(contextlib.AbstractContextManager):
 
         Errors that another process has caused are not reported.
         """
-        cause: BaseException | None = error
-        while cause is not None:
-            if isinstance(cause, ProcessError) or _TOLD in vars(cause):
-                return
-            cause = cause.__cause__ or cause.__context__
+        if any(isinstance(cause, ProcessError) or _TOLD in vars(cause) for cause in causes_of(error)):
+            return
         self.mark_told(error)
         self._tell(f"{type(error).__name__}: {error}")
 

@@ -10,11 +10,17 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ncclsync.errors import causes_of
+
 _UNKNOWN = "a line that could not be found"
 _KERAS = "Keras' own step"
 _OWN = str(pathlib.Path(__file__).parent.parent)
 _PLUGINS = os.path.join(os.path.dirname(os.path.dirname(tf.__file__)), "tensorboard")  # writes what tf.summary is given
-_PYTHON = os.path.dirname(os.__file__)
+_PYTHON = os.path.join(os.path.dirname(os.__file__), "")
+# With a separator at the end: keras_hub is not Keras.
+_LIBRARIES = tuple(
+    os.path.join(one, "") for one in (os.path.dirname(tf.__file__), os.path.dirname(keras.__file__), _OWN, _PLUGINS)
+)
 _TRACE = os.path.join(_OWN, "program", "trace.py")  # calls a step
 _OF_TAPES = "gradient_tape/"
 _SOURCES = frozenset({"Const", "Placeholder", "ReadVariableOp"})
@@ -28,7 +34,6 @@ def user_line(traceback: Any = None) -> str:
     Args:
         traceback: of an op; None: of the caller.
     """
-    libraries = (os.path.dirname(tf.__file__), os.path.dirname(keras.__file__), _OWN, _PLUGINS)
     if traceback is None:
         # An op's own, in a graph: there TensorFlow maps what autograph has generated back to its source.
         traceback = stack.extract_stack() if tf.executing_eagerly() else tf.no_op().traceback
@@ -37,7 +42,7 @@ def user_line(traceback: Any = None) -> str:
         name = frame.filename
         if name == _TRACE:
             return _text_of(installed) if installed else _KERAS
-        if "__autograph_generated_file" in name or name.startswith(libraries) or not os.path.exists(name):
+        if "__autograph_generated_file" in name or name.startswith(_LIBRARIES) or not os.path.exists(name):
             continue
         if "site-packages" not in name and not name.startswith(_PYTHON):
             return _text_of(frame)
@@ -58,12 +63,11 @@ def own_place(op: tf.Operation) -> tuple[str, str]:
         The place, and the type of the op there: for a gradient, of the op whose gradient it is.
     """
     op = _forward_of(op)
-    libraries = (os.path.dirname(tf.__file__), os.path.dirname(keras.__file__), _OWN)
     for frame in reversed(op.traceback):
         name = frame.filename
         if name == _TRACE:
             break
-        if "__autograph_generated_file" in name or "site-packages" in name or name.startswith(libraries):
+        if "__autograph_generated_file" in name or "site-packages" in name or name.startswith(_LIBRARIES):
             continue
         if os.path.exists(name):
             return _text_of(frame), op.type
@@ -117,10 +121,6 @@ def _text_of(frame: stack.FrameSummary) -> str:
 
 def innermost(error: BaseException) -> tuple[str, BaseException]:
     """Return the user's line that an error comes from, and the innermost error, which Keras' errors may wrap."""
-    line = _UNKNOWN
-    wraps: BaseException | None = error
-    while wraps is not None:
-        error, found = wraps, user_line(stack.extract_tb(wraps.__traceback__))
-        line = line if found == _UNKNOWN else found
-        wraps = error.__cause__ or error.__context__
-    return line, error
+    causes = [*causes_of(error)]
+    lines = [user_line(stack.extract_tb(cause.__traceback__)) for cause in causes]
+    return next((line for line in reversed(lines) if line != _UNKNOWN), _UNKNOWN), causes[-1]

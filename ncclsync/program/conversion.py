@@ -41,13 +41,16 @@ class Conversions(Placer):
     Attributes:
         traced: the step.
         placed: by the traced tensor's name: what stands for it on a tower, and how that is placed.
-        declared: lengths that are fixed, of so many rows for each sample.
+        declared: lengths that are fixed, of so many rows for each sample, and what fixes them, in words.
         costs: of the step.
         converted: tensors that stand for others, by what they stand for and both placements.
         rows_of: PARTIAL tensors that have as many rows as the batch, once whole, with the placement of these.
         reduced_reads: names of reads of metric state that were reduced.
         joins_slices: ops that put the slices of a weight that is used several times one after the other.
+        undivided: whether every tower computes the whole batch, for a fault: nothing is told of what that costs.
     """
+
+    undivided = False
 
     def __init__(self, traced: TracedGraph) -> None:
         """Take a step of which nothing is placed."""
@@ -75,12 +78,13 @@ class Conversions(Placer):
         self.row_splits = {name: name for name in traced.row_splits}
         self.share, self.marks = traced.trace.share, traced.trace.marks
         self.placed: dict[TensorName, tuple[tf.Tensor, Placement]] = {}
-        self.declared = {(int(variable.shape[0]), each) for _, variable, each in traced.opened}
+        self.declared = {(int(v.shape[0]), each): f"the variable {v.name!r}" for _, v, each in traced.opened}
         self.stretched = bool(traced.opened)
         self.looks = not traced.trace.jit_compile  # XLA compiles a program for each number of rows
         self.costs = Costs(self.functions, self.axes)
         self.converted: dict[tuple[TensorName, Placement, Placement], tf.Tensor] = {}
         self._exchanged: dict[tuple[TensorName, Collective, TensorName | None], tf.Tensor] = {}
+        self._copies: dict[OpName, tf.Operation] = {}  # of ops, that take whole inputs
         self._extents: dict[TensorName, tuple[tf.Tensor, tf.Tensor, tf.Tensor]] = {}
         self.rows_of: dict[TensorName, Placement] = {}
         self.reduced_reads: set[OpName] = set()
@@ -211,7 +215,11 @@ class Conversions(Placer):
             if tensor.op.type == "ReadVariableOp":
                 self.reduced_reads.add(tensor.op.name)
             reduced = self.exchange(tensor, Collective(CollectiveKind.ALL_REDUCE, before.op), op)
-            if (size := self.costs.roofline.size_bytes(tensor)).power and op.name not in self.marks:
+            if (
+                not self.undivided
+                and (size := self.costs.roofline.size_bytes(tensor)).power
+                and op.name not in self.marks
+            ):
                 self.costs.receive(op, size, CollectiveKind.ALL_REDUCE)
             return reduced
         if before.kind is Kind.COUNTS:
@@ -263,8 +271,13 @@ class Conversions(Placer):
         return tf.ensure_shape(tf.reshape(values, lengths), like.shape)
 
     def anew(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Compute a tensor again from whole inputs, since lists of tensors and axes cannot be sent."""
+        """Compute a tensor again from whole inputs, since lists of tensors and axes cannot be sent; each op once.
+
+        A loop may give a list for each tensor that its gradient takes.
+        """
         op = tensor.op
+        if op.name in self._copies:
+            return self._copies[op.name].outputs[tensor.value_index]
         if tf_compat.written_handles(op) or self.functions.hides_state(op, REPEATABLE):
             raise NcclSyncError(
                 "Expected a loop that can be run again for the whole batch. Received: "
@@ -272,7 +285,8 @@ class Conversions(Placer):
             )
         given = [self.placed[name] for name in self.traced.inputs[op.name]]
         inputs = [self.convert(one, placed, REPLICATE, op) for one, placed in given]
-        return tf_compat.copied_op(op, inputs).outputs[tensor.value_index]
+        self._copies[op.name] = tf_compat.copied_op(op, inputs)
+        return self._copies[op.name].outputs[tensor.value_index]
 
     def first_rows(self, tensor: tf.Tensor, before: Placement, count: int, op: tf.Operation) -> tf.Tensor:
         """Gather the first `count` rows of each tower: those of the batch's first sample, and behind them others."""
@@ -292,7 +306,7 @@ class Conversions(Placer):
                 moved = tf.reshape(moved, tf.concat([[before.blocks, -1], rest], 0))
                 moved = _swapped(moved, rank)  # [rows, blocks, ...]
         whole = self.exchange(moved, GATHER, op)
-        if op.name not in self.marks and op.name not in self.joins_slices:
+        if not self.undivided and op.name not in self.marks and op.name not in self.joins_slices:
             lengths = self.costs.roofline.lengths(tensor)
             others = lengths[: before.axis] + lengths[before.axis + 1 :]
             rows = rows or Size(max(before.each, 1) * max(before.blocks, 1) * max(tensor.dtype.size, 1), 1)
@@ -330,7 +344,8 @@ class Conversions(Placer):
                 broadcast = tf.logical_and(broadcast, total * after.blocks > 1)
             begin, size = tf.where(broadcast, 0, begin), tf.where(broadcast, 1, size)
         else:
-            self.declared.add((known, after.blocks * max(after.each, 1)))
+            line = f"a tensor of that length, at {user_line(op.traceback)}"
+            self.declared.setdefault((known, after.blocks * max(after.each, 1)), line)
         # A slice takes up to 8 axes; XLA compiles it anew for each first row.
         if after.blocks > 1 or self.traced.trace.jit_compile or tensor.shape.rank > 8:
             blocks = after.blocks if broadcast is None else tf.where(broadcast, 1, after.blocks)

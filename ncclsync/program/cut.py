@@ -6,32 +6,56 @@ needs what a tower has not got (`partition.py`). Every op is *scheduled*: it get
 what it receives. Before that, a target's passes may make the program cheaper.
 """
 
+import dataclasses
 import itertools
 from typing import Any
 
 from ncclsync.compat.names import OpName, TensorName, op_name
 from ncclsync.compat.source_lines import user_line
+from ncclsync.errors import NcclSyncError
 from ncclsync.ops import Collective, CollectiveKind
 from ncclsync.ops.buckets import ALIGNED_BYTES, fill_buckets
 from ncclsync.ops.spans import Meter
 from ncclsync.program.conversion import ADD_UP
 from ncclsync.program.crossing import Forms, find_uncrossable
 from ncclsync.program.graph import StepGraph, TracedGraph
-from ncclsync.program.partition import Partition, Unshared
+from ncclsync.program.partition import Fault, Partition, Unshared
 from ncclsync.program.phases import divide
 from ncclsync.program.program import Bucket, Exchange, Program, Results, Target
 from ncclsync.program.schedule import Schedule, schedule
 from ncclsync.program.segment import SegmentPlan, compile_segment
 from ncclsync.program.trace import Trace
 from ncclsync.program.updates import find_updates
-from ncclsync.semantics.placing import is_unrepeatable
+from ncclsync.semantics.placing import is_unrepeatable, told_fault
 from ncclsync.semantics.roles import Role, declare_role, role_of
+
+# So many ops a tower runs at most: for each of the trace's, and beside these.
+_MOST_FOLD, _MOST_MORE = 16, 5_000
+
+# Ops that may fail by the numbers that they are given.
+_RAISING = frozenset(
+    {
+        "Assert",
+        "CheckNumerics",
+        "CheckNumericsV2",
+        "Cholesky",
+        "MatrixInverse",
+        "MatrixLogarithm",
+        "MatrixSolve",
+        "MatrixSolveLs",
+        "MatrixSquareRoot",
+        "MatrixTriangularSolve",
+        "SelfAdjointEigV2",
+    }
+)
 
 
 def cut(
     trace: Trace, target: Target, results: Results, *, undone: bool, traceless: bool, meter: Meter | None
 ) -> Program:
     """Cut `trace` into a program of segments.
+
+    If that fails by a fault of ncclsync's own, every tower computes the whole batch, and a warning says so.
 
     Args:
         trace: a step, traced for one tower.
@@ -42,8 +66,35 @@ def cut(
             included.
         meter: see `compile_segment`.
     """
-    placed = place(trace, target.home_device, results, target.same_seeds, many_shards=target.many_shards)
+
+    told: list[str] = []
+    for undivided in (False, True):
+        try:
+            placed = place(
+                trace,
+                target.home_device,
+                results,
+                target.same_seeds,
+                many_shards=target.many_shards,
+                undivided=undivided,
+            )
+            program = _cut(placed, target, results, undone, traceless, meter)
+            return dataclasses.replace(program, warnings=(*told, *program.warnings))
+        except (NcclSyncError, MemoryError):
+            raise
+        except Exception as fault:  # of any kind
+            cause, op = (fault.cause, fault.op) if isinstance(fault, Fault) else (fault, None)
+            told.append(f"Exact, but every tower computes the whole batch: {told_fault(cause, op)}")
+    raise NcclSyncError(f"Expected a step that towers can run. Received one that they cannot: {told[1]}")
+
+
+def _cut(
+    placed: Partition, target: Target, results: Results, undone: bool, traceless: bool, meter: Meter | None
+) -> Program:
+    trace = placed.traced.trace
     graph, traced = placed.graph, placed.traced
+    if not placed.undivided:
+        _check_size(graph)
     for handle, variable in traced.variable_of.items():
         role = traced.role[handle]
         # What this step takes to be the same stays so, even if another step is seen to draw from it.
@@ -78,7 +129,7 @@ def cut(
         warnings=tuple(warnings),
         draws=tuple(dict.fromkeys(placed.draws)),
         normalized=tuple(dict.fromkeys(placed.normalized)),
-        declared=tuple(sorted({length // each for length, each in placed.declared})),
+        declared=tuple(sorted({n // each: what for (n, each), what in placed.declared.items()}.items())),
         fixed=placed.variables_of_rows(),
         work=placed.costs.step_work(),
         rollback=_rollback(graph, scheduled, undone, traceless),
@@ -96,15 +147,28 @@ def place(
     *,
     many_shards: bool = False,
     exact: bool = False,
+    undivided: bool = False,
 ) -> Partition:
     """Partition a trace; see `cut` and `Partition`."""
     shared: set[int] = set()
     while True:
         traced = TracedGraph(trace, home_device, same_seeds, shared)
         try:
-            return Partition(traced, results, exact, many_shards).run()
+            return Partition(traced, results, exact, many_shards, undivided).run()
         except Unshared as found:
             shared |= {id(traced.variable_of[handle]) for handle in found.handles}
+
+
+def _check_size(graph: StepGraph) -> None:
+    """Raise a `Fault` if a tower would run many times what one device runs: the memory may end before the first step.
+
+    A partition adds some ops to each of the trace's ops, and some copies of a loop to a loop.
+    """
+    count, traced = graph.functions.count_nodes, graph.traced
+    before, after = count(traced.nodes.values()), count(graph.nodes[op.name] for op in graph.ops)
+    if after > _MOST_FOLD * before + _MOST_MORE:
+        largest = max(traced.ops, key=lambda op: count([traced.nodes[op.name]]))
+        raise Fault(largest, OverflowError(f"{after} ops of {before}"))
 
 
 def _rollback(
@@ -114,12 +178,11 @@ def _rollback(
     last, segments = scheduled.last_meeting, scheduled.segments
     written = {(handle, n) for name, n in segments.items() for handle in graph.writes[name] & graph.traced.kept}
     # Ops beside the writes that compute on one tower's data may fail on that tower after some writes are done.
-    types = {name: graph.by_name[name].type for name, number in segments.items() if number >= last}
-    raising = ("Assert", "CheckNumerics", "CheckNumericsV2")
+    ends = [graph.by_name[name] for name, number in segments.items() if number >= last and name not in graph.folds]
     exposed = any(
-        kind in raising or "PyFunc" in kind or (name in graph.local and not kind.startswith("Assign"))
-        for name, kind in types.items()
-        if name not in graph.folds
+        (op.name in graph.local and not op.type.startswith("Assign"))
+        or any(kind in _RAISING or "PyFunc" in kind for kind in graph.functions.op_types(op))
+        for op in ends
     )
     restored = {handle for handle, number in written if undone or exposed or number < last}
     every = restored.union(*(graph.writes[name] for name in segments))

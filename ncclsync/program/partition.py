@@ -27,7 +27,7 @@ from ncclsync.semantics import rules
 from ncclsync.semantics.axes import Rows
 from ncclsync.semantics.functions import BRANCHES, LOOPS
 from ncclsync.semantics.placements import LOCAL, MEAN, REPLICATE, SEEDED, SUM, Kind, Placement
-from ncclsync.semantics.placing import PRINTS, REPEATABLE, Refused
+from ncclsync.semantics.placing import PRINTS, REPEATABLE, Found, Refused, local_of
 from ncclsync.semantics.roles import Role
 from ncclsync.semantics.rules import Call
 from ncclsync.semantics.unordered import ADDS_SLICES, UNORDERED, UNORDERED_ON_CPU, added_up
@@ -40,7 +40,16 @@ _OF_KNOWN_SHAPES = frozenset({"MatrixDiagV2", "MatrixDiagV3"})
 _ADDING = frozenset({"ResourceScatterAdd", "ResourceScatterSub", "ResourceScatterNdAdd", "ResourceScatterNdSub"})
 
 
-class Unshared(Exception):
+class Fault(Exception):
+    """Placing an op fails by a fault of ncclsync's own."""
+
+    def __init__(self, op: tf.Operation, cause: Exception) -> None:
+        """Name the op, and what was raised."""
+        super().__init__(op.name)
+        self.op, self.cause = op, cause
+
+
+class Unshared(Found):
     """Variables cannot be held in parts: all towers must hold the same value."""
 
     def __init__(self, handles: set[TensorName]) -> None:
@@ -58,10 +67,25 @@ class Partition(Conversions):
         normalized: lines that normalise by a tower's rows alone.
     """
 
-    def __init__(self, traced: TracedGraph, results: Results, exact: bool = False, many_shards: bool = False) -> None:
-        """Take a step; with `exact`, marks `by_choice` change nothing; see `Target.many_shards`."""
+    def __init__(
+        self,
+        traced: TracedGraph,
+        results: Results,
+        exact: bool = False,
+        many_shards: bool = False,
+        undivided: bool = False,
+    ) -> None:
+        """Take a step.
+
+        Args:
+            traced: the step.
+            results: how the towers' results become those of the step.
+            exact: whether marks `by_choice` change nothing.
+            many_shards: see `Target`.
+            undivided: whether every tower computes the whole batch: no op's rule is asked.
+        """
         super().__init__(traced)
-        self._results, self._exact = results, exact
+        self._results, self._exact, self.undivided = results, exact, undivided
         self.differing.update(n for n, one in traced.argument_placements.items() if many_shards and not one.whole)
         self._on_gpus = "GPU" in traced.home_device and not tf_compat.is_op_determinism_enabled()
         self._unordered = UNORDERED if self._on_gpus else UNORDERED_ON_CPU
@@ -76,9 +100,16 @@ class Partition(Conversions):
 
         Raises:
             Unshared: variables are to be the same on all towers; begin anew with them so.
+            Fault: an op cannot be placed.
         """
         for op in self.traced.ops:
-            self._step(op)
+            try:
+                self._step(op)
+            except (Found, NcclSyncError):
+                raise
+            except Exception as fault:  # of any kind
+                raise Fault(op, fault) from fault
+        self.warned += self.functions.faults
         with self.building():
             self._settle_results()
         self._fold_metrics()
@@ -132,7 +163,7 @@ class Partition(Conversions):
         self.append(op)
         if op.name in self.joins_slices and all(placed.whole for placed in made):
             self.costs.leave_out(op)
-        else:
+        elif not self.undivided:
             self.costs.add(op, call.given[1], (*call.inputs, *made))
         for output, placed in zip(op.outputs, made, strict=True):
             tensor, placed = self.placed.get(output.name, (output, placed))  # all towers may have it from tower 0
@@ -260,7 +291,7 @@ class Partition(Conversions):
         unseen = op.type not in rules.SEEDED_DRAWS and self.functions.hides_state(op, REPEATABLE)
         if unseen and all(placed.whole for placed in call.inputs):
             return self.alike(call)
-        made = self.place(call)
+        made = self._undivided_at(call) if self.undivided else self.place(call)
         adds = self._on_gpus and self.functions.runs(op)
         unordered = self._unordered.union(ADDS_SLICES if adds else ())
         if self._computes_alike(call) and not unordered.isdisjoint(self.functions.op_types(op)):
@@ -280,7 +311,9 @@ class Partition(Conversions):
             placed = {Role.SAME: REPLICATE, Role.SUM: SUM, Role.SEED: SEEDED}.get(role, LOCAL)
         self._put(output, output, placed)
         known = placed.kind is Kind.SHARD and output.shape[0] is not None and not placed.unit
-        if known:  # an argument that is traced with its number of rows: all towers take the whole batch
+        given = output.name in traced.argument_placements and placed.kind is not Kind.LOCAL
+        # An argument that is traced with its number of rows: all towers take the whole batch.
+        if known or (self.undivided and given):
             self.costs.have_rows(op)
             self.append(op)
             self._put(output, self.convert(output, placed, REPLICATE, op), REPLICATE)
@@ -301,6 +334,19 @@ class Partition(Conversions):
         )
 
     # Ops that are made whole.
+
+    def _undivided_at(self, call: Call) -> list[Placement]:
+        """Place an op of a step of which every tower computes all: without its rule, and without its lengths."""
+        if all(placed.whole for placed in call.inputs):
+            return [REPLICATE] * len(call.op.outputs)
+        if not any(placed.kind is Kind.LOCAL for placed in call.inputs):
+            return self.whole(call)
+        if call.op.type in rules.DRAWS or self.functions.runs(call.op):
+            return self.alike(call)
+        for i, placed in enumerate(call.inputs):
+            if placed.kind is not Kind.LOCAL:
+                call.require(i, REPLICATE)
+        return [local_of(call.given[1])] * len(call.op.outputs)
 
     def whole(self, call: Call) -> list[Placement]:
         """Let every tower compute the same; see `Placer`."""

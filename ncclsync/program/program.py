@@ -201,7 +201,7 @@ class Program:
         warnings: what a user should know of the step on towers, in words.
         draws: lines that draw random numbers for rows, different ones on each tower.
         normalized: lines that normalise by a tower's rows alone.
-        declared: numbers of rows that a state or a constant of the step fixes: a batch has as many, or one.
+        declared: numbers of rows that a state or a constant of the step fixes, and which: a batch has as many, or one.
         fixed: see `Partition.variables_of_rows`.
         work: of the step's ops, and the rows that every tower gets of all.
         rollback: (name of a variable's handle, whether it is restored if a gradient is not finite, too: metrics count
@@ -228,7 +228,7 @@ class Program:
     warnings: tuple[str, ...]
     draws: tuple[str, ...]
     normalized: tuple[str, ...]
-    declared: tuple[int, ...]
+    declared: tuple[tuple[int, str], ...]
     fixed: tuple[tuple[tf.Variable, int], ...]
     work: StepWork
     rollback: tuple[tuple[TensorName, bool], ...]

@@ -7,7 +7,7 @@ alone. Source: tensorflow/core/kernels/training_op_helpers.h, EnsureSparseVariab
 """
 
 import collections
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 
 import tensorflow as tf
 
@@ -29,7 +29,7 @@ def read_rows_only(definition: tf.compat.v1.GraphDef, graph: StepGraph, needed: 
         others = [node for node in consumers[read.name] if node not in takers]
         shape = graph.traced.variable_of[read.input[0]].shape
         stays = read.name in needed or any(node.op != "Shape" for node in others)
-        if not takers or stays or not shape.is_fully_defined():
+        if not takers or stays or not shape.is_fully_defined() or _rests_on(takers, read.name, nodes):
             continue
         for node in takers:
             _take_from_variable(node, read)
@@ -49,6 +49,20 @@ def _takes_rows(node: tf.compat.v1.NodeDef, read: OpName, nodes: dict[OpName, tf
     if axis is None or axis.op != "Const":
         return False
     return not tf.make_ndarray(axis.attr["value"].tensor).any()
+
+
+def _rests_on(
+    takers: Sequence[tf.compat.v1.NodeDef], read: OpName, nodes: Mapping[OpName, tf.compat.v1.NodeDef]
+) -> bool:
+    """Return whether the indices of a taker, or what it waits for, wait for the read, as those of a later read do."""
+    ahead, met = [*takers], {node.name for node in takers}
+    for node in ahead:
+        given = {op_name(source.removeprefix("^")): source for source in node.input}
+        if read in given and (node not in takers or f"^{read}" in node.input):
+            return True
+        ahead += [nodes[name] for name in given.keys() & nodes.keys() - met - {read}]
+        met |= given.keys()
+    return False
 
 
 def _take_from_variable(node: tf.compat.v1.NodeDef, read: tf.compat.v1.NodeDef) -> None:

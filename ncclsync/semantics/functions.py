@@ -17,11 +17,18 @@ _RUNNING = CALLS | LOOPS | BRANCHES
 
 
 class Functions:
-    """Hold the functions of one traced step, by name, as graphs."""
+    """Hold the functions of one traced step, by name, as graphs.
+
+    Attributes:
+        definitions: FunctionDefs, by name.
+        faults: what could not be divided, by ncclsync's own faults, in words.
+    """
 
     def __init__(self, definitions: Iterable[Any], outer: Any) -> None:
         """Know the FunctionDefs, and the graph that calls them."""
         self.definitions: dict[str, Any] = {one.signature.name: one for one in definitions}
+        self.faults: list[str] = []
+        self._counts: dict[str, int] = {}  # nodes of functions
         self._outer = outer
         self._graphs: dict[tuple[str, tuple[str, ...]], Any] = {}
 
@@ -66,6 +73,18 @@ class Functions:
         for node in itertools.chain(nodes, *(self.definitions[name].node_def for name in self.reached(nodes))):
             if node.op not in self.definitions and not drops_nothing(node):
                 yield node.op
+
+    def count_nodes(self, nodes: Iterable[Any]) -> int:
+        """Return how many nodes these NodeDefs are, with those of the functions that each of them calls."""
+        count = 0
+        for node in nodes:
+            called = [f.name for value in node.attr.values() for f in (value.func, *value.list.func)]
+            for name in {node.op, *called} & self.definitions.keys():
+                if name not in self._counts:
+                    self._counts[name] = self.count_nodes(self.definitions[name].node_def)
+                count += self._counts[name]
+            count += 1
+        return count
 
     def reached(self, nodes: Iterable[Any]) -> list[str]:
         """Return the names of the functions that NodeDefs call, directly or not."""

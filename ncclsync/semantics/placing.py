@@ -8,7 +8,8 @@ import abc
 import dataclasses
 import functools
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import tensorflow as tf
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.names import TensorName
 from ncclsync.compat.source_lines import user_line
+from ncclsync.errors import NcclSyncError
 from ncclsync.semantics import rules, uneven
 from ncclsync.semantics.axes import BATCHES, Axes, Rows, given_by, passed_on
 from ncclsync.semantics.functions import BRANCHES, LOOPS, Functions, in_order
@@ -54,8 +56,27 @@ def is_unrepeatable(op: tf.Operation, functions: Functions) -> bool:
     return functions.hides_state(op, REPEATABLE) or any(one in PRINTS for one in functions.op_types(op))
 
 
-class Refused(Exception):
+class Found(Exception):
+    """What placing finds of a step: no fault of ncclsync's own."""
+
+
+class Refused(Found):
     """A function cannot be run by each tower for its own rows."""
+
+
+def told_fault(fault: Exception, op: tf.Operation | None) -> str:
+    """Say that ncclsync could not divide an op, or any of a step, by a fault of its own.
+
+    Raises:
+        Exception: the fault, if NCCLSYNC_FAULTS in the environment is "raise", as in ncclsync's own tests.
+    """
+    if os.environ.get("NCCLSYNC_FAULTS") == "raise":
+        raise fault
+    where = "the step" if op is None else f"{op.type}, at {user_line(op.traceback)},"
+    return (
+        f"{where} could not be divided among towers, by a fault of ncclsync's own ({type(fault).__name__}: {fault}). "
+        "Please report this line"
+    )
 
 
 class Placer(abc.ABC):
@@ -111,7 +132,20 @@ class Placer(abc.ABC):
         """Let tower 0 compute, on the batch's values, and all towers take its result."""
 
     def place(self, call: Call) -> list[Placement]:
-        """Choose how the results of an op are placed, and convert its inputs as that requires."""
+        """Choose how the results of an op are placed, and convert its inputs as that requires.
+
+        If that fails by a fault of ncclsync's own, the op is made whole.
+        """
+        try:
+            return self._place_by_rows(call)
+        except (Found, NcclSyncError):
+            raise
+        except Exception as fault:  # of any kind: of the rules', of the inference of shapes, or of their conversions
+            self.functions.faults.append(f"Exact, but every tower computes that op whole: {told_fault(fault, call.op)}")
+            call.begin_anew()
+            return self.whole(call)
+
+    def _place_by_rows(self, call: Call) -> list[Placement]:
         for output in call.op.outputs:
             if output.shape.rank is None:
                 self.axes.refine(output)
@@ -163,10 +197,11 @@ class Placer(abc.ABC):
                     for i, placed in enumerate(call.inputs):
                         if placed.kind is Kind.COUNTS:
                             call.require(i, REPLICATE)
-                return [_local_of(call.inputs)] * len(op.outputs)
+                return [local_of(call.inputs)] * len(op.outputs)
             call.count_local_as_whole()
         made = self._by_rule(call)
-        if made is None:
+        # A list does not tell that some of its items are a tower's own.
+        if made is None or (call.local and any(placed.kind is Kind.ITEMS for placed in made)):
             call.begin_anew()
             return self.whole(call)
         alike = [placed for placed in call.given[1] if placed.kind is Kind.SHARD]
@@ -176,7 +211,7 @@ class Placer(abc.ABC):
             each = alike[0].each
             made = [shard(p.axis, 0, each) if p == shard(p.axis) and p.each == each > 0 else p for p in made]
         if call.local:
-            local = _local_of(call.given[1])
+            local = local_of(call.given[1])
             made = [local if placed.whole else placed for placed in made]
         return list(made)
 
@@ -289,7 +324,7 @@ class Placer(abc.ABC):
                 p.kind is Kind.LOCAL and t.dtype == tf.resource for p, t in zip(call.inputs, call.tensors, strict=True)
             )
             if Kind.LOCAL in kinds and kinds <= {Kind.LOCAL, Kind.REPLICATE, Kind.COUNTS} and not handles:
-                return [_local_of(call.inputs)] * len(call.op.outputs)
+                return [local_of(call.inputs)] * len(call.op.outputs)
             return self.whole(call)
 
     def _function_by_rows(self, call: Call) -> list[Placement]:
@@ -436,7 +471,7 @@ def serves(before: Placement, after: Placement) -> bool:
     return before == after or (before.whole and after == MEAN) or after.kind is Kind.LOCAL
 
 
-def _local_of(inputs: Sequence[Placement]) -> Placement:
+def local_of(inputs: Sequence[Placement]) -> Placement:
     """Return how the results of LOCAL inputs are placed."""
     return SEEDED if SEEDED in inputs else LOCAL
 
@@ -465,7 +500,7 @@ def _either(one: Placement, two: Placement) -> Placement:
     if both := rules.either(one, two):
         return both
     if {one.kind, two.kind} <= {Kind.LOCAL, Kind.REPLICATE}:
-        return _local_of((one, two))
+        return local_of((one, two))
     raise Refused(f"branches give {one} and {two}")
 
 

@@ -262,13 +262,13 @@ def _checked_rows(program: Program, shards: Shards) -> list[Any]:
             tf.debugging.Assert(
                 tf.logical_or(tf.equal(total, rows), tf.equal(total, 1)),  # one row is broadcast
                 [
-                    f"{tf_compat.OWN_WORDS}Expected a batch of {rows} rows: a stateful RNN, or a tensor of that "
-                    "length, fixes them in this step. batch_size counts the rows of all towers together, as in "
-                    "MirroredStrategy's fit; a script for Horovod gives those of one process. Received:",
+                    f"{tf_compat.OWN_WORDS}Expected a batch of {rows} rows: {what} fixes them in this step. "
+                    "batch_size counts the rows of all towers together, as in MirroredStrategy's fit; a script for "
+                    "Horovod gives those of one process. Received:",
                     total,
                 ],
             )
-            for rows in program.declared
+            for rows, what in program.declared
         ]
     return [check for check in checks if check is not None]
 

@@ -203,14 +203,15 @@ def _physical_gpus() -> list[tf.config.PhysicalDevice]:
     return gpus
 
 
-def keep_quiet(process: Process) -> None:
-    """Let processes other than 0 log errors alone."""
-    if process.rank > 0:
-        logger.addFilter(_is_error)
+def keep_quiet(process: Process | None) -> Callable[[], None]:
+    """Let a process other than 0 log errors alone, until what this returns is called."""
 
+    def is_error(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR
 
-def _is_error(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR
+    if process is not None and process.rank > 0:
+        logger.addFilter(is_error)
+    return functools.partial(logger.removeFilter, is_error)
 
 
 def _why_no_gpu() -> str:

@@ -65,8 +65,7 @@ class Session:
         self.number = next(_NUMBERS)  # later sessions have larger numbers
         raise_ctrl_c_again()
         process = own_process(options.devices) if options.processes else None
-        if process is not None:
-            keep_quiet(process)
+        self.speak_again = weakref.finalize(self, keep_quiet(process))
         alone = ("shards", "shares", "on_oom")
         several = {name: getattr(options, name) for name in alone if getattr(options, name) is not None}
         if several and process is not None:

@@ -121,6 +121,7 @@ class TowerState:
             replicas.add_up_parts()
         replicas.close()
         shared.leave(session.in_flight, session.communicator)
+        session.speak_again()
         if failure is not None:
             raise failure
 

@@ -21,7 +21,7 @@ from ncclsync import NcclSyncError
 from ncclsync.compat import keras as keras_compat
 from ncclsync.compat import keras_optimizers
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.compat.source_lines import calls_of, user_line
+from ncclsync.compat.source_lines import calls_of, innermost, user_line
 from ncclsync.ops import host_ops
 from ncclsync.semantics.roles import DECLARED
 
@@ -1258,3 +1258,19 @@ def test_lines_of_an_op_that_fails():
     with graph.as_default():
         tf.constant(1, name="here")
     assert f'File "{__file__}"' in calls_of(graph, "here") and calls_of(graph, "there") is None
+
+
+def test_a_package_whose_name_begins_like_keras_is_another_one(monkeypatch):
+    """Such as keras_hub: its line is named."""
+    name = os.path.dirname(keras.__file__) + "_hub/layers.py"
+    monkeypatch.setattr(os.path, "exists", lambda _: True)
+    assert user_line([traceback.FrameSummary(name, 1, "f"), traceback.FrameSummary(keras.__file__, 1, "f")]) == (
+        f"{name}:1 ()"
+    )
+
+
+def test_errors_that_are_each_others_cause():
+    """The innermost error of a circle is found, and the search ends."""
+    one, two = ValueError("one"), TypeError("two")
+    one.__cause__, two.__cause__ = two, one
+    assert innermost(one)[1] is two

@@ -10,6 +10,7 @@ import tensorflow as tf
 from models import gan, program_of, step_of, two_parts
 from parity import assert_close, data, mlp, on_towers
 
+import ncclsync
 from ncclsync.semantics.roles import Role, role_of
 from ncclsync.towers.exchange import together
 
@@ -110,6 +111,46 @@ def test_early_writes_are_undone():
     early = {id(variable) for segment in writes(program)[:-1] for variable in segment}
     variables = dict(program.variables)
     assert early and {id(variables[name]) for name, _ in program.rollback} == early
+
+
+@pytest.mark.parametrize(
+    "of", [tf.linalg.cholesky, lambda m: tf.cond(m[0, 0] < 9.0, lambda: tf.linalg.cholesky(m), lambda: m)]
+)
+def test_what_fails_within_the_last_segment_is_undone(of):
+    """By the numbers that it is given, or deep within a branch: what was written before is as it was."""
+    written = tf.Variable(tf.zeros([2, 2]))
+
+    def step(x):
+        total = tf.reduce_sum(x) * tf.eye(2)
+        written.assign_add(total)
+        return tf.reduce_sum(of(total))
+
+    with ncclsync.Towers(3) as towers:
+        towers.run(step, np.ones([5, 1], "float32"))
+        (program,) = (one for made in towers._steps.values() for one in made.programs.values())
+        assert [dict(program.variables)[name] is written for name, _ in program.rollback] == [True]
+
+
+def test_rows_of_an_earlier_read_may_rest_on_a_later_one():
+    """What is read before a sparse update is gathered by indices that are read after it."""
+
+    def variable_and_step():
+        table = tf.Variable(tf.reshape(tf.range(10.0), [5, 2]))
+
+        def step(x):
+            early = tf.convert_to_tensor(table)
+            table.scatter_sub(tf.IndexedSlices(tf.ones([2, 2]), [1, 3]))
+            later = tf.cast(tf.reduce_sum(tf.convert_to_tensor(table)), tf.int32)
+            return tf.gather(early, [later % 5, (later + 1) % 5]), tf.reduce_sum(x)
+
+        return table, step
+
+    (table, step), (alone, plain) = variable_and_step(), variable_and_step()
+    x = np.arange(8, dtype="float32").reshape(4, 2) % 5
+    with ncclsync.Towers(2) as towers:
+        for _ in range(2):
+            assert_close(towers.run(step, x), tf.function(plain)(tf.constant(x)))
+    assert_close(table, alone)
 
 
 def test_evaluation_writes_no_weight():

@@ -1,5 +1,6 @@
 """Small steps whose placements are easily taken for others, on towers and on one device."""
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -238,3 +239,53 @@ def test_hidden_numbers_are_tower_0s_of_any_dtype_and_shape(name):
     with ncclsync.Towers(3) as towers:
         texts, _ = towers.run(step, tf.ones([7, 2]))
     assert len(texts) == 7 and len(set(texts.numpy())) == 1, texts
+
+
+def test_a_list_of_own_seeds():
+    """Towers draw with seeds of their own that a list has held: what they write of it is equal all the same."""
+    generator, written = keras.random.SeedGenerator(3), tf.Variable(tf.zeros([3]))
+
+    def step(x):
+        seeds = listed(tf.int64, 2, tf.cast(generator.next(), tf.int64), tf.zeros([2], tf.int64), shape=[2])
+        written.assign_add(tf.random.stateless_uniform([3], seeds.read(0)))
+        return tf.reduce_sum(x)
+
+    with ncclsync.Towers(3) as towers:
+        for _ in range(2):
+            towers.run(step, X)
+        assert towers.divergence() == 0.0
+
+
+def test_a_loop_is_computed_again_once():
+    """For all its lists that its gradient takes of the whole batch."""
+    weight = tf.Variable(RNG.normal(size=(4, 4)))
+
+    def step(x):
+        def turn(i, y):
+            y = tf.tanh(y @ weight) * tf.gather(tf.sigmoid(y), tf.argsort(y), batch_dims=1)
+            return i + 1, tf.where(y > tf.reduce_mean(y, 1, keepdims=True), tf.sin(y) * y, tf.cos(y))
+
+        def loss():
+            return tf.reduce_sum(tf.while_loop(lambda i, _: i < 3, turn, [0, x], maximum_iterations=3)[1] ** 2)
+
+        with tf.GradientTape() as tape:
+            value = loss()
+        # As an op that takes all rows would: the gradient is that of the whole batch.
+        return value, tape.gradient(value, weight)
+
+    with ncclsync.Towers(3) as towers:
+        assert_close(towers.run(step, X), tf.function(step)(tf.constant(X)))
+        (program,) = (one for made in towers._steps.values() for one in made.programs.values())
+    graphs = [segment.function.graph for segment in program.segments]
+    assert sum(op.type in ("While", "StatelessWhile") for graph in graphs for op in graph.get_operations()) <= 3
+
+
+def test_a_length_that_fixes_the_rows_is_named():
+    """By its own line, not as a state that the step does not have."""
+
+    def step(x):
+        return x * tf.ones([4, 1], x.dtype)
+
+    words = rf"Expected a batch of 4 rows: a tensor of that length, at {__file__}:\d+ \(return x \* tf.ones"
+    with ncclsync.Towers(2) as towers, pytest.raises(ncclsync.NcclSyncError, match=words):
+        towers.run(step, X)

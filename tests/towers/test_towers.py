@@ -14,10 +14,12 @@ import tensorflow as tf
 from parity import assert_close, assert_towers_agree, data, mlp, on_towers
 
 from ncclsync import NcclSyncError, Towers, nccl_parallel
+from ncclsync.communicator.processes import Process
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops import gpu_streams
 from ncclsync.semantics.roles import Role, declare_role
 from ncclsync.towers import placement
+from ncclsync.towers.placement import keep_quiet
 
 X, Y = data(24)
 
@@ -445,3 +447,13 @@ def test_inexact_parts_are_one_warning(caplog):
     (warning,) = [record.getMessage() for record in caplog.records if "exact=True" in record.getMessage()]
     assert all(f"{name}'" in warning for name in ("drop_0", "drop_1", "noise", "norm"))
     assert warning.count("tower") == 2 and warning.count("as under MirroredStrategy") == 1
+
+
+def test_a_process_is_quiet_as_long_as_its_towers_are_open(caplog):
+    """It warns again of what it does alone afterwards."""
+    logger = logging.getLogger("ncclsync")
+    speak_again = keep_quiet(Process("torchrun", 1, 2, 1, 2, None, ""))
+    logger.warning("quiet")
+    speak_again()
+    logger.warning("heard")
+    assert "quiet" not in caplog.text and "heard" in caplog.text

@@ -206,8 +206,8 @@ def test_batch_size_of_one_process():
     for rows in (8, 2):
         with pytest.raises(NcclSyncError) as caught:
             model.train_on_batch(x[:rows], y[:rows])
-        words = "Expected a batch of 4 rows: a stateful RNN, or a tensor of that length, fixes them in this step."
-        assert str(caught.value).startswith(words)
+        words = "Expected a batch of 4 rows: the variable "
+        assert str(caught.value).startswith(words) and " fixes them in this step. batch_size" in str(caught.value)
         assert f"a script for Horovod gives those of one process. Received: {rows}\n\n" in str(caught.value)
     for one, other in zip(before, model.get_weights(), strict=True):
         np.testing.assert_array_equal(one, other)

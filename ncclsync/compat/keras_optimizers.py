@@ -40,11 +40,17 @@ def accumulators(optimizer: keras.Optimizer, variables: Sequence[Any]) -> list[t
     ]
 
 
+def overwrites(variable: Any) -> bool:
+    """Return whether `apply` takes a variable's gradient as its new value, as with float8."""
+    return bool(getattr(variable, "overwrite_with_gradient", False))
+
+
 def accumulators_emptied(optimizer: keras.Optimizer) -> contextlib.AbstractContextManager[None]:
-    """Let `apply` read zeros from an optimizer's accumulators, and leave writing them to the caller."""
+    """Let `apply` read zeros from an optimizer's accumulators of sums, and leave writing them to the caller."""
+    pairs = zip(optimizer._accumulated_gradients, optimizer._trainable_variables, strict=True)
     return tf_compat.members_replaced(
         optimizer,
-        _accumulated_gradients=[tf.zeros(a.shape, a.dtype) for a in optimizer._accumulated_gradients],
+        _accumulated_gradients=[one if overwrites(v) else tf.zeros(one.shape, one.dtype) for one, v in pairs],
         _backend_increment_gradient_accumulators=lambda *_: None,
         _backend_reset_gradient_accumulators=lambda *_: None,
     )

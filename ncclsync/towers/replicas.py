@@ -175,7 +175,9 @@ class Replicas:
                     tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
                     continue
                 with tf.device(self._device_of(variable, place, role)):
-                    copies.append(tf.Variable(one, trainable=variable.trainable, dtype=variable.dtype))
+                    copies.append(
+                        tf.Variable(one, trainable=variable.trainable, dtype=variable.dtype, shape=variable.shape)
+                    )
             # Compiling a model again makes a new optimizer: the copies go with the old one's variables.
             slot = self.left.add()
             forget = functools.partial(_forget, weakref.ref(self), id(variable), slot)

@@ -40,17 +40,21 @@ def accumulators(optimizer: keras.Optimizer, variables: Sequence[Any]) -> list[t
     ]
 
 
-def overwrites(variable: Any) -> bool:
-    """Return whether `apply` takes a variable's gradient as its new value, as with float8."""
-    return bool(getattr(variable, "overwrite_with_gradient", False))
+def overwritten(optimizer: keras.Optimizer, variables: Sequence[Any] | None) -> set[int]:
+    """Return the indices of variables, of None those of an optimizer, whose gradient `apply` takes as their new value.
+
+    So it is with the scales of float8.
+    """
+    variables = optimizer._trainable_variables if variables is None else variables
+    return {i for i, variable in enumerate(variables) if getattr(variable, "overwrite_with_gradient", False)}
 
 
 def accumulators_emptied(optimizer: keras.Optimizer) -> contextlib.AbstractContextManager[None]:
     """Let `apply` read zeros from an optimizer's accumulators of sums, and leave writing them to the caller."""
-    pairs = zip(optimizer._accumulated_gradients, optimizer._trainable_variables, strict=True)
+    kept, found = overwritten(optimizer, None), enumerate(optimizer._accumulated_gradients)
     return tf_compat.members_replaced(
         optimizer,
-        _accumulated_gradients=[one if overwrites(v) else tf.zeros(one.shape, one.dtype) for one, v in pairs],
+        _accumulated_gradients=[one if i in kept else tf.zeros(one.shape, one.dtype) for i, one in found],
         _backend_increment_gradient_accumulators=lambda *_: None,
         _backend_reset_gradient_accumulators=lambda *_: None,
     )

@@ -75,8 +75,7 @@ def gradients_reduced(
                 return _apply_accumulated(apply, self, grads, trainable_variables, context)
             # Each treats some of the gradients that are left, and returns None for the others.
             treatments: list[Callable[[list[Any]], list[Any]]] = []
-            variables = self._trainable_variables if trainable_variables is None else trainable_variables
-            treatments.append(functools.partial(_whole_values, variables=variables))
+            treatments.append(functools.partial(_whole_values, self, trainable_variables))
             if compression is not None:
                 variables = keras_optimizers.built_for(self, trainable_variables)
                 treatments.append(functools.partial(compression.add_up, variables=variables, context=context))
@@ -94,9 +93,9 @@ def gradients_reduced(
     return tf_compat.methods_wrapped(tf_compat.loaded_classes(keras.Optimizer), "apply", reducing)
 
 
-def _whole_values(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+def _whole_values(optimizer: keras.Optimizer, variables: Any, gradients: Sequence[Any]) -> list[Any]:
     """Return the whole batch's gradients of variables that these are the new values of; None for all others."""
-    overwritten = {i for i, variable in enumerate(variables) if keras_optimizers.overwrites(variable)}
+    overwritten = keras_optimizers.overwritten(optimizer, variables)
     return ops.whole([gradient if i in overwritten else None for i, gradient in enumerate(gradients)])
 
 
@@ -118,7 +117,7 @@ def _apply_accumulated(
     """
     variables = keras_optimizers.built_for(optimizer, variables)
     accumulators = keras_optimizers.accumulators(optimizer, variables)
-    values, running = _whole_values(gradients, variables), {}
+    values, running = _whole_values(optimizer, variables, gradients), {}
     for i, part in enumerate(ops.parts([g if v is None else None for g, v in zip(gradients, values, strict=True)])):
         if part is not None:
             declare_role(accumulators[i], Role.PARTIAL)

@@ -1,5 +1,6 @@
 """Whoever writes a variable, by whatever op, at whatever moment: the next step has the value on all towers."""
 
+import re
 import threading
 
 import keras
@@ -282,7 +283,7 @@ class Midway(keras.layers.Layer):
 
 
 @pytest.mark.parametrize("name", ["rate", "kernel", "frozen", "frozen raw", "reset"])
-def test_a_thread_that_writes_while_a_step_runs(name):
+def test_a_thread_that_writes_while_a_step_runs(name, caplog):
     """Nobody waits. Before the next step, tower 0's values are on all towers, as one device could have left them."""
     writes = []
 
@@ -310,9 +311,12 @@ def test_a_thread_that_writes_while_a_step_runs(name):
     backend = tf_compat.backend_variable
     model = ncclsync.nccl_parallel(towers=3)(build)()
     model.train_on_batch(X, Y)
+    assert "wrote a variable while a step ran" not in caplog.text
     writes.append(1)
     model.train_on_batch(X, Y)
     assert not writes
+    warned = re.search(r"at \S*test_writes.py:\d+.* wrote a variable while a step ran", caplog.text)
+    assert bool(warned) == (name != "reset")  # whose sums are each tower's own
     model.train_on_batch(X, Y)
     assert_towers_agree(model)
     rate = backend(model.optimizer.learning_rate)

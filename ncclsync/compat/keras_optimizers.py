@@ -39,11 +39,21 @@ def accumulators(optimizer: keras.Optimizer, variables: Sequence[Any] | None = N
     return [tf_compat.backend_variable(accumulator) for accumulator in chosen]
 
 
+def overwritten(optimizer: keras.Optimizer, variables: Sequence[Any] | None) -> set[int]:
+    """Return the indices of variables, of None those of an optimizer, whose gradient `apply` takes as their new value.
+
+    So it is with the scales of float8.
+    """
+    variables = optimizer._trainable_variables if variables is None else variables
+    return {i for i, variable in enumerate(variables) if getattr(variable, "overwrite_with_gradient", False)}
+
+
 def accumulators_emptied(optimizer: keras.Optimizer) -> contextlib.AbstractContextManager[None]:
-    """Let `apply` read zeros from an optimizer's accumulators, and leave writing them to the caller."""
+    """Let `apply` read zeros from an optimizer's accumulators of sums, and leave writing them to the caller."""
+    kept, found = overwritten(optimizer, None), enumerate(optimizer._accumulated_gradients)
     return tf_compat.members_replaced(
         optimizer,
-        _accumulated_gradients=[tf.zeros(a.shape, a.dtype) for a in optimizer._accumulated_gradients],
+        _accumulated_gradients=[one if i in kept else tf.zeros(one.shape, one.dtype) for i, one in found],
         _backend_increment_gradient_accumulators=lambda *_: None,
         _backend_reset_gradient_accumulators=lambda *_: None,
     )

@@ -75,6 +75,7 @@ def gradients_reduced(
                 return _apply_accumulated(apply, self, grads, trainable_variables, context)
             # Each treats some of the gradients that are left, and returns None for the others.
             treatments: list[Callable[[list[Any]], list[Any]]] = []
+            treatments.append(functools.partial(_whole_values, self, trainable_variables))
             if compression is not None:
                 variables = keras_optimizers.built_for(self, trainable_variables)
                 treatments.append(functools.partial(compression.add_up, variables=variables, context=context))
@@ -90,6 +91,12 @@ def gradients_reduced(
             _nested.apply = False
 
     return tf_compat.methods_wrapped(tf_compat.loaded_classes(keras.Optimizer), "apply", reducing)
+
+
+def _whole_values(optimizer: keras.Optimizer, variables: Any, gradients: Sequence[Any]) -> list[Any]:
+    """Return the whole batch's gradients of variables that these are the new values of; None for all others."""
+    overwritten = keras_optimizers.overwritten(optimizer, variables)
+    return ops.whole([gradient if i in overwritten else None for i, gradient in enumerate(gradients)])
 
 
 def _adds_rows_up(optimizer: keras.Optimizer) -> bool:
@@ -110,8 +117,8 @@ def _apply_accumulated(
     """
     variables = keras_optimizers.built_for(optimizer, variables)
     accumulators = keras_optimizers.accumulators(optimizer, variables)
-    running = {}
-    for i, part in enumerate(ops.parts(gradients)):
+    values, running = _whole_values(optimizer, variables, gradients), {}
+    for i, part in enumerate(ops.parts([g if v is None else None for g, v in zip(gradients, values, strict=True)])):
         if part is not None:
             part = context.share.of_samples(tf.convert_to_tensor(part))
             running[i] = accumulators[i] + tf.cast(part, accumulators[i].dtype)
@@ -119,7 +126,7 @@ def _apply_accumulated(
     totals = context.exchange(list(running.values()), ops.KEPT_SUM, when=updates)
     reduced = dict(zip(running, totals, strict=True))
     with keras_optimizers.accumulators_emptied(optimizer):
-        apply(optimizer, [reduced.get(i) for i in range(len(gradients))], variables)
+        apply(optimizer, [reduced.get(i, value) for i, value in enumerate(values)], variables)
     left = {id(accumulators[i]): total for i, total in running.items()}
     for accumulator in keras_optimizers.accumulators(optimizer):  # an update empties that of a frozen weight, too
         declare_role(accumulator, Role.PARTIAL)

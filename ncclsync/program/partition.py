@@ -288,6 +288,9 @@ class Partition(Conversions):
         draws_alike = op.type in rules.DRAWS and unheld
         if draws_alike or op.type in PRINTS or self.functions.hides_state(op, REPEATABLE | rules.DRAWS):
             return self._hidden(call)
+        finds = op.type.startswith("LookupTable") or self.functions.runs(op)
+        if finds and not self.traced.changed.isdisjoint(self.inputs[op.name]):
+            return self.alike(call)  # another tower would not know whether tower 0 has changed it yet
         unseen = op.type not in rules.SEEDED_DRAWS and self.functions.hides_state(op, REPEATABLE)
         if unseen and all(placed.whole for placed in call.inputs):
             return self.alike(call)

@@ -245,6 +245,11 @@ class Program:
         """Return whether anything is packed to be sent."""
         return any(bucket.packed for segment in self.segments for bucket in segment.outgoing)
 
+    @property
+    def python(self) -> str:
+        """Return an op by which the step runs Python, or prints, and its line; "" if there is none."""
+        return next((one.unrepeatable for one in self.segments if one.unrepeatable), "")
+
     def gradient_bytes(self, towers: int, rows: int) -> int:
         """Return the bytes of what the new values of trained variables rest on, as far as they are known."""
         by_handle = dict(self.variables)

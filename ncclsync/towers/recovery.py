@@ -150,7 +150,7 @@ class Rollback:
 
 
 def _saved(variable: tf.Variable) -> tf.Variable:
-    return tf.Variable(variable.value(), trainable=False)
+    return tf.Variable(variable.value(), trainable=False, shape=variable.shape)  # which may be open
 
 
 def _ops(assigned: Sequence[Any]) -> list[tf.Operation]:

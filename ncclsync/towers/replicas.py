@@ -34,6 +34,7 @@ class _Stale:
 
     def __init__(self) -> None:
         self.keys: set[int] = set()  # ids of tower 0's variables
+        self.left = native.Held()  # what variables hold, where copies follow from them, as the last step has left it
         self.running: list[int] = []  # the threads of steps under way
         self.disturbed = False
 
@@ -54,8 +55,6 @@ class Copies(Holder):
         shared: set[int],
         session: Session,
         forget: Callable[[], None],
-        left: native.Held,
-        slot: int,
     ) -> None:
         """Track tower 0's variable, which is not kept alive; `forget` is called when it is deleted."""
         super().__init__(variable, forget)
@@ -63,7 +62,7 @@ class Copies(Holder):
         self._key = id(variable)
         self.role = role  # how the copies relate now; `role_of`: how the next step needs them
         self.copies = copies  # [N - 1] of the other towers
-        self._left, self.slot = left, slot  # see `Replicas.left`
+        self.slot = pending.left.add()
         self._pending = pending  # the variable's id is added when the copies are stale
         self._shared = shared  # the variable's id is added when other `Towers` hold copies of it, too
         self._is_whole = False  # of parts: whether this process' first tower holds the whole
@@ -124,7 +123,7 @@ class Copies(Holder):
             in_flight = self._session.in_flight
             (in_flight.before_write if replaces else in_flight.before_read)(self._key)
             if replaces:  # so that the old value does not take memory beside the new one
-                self._left.forget(self.slot)
+                self._pending.left.forget(self.slot)
             self.gather_parts()
 
     def mark_stale(self) -> None:
@@ -152,7 +151,7 @@ class Replicas:
         self._held: dict[int, Copies] = {}  # by id of tower 0's variable
         self._pending = _Stale()
         self._sending = threading.RLock()
-        self.left = native.Held()  # what variables hold, where copies follow from them, as the last step has left it
+        self.left = self._pending.left
         self.shared: set[int] = set()  # ids of the variables of which other `Towers` hold copies, too
 
     def of(self, variable: tf.Variable) -> list[tf.Variable]:
@@ -175,11 +174,12 @@ class Replicas:
                     tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
                     continue
                 with tf.device(self._device_of(variable, place, role)):
-                    copies.append(tf.Variable(one, trainable=variable.trainable, dtype=variable.dtype))
+                    copies.append(
+                        tf.Variable(one, trainable=variable.trainable, dtype=variable.dtype, shape=variable.shape)
+                    )
             # Compiling a model again makes a new optimizer: the copies go with the old one's variables.
-            slot = self.left.add()
-            forget = functools.partial(_forget, weakref.ref(self), id(variable), slot)
-            held = Copies(variable, role, copies, self._pending, self.shared, self._session, forget, self.left, slot)
+            forget = functools.partial(_forget, weakref.ref(self), id(variable))
+            held = Copies(variable, role, copies, self._pending, self.shared, self._session, forget)
             self._held[id(variable)] = held
             self._hold([(held, value)])
         elif held.role is not role:
@@ -333,8 +333,8 @@ class Replicas:
         return found
 
     @contextlib.contextmanager
-    def under_way(self, written: frozenset[int]) -> Iterator[None]:
-        """Run a step, which writes the variables with these ids, in the body.
+    def under_way(self, written: frozenset[int], python: str = "") -> Iterator[None]:
+        """Run a step, which writes the variables with these ids, in the body; `python`: a line of Python that it runs.
 
         If somebody else writes a variable meanwhile, towers may have computed with different values: all that the step
         has written is sent before the next one.
@@ -349,6 +349,12 @@ class Replicas:
                 stale.disturbed |= self.left.take_disturbed()
                 if stale.disturbed:
                     stale.keys |= written & self._held.keys()
+                    if python:
+                        self._session.warn_once(
+                            f"{python}, or a thread, wrote a variable while a step ran: some towers may have computed "
+                            "with its old value. All go on from tower 0's state. Write variables by ops of the step, "
+                            "or between steps"
+                        )
                 stale.running.remove(thread)
                 stale.disturbed &= bool(stale.running)
 
@@ -442,12 +448,13 @@ class Replicas:
         return names + (f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else "")
 
 
-def _forget(borrowed: "weakref.ref[Replicas]", key: int, slot: int) -> None:
+def _forget(borrowed: "weakref.ref[Replicas]", key: int) -> None:
     """Let replicas, if they still exist, free the copies of a variable that was deleted."""
     replicas = borrowed()
     if replicas is not None:
-        replicas._held.pop(key, None)
-        replicas.left.forget(slot)
+        held = replicas._held.pop(key, None)
+        if held is not None:
+            replicas.left.forget(held.slot)
         replicas._pending.keys.discard(key)
         replicas._session.in_flight.before_write(key)  # another variable, written by no step, may get its id
         replicas.shared.discard(key)

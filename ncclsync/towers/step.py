@@ -292,7 +292,8 @@ class TowerStep(TracedStep):
         session.in_flight.take()  # forget what was raised outside a step
         begun = None
         try:
-            with replicas.under_way(frozenset() if function is None else function.written):
+            about = (frozenset[int](), "") if function is None else (function.written, function.program.python)
+            with replicas.under_way(*about):
                 replicas.sync(compares=False)
                 begun = function
                 with session.interruptible():

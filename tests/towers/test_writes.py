@@ -1,5 +1,6 @@
 """Whoever writes a variable, by whatever op, at whatever moment: the next step has the value on all towers."""
 
+import re
 import threading
 
 import keras
@@ -282,7 +283,7 @@ class Midway(keras.layers.Layer):
 
 
 @pytest.mark.parametrize("name", ["rate", "kernel", "frozen", "frozen raw", "reset"])
-def test_a_thread_that_writes_while_a_step_runs(name):
+def test_a_thread_that_writes_while_a_step_runs(name, caplog):
     """Nobody waits. Before the next step, tower 0's values are on all towers, as one device could have left them."""
     writes = []
 
@@ -310,9 +311,12 @@ def test_a_thread_that_writes_while_a_step_runs(name):
     backend = tf_compat.backend_variable
     model = ncclsync.nccl_parallel(towers=3)(build)()
     model.train_on_batch(X, Y)
+    assert "wrote a variable while a step ran" not in caplog.text
     writes.append(1)
     model.train_on_batch(X, Y)
     assert not writes
+    warned = re.search(r"at \S*test_writes.py:\d+.* wrote a variable while a step ran", caplog.text)
+    assert bool(warned) == (name != "reset")  # whose sums are each tower's own
     model.train_on_batch(X, Y)
     assert_towers_agree(model)
     rate = backend(model.optimizer.learning_rate)
@@ -368,3 +372,79 @@ def test_a_generator_that_predicts():
     run.model.fit(tf.data.Dataset.from_generator(batches, output_signature=specs), verbose=0)
     run.step()
     assert_towers_agree(run.model)
+
+
+class Counts(keras.layers.Layer):
+    """Look up how often a sample's number was seen in earlier batches, in a table, and count it; in a loop, too."""
+
+    def __init__(self, in_a_loop=False):
+        super().__init__()
+        self.table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.float32, 1.0)
+        self.in_a_loop = in_a_loop
+
+    def call(self, x):
+        keys = tf.cast(tf.round(x[:, 0]), tf.int64)
+
+        def look(found):
+            return tf.ensure_shape(found + self.table.lookup(keys), found.shape)
+
+        found = zeros = tf.zeros_like(x[:, 0])
+        if self.in_a_loop:
+            _, found = tf.while_loop(lambda i, _: i < 2, lambda i, found: (i + 1, look(found)), (0, found))
+        else:
+            found = look(found)
+        self.table.insert(keys, found + 1.0)
+        return x * found[:, None] + look(zeros)[:, None]
+
+
+@pytest.mark.parametrize("in_a_loop", [False, True])
+@pytest.mark.parametrize("towers", [2, 5])
+def test_a_table_that_a_step_reads_and_writes(towers, in_a_loop):
+    """What a tower finds in it, before and after the step's own insert, is what one device finds."""
+    results = []
+    for count in (0, towers):
+
+        def build():
+            keras.utils.set_random_seed(3)
+            model = keras.Sequential([keras.Input((5,)), Counts(in_a_loop), keras.layers.Dense(3)])
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(keras.optimizers.SGD(0.01), loss, jit_compile=False)
+            return model
+
+        model = ncclsync.nccl_parallel(towers=count)(build)() if count else build()
+        losses = [float(model.train_on_batch(X, Y)) for _ in range(4)]
+        exported = dict(zip(*map(np.ndarray.tolist, map(np.asarray, model.layers[0].table.export())), strict=True))
+        results.append([losses, model.get_weights(), sorted(exported.items())])
+    assert_close(results[1], results[0])
+
+
+@pytest.mark.parametrize("towers", [2, 3])
+def test_a_variable_of_open_shape(towers):
+    """A queue that grows; a step that fails leaves it, on all towers, with its shape."""
+    queue = tf.Variable(tf.zeros([0, 5]), shape=tf.TensorShape([None, 5]), trainable=False)
+    weight = tf.Variable(tf.ones([5]))
+
+    def step(batch):
+        x, bad = batch
+        queue.assign(tf.concat([queue, x], 0)[-30:])
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.reduce_sum(queue * weight, 1) ** 2)
+        weight.assign_sub(0.01 * tape.gradient(loss, weight))
+        with tf.control_dependencies([tf.debugging.assert_less(bad, 1.0)]):
+            return tf.identity(loss)
+
+    good = X, np.zeros(11, "float32")
+    expected = [float(step(good)) for _ in range(4)]
+    queue.assign(tf.zeros([0, 5])), weight.assign(tf.ones([5]))
+    with ncclsync.Towers(towers) as opened:
+        found = [float(opened.run(step, good)) for _ in range(2)]
+        before = queue.numpy(), weight.numpy()
+        with pytest.raises(tf.errors.InvalidArgumentError):
+            opened.run(step, (X, np.ones(11, "float32")))
+        np.testing.assert_array_equal(queue, before[0]), np.testing.assert_array_equal(weight, before[1])
+        found += [float(opened.run(step, good)) for _ in range(2)]
+        raw.AssignVariableOp(resource=queue.handle, value=tf.zeros([3, 5]))
+        opened.run(step, good)
+        assert {tuple(copy.value().shape) for copy in opened.replicas.of(queue)} == {(14, 5)}
+        assert opened.divergence() == 0.0
+    assert_close(found, expected)

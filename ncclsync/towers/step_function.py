@@ -147,7 +147,7 @@ class OnFed(StepFunction):
         except tf.errors.OutOfRangeError as error:
             raise NoBatchLeft(error) from None
         self.kept.keep_components(components)
-        return self.graph(*parts)
+        return self.graph(*(self._staging.bring(components) if parts is None else parts))
 
     @property
     def _signature(self) -> Sequence[tf.TensorSpec]:

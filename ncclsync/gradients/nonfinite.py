@@ -18,6 +18,7 @@ import tensorflow as tf
 from ncclsync import ops
 from ncclsync.errors import NonFiniteError
 from ncclsync.gradients.observer import Observer
+from ncclsync.semantics.shards import units_of
 
 logger = logging.getLogger("ncclsync")
 
@@ -98,8 +99,8 @@ class OnNonFinite:
 def _save_rows(batch: Any, indices: np.ndarray, first: int) -> str:
     """Save rows of a batch, whose own `first` row has this index, to a new file; remove the oldest; return its path."""
     arrays: dict[str, Any] = {
-        "/".join(map(str, path)): _rows_of(leaf, indices - first)
-        for path, leaf in keras.tree.flatten_with_path(batch)
+        "/".join(map(str, path)): _rows_of(leaf, slice(None) if unit else indices - first)
+        for (path, leaf), unit in zip(keras.tree.flatten_with_path(batch), units_of(batch), strict=True)
         if leaf is not None
     }
     # One folder for each user, which outlives the process: errors name its files.
@@ -120,7 +121,7 @@ def _save_rows(batch: Any, indices: np.ndarray, first: int) -> str:
     return name
 
 
-def _rows_of(leaf: Any, indices: np.ndarray) -> np.ndarray:
+def _rows_of(leaf: Any, indices: np.ndarray | slice) -> np.ndarray:
     if isinstance(leaf, tf.SparseTensor):
         leaf = tf.sparse.to_dense(leaf)
     if isinstance(leaf, tf.RaggedTensor):

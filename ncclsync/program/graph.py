@@ -16,8 +16,9 @@ from ncclsync.program.program import Exchange
 from ncclsync.program.trace import Trace
 from ncclsync.semantics.axes import Axes
 from ncclsync.semantics.functions import Functions, in_order, parents_of
-from ncclsync.semantics.placements import LOCAL, PIECE, REPLICATE, Detail, Kind, Placement, rows, shard
+from ncclsync.semantics.placements import LOCAL, PIECE, REPLICATE, SAMPLES, Detail, Kind, Placement, rows, shard
 from ncclsync.semantics.roles import Role, is_random_state, mark_random_state, role_of
+from ncclsync.semantics.shards import units_of
 
 
 def read_only(members: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,9 +94,11 @@ class TracedGraph:
         """Place a tower's arguments: its rows of the batch, and numbers of them."""
         placed: dict[TensorName, Placement] = {tensor.name: LOCAL for tensor in (*trace.share, *trace.site)}
         placed[trace.share.total.name] = REPLICATE
-        for leaf in tf.nest.flatten(trace.batch):
+        named: dict[int, TensorName] = {0: SAMPLES}
+        for leaf, number in zip(tf.nest.flatten(trace.batch), units_of(trace.batch), strict=True):
             if isinstance(leaf, tf.Tensor):
-                placed[leaf.name] = shard() if leaf.shape.rank else REPLICATE
+                unit = named.setdefault(number, leaf.name)
+                placed[leaf.name] = shard(unit=unit) if leaf.shape.rank else REPLICATE
             elif leaf is not None:
                 first, *others = tf.nest.flatten(leaf, expand_composites=True)
                 if isinstance(leaf, tf.SparseTensor):

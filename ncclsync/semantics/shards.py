@@ -27,9 +27,8 @@ _FIRST_AXIS = (
     "make each role an input of its own."
 )
 _SETS = (
-    "Data sets of different batch sizes go together where each size is a multiple of the smallest, and is known "
-    "beforehand, as by batch(..., drop_remainder=True). Give a value for the whole batch to each row, as tf.repeat "
-    "does, and take the first one's in the step."
+    "Dense tensors of different batch sizes go together in one process, sparse and ragged ones do not. Give a value "
+    "for the whole batch to each row, as tf.repeat does, and take the first one's in the step."
 )
 _MERGED = (
     "Of graphs that are merged into one, give a row per graph, as tf.RaggedTensor, and merge them in the "
@@ -84,8 +83,8 @@ def shard_batch(
     """Split every tensor of a batch along its first axis.
 
     Args:
-        batch: nested structure of tensors (dense, sparse or ragged) that share their first dimension;
-            scalars go to every tower as they are, and so does None.
+        batch: nested structure of tensors (dense, sparse or ragged) that share their first dimension, except in an
+            `Apart`; scalars go to every tower as they are, and so does None.
         towers: how many shards.
         local: the numbers of this process' towers, whose shards are made; None: of all.
         weights: see `shard_sizes`, [towers] int32.
@@ -126,8 +125,18 @@ def shard_batch(
         if held is not None:  # the batch begins with the rows of the first of `made`
             begins = tf.maximum(begins - tf.reduce_sum(held[: made[0]]), 0)
         ends = begins + tf.stack([share.rows for share in shares])
-    parts = list(zip(tf.split(begins, towers), tf.split(ends, towers), strict=True))
-    taken = [[_take_rows(leaf, *parts[tower]) if _has_rows(leaf) else leaf for leaf in leaves] for tower in made]
+    units = units_of(batch)
+    parts = {0: list(zip(tf.split(begins, towers), tf.split(ends, towers), strict=True))}
+    for leaf, unit in zip(leaves, units, strict=True):
+        if unit not in parts:
+            # Where a shard's samples end, so do its rows of another number: one without samples has none of these.
+            samples = tf.cast(tf.cumsum(sizes), tf.int64) * tf.cast(count_rows(leaf), tf.int64)
+            stops = tf.cast(-(-samples // tf.maximum(tf.cast(rows, tf.int64), 1)), tf.int32)
+            starts = tf.concat([[0], stops[:-1]], 0)
+            parts[unit] = list(zip(tf.split(starts, towers), tf.split(stops, towers), strict=True))
+    own = [parts[unit] if _has_rows(leaf) else None for leaf, unit in zip(leaves, units, strict=True)]
+    both = [*zip(leaves, own, strict=True)]
+    taken = [[leaf if of is None else _take_rows(leaf, *of[tower]) for leaf, of in both] for tower in made]
     batches = [tf.nest.pack_sequence_as(batch, one) for one in taken]
     return Shards(batches, unstacked, shares)
 
@@ -155,12 +164,12 @@ def sizes_in_graph(rows: tf.Tensor, towers: int, weights: tf.Tensor | None = Non
 
 
 def rowed_leaves(batch: Any) -> list[Any]:
-    """Return the leaves of a batch, or their specs, that have rows.
+    """Return the leaves of a batch, or their specs, that have a row, or several, for each sample.
 
     Raises:
         ValueError: none has; or static shapes show that the rows differ in number.
     """
-    rowed = [leaf for leaf in tf.nest.flatten(batch) if _has_rows(leaf)]
+    rowed = _leaves_of_samples(batch)
     if not rowed:
         raise ValueError(
             f"Expected a batch with at least one tensor whose first axis runs over the samples. Received: {batch}"
@@ -171,11 +180,21 @@ def rowed_leaves(batch: Any) -> list[Any]:
     return rowed
 
 
+def says_unequal(error: Exception) -> bool:
+    """Return whether an error of a step is that `shard_batch` has found different numbers of rows."""
+    return str(error).startswith(_SAME_ROWS)
+
+
 def _names_of_rowed(batch: Any) -> list[str]:
     """Return where in a batch its leaves are that have rows, such as "[0]['left']"."""
     found = keras.tree.flatten_with_path(batch)
     names = {id(leaf): "".join(f"[{part!r}]" for part in path) or "the batch" for path, leaf in found}
-    return [names.get(id(leaf), "?") for leaf in tf.nest.flatten(batch) if _has_rows(leaf)]
+    return [names.get(id(leaf), "?") for leaf in _leaves_of_samples(batch)]
+
+
+def _leaves_of_samples(batch: Any) -> list[Any]:
+    pairs = zip(tf.nest.flatten(batch), units_of(batch), strict=True)
+    return [leaf for leaf, unit in pairs if not unit and _has_rows(leaf)]
 
 
 class Grouped(NamedTuple):
@@ -188,19 +207,53 @@ class Grouped(NamedTuple):
     rows: Any
 
 
-def grouped(batch: Any) -> Any:
-    """Return a batch, or its specs, with `Grouped` leaves where it holds data sets of different batch sizes.
+class Apart(NamedTuple):
+    """Mark, in the structure of a batch, a leaf whose rows are no samples: a unit of their own.
 
-    The samples are as many as the leaf with the fewest rows has, and every other has k of its own for each of them.
-    The batch stays as it is if a leaf is not dense, has an unknown number of rows, or no multiple of the fewest.
-    The step is to be given what `ungrouped` returns.
+    Of each number of rows there is a subclass, in `_APART`; equal numbers are one unit.
+    """
+
+    rows: Any
+
+
+# A batch of more different numbers of rows is refused.
+_APART = tuple(type(f"Apart{i}", (Apart,), {}) for i in range(8))
+
+
+def units_of(batch: Any) -> list[int]:
+    """Return, for each flattened leaf of a batch or of its specs, 0 if it has samples; else the number of its unit."""
+    if not _is_marked(batch):
+        return [0] * len(tf.nest.flatten(batch))
+
+    def numbered(node: Any) -> Any:
+        if isinstance(node, Apart):
+            return type(node)(_APART.index(type(node)) + 1)
+        return None if node is None or keras.tree.is_nested(node) else 0
+
+    return [unit or 0 for unit in tf.nest.flatten(keras.tree.traverse(numbered, batch))]
+
+
+def grouped(batch: Any) -> Any:
+    """Return a batch, or its specs, with marks where it holds dense data sets of different, known batch sizes.
+
+    If each size is a multiple of the fewest rows, these are the samples, and every other leaf, `Grouped`, has k rows
+    for each of them. Else the most rows are the samples, and all others are `Apart`. The batch stays as it is if a leaf
+    is not dense, or has an unknown number of rows. The step is to be given what `ungrouped` returns.
     """
     leaves = [leaf for leaf in tf.nest.flatten(batch) if _has_rows(leaf)]
-    counts = [leaf.shape[0] or 0 for leaf in leaves]
-    samples = min(counts, default=0)
-    dense = all(isinstance(leaf, (tf.Tensor, tf.TensorSpec)) for leaf in leaves)
-    if samples == max(counts, default=0) or not dense or samples < 1 or any(one % samples for one in counts):
+    if len({leaf.shape[0] for leaf in leaves}) < 2 or _is_marked(batch):
         return batch
+    counts = [leaf.shape[0] for leaf in leaves]
+    others = sorted({*counts} - {None})[:-1]
+    dense = all(isinstance(leaf, (tf.Tensor, tf.TensorSpec)) for leaf in leaves)
+    if not dense or None in counts or len(others) > len(_APART):
+        return batch
+    samples = min(counts)
+    if samples < 1 or any(one % samples for one in counts):
+        kinds = dict(zip(others, _APART, strict=False))
+        return tf.nest.map_structure(
+            lambda leaf: kinds[leaf.shape[0]](leaf) if _has_rows(leaf) and leaf.shape[0] in kinds else leaf, batch
+        )
 
     def group(leaf: Any) -> Any:
         if not _has_rows(leaf) or leaf.shape[0] == samples:
@@ -219,6 +272,8 @@ def ungrouped(batch: Any) -> Any:
     """Return what `grouped` was given; of specs, with open rows if these are open."""
 
     def ungroup(node: Any) -> Any:
+        if isinstance(node, Apart):
+            return node.rows
         if not isinstance(node, Grouped):
             return None
         leaf = node.rows
@@ -227,23 +282,27 @@ def ungrouped(batch: Any) -> Any:
             return tf.TensorSpec([None if samples is None else samples * each, *lengths], leaf.dtype)
         return tf.reshape(leaf, [-1, *lengths] if None not in lengths else tf.concat([[-1], tf.shape(leaf)[2:]], 0))
 
-    return keras.tree.traverse(ungroup, batch) if has_groups(batch) else batch
+    return keras.tree.traverse(ungroup, batch) if _is_marked(batch) else batch
 
 
 def has_groups(batch: Any) -> bool:
     """Return whether a batch, or its specs, has `Grouped` leaves."""
-    found: list[Grouped] = []
-    keras.tree.traverse(lambda node: found.append(node) if isinstance(node, Grouped) else None, batch)
+    return _is_marked(batch, Grouped)
+
+
+def _is_marked(batch: Any, kinds: Any = (Grouped, Apart)) -> bool:
+    found: list[Any] = []
+    keras.tree.traverse(lambda node: found.append(node) if isinstance(node, kinds) else None, batch)
     return bool(found)
 
 
 def rows_of(batch: Any) -> int | None:
-    """Return the number of rows of a batch, the same for all of its tensors but scalars; None if all are scalars.
+    """Return the number of samples of a batch, the same for all its tensors but scalars; None if all are scalars.
 
     Raises:
         ValueError: the tensors differ in it.
     """
-    leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None and leaf.shape.rank]
+    leaves = _leaves_of_samples(batch)
     counts = list(dict.fromkeys(int(leaf.shape[0]) for leaf in leaves))
     if len(counts) > 1:
         raise ValueError(f"{_SAME_ROWS} {counts}")
@@ -285,6 +344,19 @@ def open_specs(batch: Any) -> Any:
         return kind(shape, spec.dtype)
 
     return tf.nest.map_structure(opened, fixed_specs(batch))
+
+
+def relaxed_like(specs: Any, others: Any) -> Any:
+    """Return open specs with the lengths that others, of the same batch without marks, leave open."""
+
+    def relaxed(spec: Any, other: Any) -> Any:
+        if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank:
+            return other
+        lengths = other.shape[1:]
+        return tf.TensorSpec([*spec.shape[: spec.shape.rank - len(lengths)], *lengths], spec.dtype)
+
+    leaves = zip(tf.nest.flatten(specs), tf.nest.flatten(open_specs(others)), strict=True)
+    return tf.nest.pack_sequence_as(specs, [relaxed(*both) for both in leaves])
 
 
 def without_optionals(batch: Any) -> Any:

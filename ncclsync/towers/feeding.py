@@ -160,7 +160,7 @@ class _Ahead:
     def __init__(self, staging: Staging, fetch: Callable[[], tuple[list[tf.Tensor], list[Any]]]) -> None:
         self.staging = staging
         self.fetch = fetch  # returns its components, in the host's memory, and each counting dataset's place after it
-        # Both, and the tensors that a step takes; None in their stead: they did not fit the memory beside a step.
+        # Both, and the tensors that a step takes; None in their stead: they could not be made.
         self.result: concurrent.futures.Future[tuple[list[tf.Tensor], list[Any], list[tf.Tensor] | None]]
         self.result = concurrent.futures.Future()
 
@@ -186,10 +186,11 @@ class Feeder:
             threading.Thread(target=_work, args=(self._wanted, order), name="ncclsync feeder", daemon=True).start()
         weakref.finalize(iterator, _end, self._wanted, self._ahead).atexit = False
 
-    def take(self, staging: Staging) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    def take(self, staging: Staging) -> tuple[list[tf.Tensor], list[tf.Tensor] | None]:
         """Wait for the next batch; return the results of `Staging.fetch` and `Staging.bring`. Later batches follow.
 
-        It is divided anew if steps have been split since, or if it did not fit the memory beside a step.
+        None in place of the latter: it is to be divided anew, since steps have been split meanwhile, it did not fit the
+        memory beside a step, or its rows differ in number.
 
         Raises:
             Exception: what `Staging` raises for this batch.
@@ -200,12 +201,9 @@ class Feeder:
             self._wanted.put(self._ahead[-1])
         ahead = self._ahead.popleft()
         components, places, parts = ahead.result.result()
-        if parts is None or ahead.staging.total != staging.total:
-            del ahead, parts  # their memory
-            parts = staging.bring(components)
         for dataset, place in zip(self._counting, places, strict=True):
             dataset.hand_out(place)
-        return components, parts
+        return components, parts if ahead.staging.total == staging.total else None
 
 
 def _work(wanted: "queue.SimpleQueue[_Ahead | None]", order: threading.Lock) -> None:
@@ -232,7 +230,7 @@ def _do_next(wanted: "queue.SimpleQueue[_Ahead | None]", order: threading.Lock) 
             return True
     try:
         ahead.result.set_result((components, places, ahead.staging.bring(components)))
-    except tf.errors.ResourceExhaustedError:
+    except (tf.errors.ResourceExhaustedError, tf.errors.InvalidArgumentError):
         ahead.result.set_result((components, places, None))
     except BaseException as error:  # the same
         ahead.result.set_exception(error)

@@ -20,7 +20,7 @@ from ncclsync.communicator.timeouts import held_back, interruptible
 from ncclsync.compat import other_libraries
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.source_lines import calls_of
-from ncclsync.errors import NonFiniteError, ProcessError
+from ncclsync.errors import NcclSyncError, NonFiniteError, ProcessError
 from ncclsync.ops.spans import Meter, NoBatchLeft
 from ncclsync.program.losses import MOST_LOST, losses_of
 from ncclsync.program.program import Program
@@ -32,6 +32,7 @@ from ncclsync.semantics.shards import (
     open_specs,
     rowed_leaves,
     rows_of,
+    says_unequal,
     ungrouped,
     without_optionals,
 )
@@ -109,10 +110,10 @@ class TowerStep(TracedStep):
             ValueError: the batch has no rows, or its tensors have different numbers of rows.
             Exception: what `run_on_iterator` raises.
         """
-        batch = grouped(batch)
-        rowed_leaves(batch)
         given = self.towers.own_rows_given
         self._compared, self._read = None, None if given is None else weakref.ref(given)
+        batch = grouped(batch) if given is None else batch  # towers' rows are counted by samples alone there
+        rowed_leaves(batch)
         watchers = self.towers.watch.take_watchers() if self.trains else ()
         return self._run(OnGiven, batch, watchers, version=version)
 
@@ -149,10 +150,9 @@ class TowerStep(TracedStep):
             reporting = function.meter.reported_to(watchers, traced=is_new)
         elif self._meter is not None:
             self._meter.forget()
-        batch = None
+        batch, done, results = None, 0, None
         try:
             with reporting, self.guarded(function):
-                done, results = 0, None
                 while done < steps:
                     try:
                         results = function.run(batches)
@@ -163,6 +163,14 @@ class TowerStep(TracedStep):
                     done += 1
                 if towers.session.communicator.enqueues:
                     towers.session.in_flight.add(function.written, results)
+        except NcclSyncError as error:
+            if kind is OnGiven or towers.layout.meets_processes or not says_unequal(error):
+                raise
+            # Nothing of the step has run. What a batch of tensors shows by itself, an iterator's graph cannot know.
+            batch = function.kept.batch()
+            self.count(done, function.audit)
+            results = self._run(OnGiven, grouped(batch), watchers)
+            return self._run(kind, batches, watchers, steps - done - 1) if done + 1 < steps else results
         except tf.errors.ResourceExhaustedError:
             batch = function.kept.batch() if function.rollback.undone else None
             rows = None if batch is None or towers.options.on_oom is None else rows_of(batch)
@@ -206,7 +214,8 @@ class TowerStep(TracedStep):
         if kind is OnGiven:
             specs = self.shard_specs(specs, step)
         else:
-            specs = found.specs if self.takes_relaxed(specs, step) else given
+            counted = ungrouped(specs) is not specs  # by the numbers of rows, which the version may leave open
+            specs = found.specs if self.takes_relaxed(specs, step) and not counted else given
         self._known_of = len(self.retracing) + len(self.too_open)
         return self._known.setdefault(key, (found, specs, repr(specs)))
 

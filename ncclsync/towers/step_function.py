@@ -171,7 +171,8 @@ class OnFed(StepFunction):
         except tf.errors.OutOfRangeError as error:
             raise NoBatchLeft(error) from None
         self.kept.keep_components(components)
-        return self._begun(functools.partial(self.graph, *parts))
+        brought = self._staging.bring(components) if parts is None else parts
+        return self._begun(functools.partial(self.graph, *brought))
 
     @property
     def _signature(self) -> Sequence[tf.TensorSpec]:

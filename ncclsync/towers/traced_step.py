@@ -27,7 +27,7 @@ from ncclsync.program.trace import Opened, trace
 from ncclsync.semantics.draws import check_draws, draws_seen
 from ncclsync.semantics.exactness import DRAWS, NORMALISES, Inexact, say_inexact
 from ncclsync.semantics.normalization import moments_of_layers
-from ncclsync.semantics.shards import has_groups, open_specs, ungrouped
+from ncclsync.semantics.shards import open_specs, relaxed_like, ungrouped
 from ncclsync.towers.layout import Layout
 from ncclsync.towers.retracing import Version
 from ncclsync.towers.state import TowerState
@@ -187,16 +187,16 @@ class TracedStep(abc.ABC):
         They leave the number of rows open, which shows what depends on it, and other lengths where the version has
         them open. If the step cannot be traced so, these lengths are fixed, and if need be the rows, too.
         """
-        if self.takes_relaxed(specs, version):
-            return open_specs(version.specs)
         opened = open_specs(specs)
+        if self.takes_relaxed(specs, version):
+            return relaxed_like(opened, version.specs)
         return specs if (version.number, repr(opened)) in self.too_open else opened
 
     def takes_relaxed(self, specs: Any, version: Version) -> bool:
         """Return whether the step is traced with the version's own specs, for batches of these specs."""
-        if version is BESIDE or has_groups(specs):
+        if version is BESIDE:
             return False
-        return (version.number, repr(open_specs(version.specs))) not in self.too_open
+        return (version.number, repr(relaxed_like(open_specs(specs), version.specs))) not in self.too_open
 
     def program_of(self, specs: Any, meter: Meter | None = None, version: Version = BESIDE) -> Program:
         """Return the program for batches of these specs, with timestamps in its segments if a meter is given."""

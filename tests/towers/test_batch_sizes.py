@@ -6,8 +6,9 @@ import pytest
 import tensorflow as tf
 from parity import assert_close, assert_towers_agree, data, fit, on_towers, state
 
+import ncclsync
 from ncclsync import NcclSyncError, Towers
-from ncclsync.semantics.shards import Grouped, grouped, has_groups, ungrouped
+from ncclsync.semantics.shards import Grouped, grouped, has_groups, rows_of, ungrouped, units_of
 
 X, LABELS = data(rows=26, features=5)
 MORE, _ = data(rows=26 * 7, features=5, seed=1)
@@ -66,6 +67,89 @@ def test_labelled_and_unlabelled(joined, towers):
     assert bool(model.towers.explain().wholes) == joined
 
 
+SIZES = ((4, 9), (1, 9), (6, 2), (3, 26), (5, 1), (4, 4), (5, 7))
+
+
+@pytest.mark.slow(but=2)
+@pytest.mark.parametrize(
+    ("joined", "towers", "options"),
+    [
+        (False, 2, {}),
+        (False, 5, {}),
+        (True, 3, {}),
+        (False, 2, {"shares": [3, 1]}),
+        (False, 2, {"shards": 3}),
+        (False, 3, {"health": ncclsync.Health(on_nonfinite="raise")}),
+    ],
+    ids=str,
+)
+def test_any_sizes(joined, towers, options):
+    """Sizes that are no multiples, or equal by chance; data of open sizes, whose last batches have other ratios."""
+    model, alone = on_towers(lambda: build(joined), towers, **options), build(joined)
+    for one in (model, alone):
+        one.history_of = [one.train_on_batch((X[:n], LABELS[:n]), MORE[:k]) for n, k in SIZES]
+        one.history_of += [fit(both(3, drop=False), batch_size=None, shuffle=None, epochs=2)(one)["history"]]
+    assert_close([model.history_of, state(model)], [alone.history_of, state(alone)])
+    assert_towers_agree(model)
+
+
+class Normalised(keras.Model):
+    """Two parts of a batch, each convolved and normalised by itself, in every step; several steps for each call."""
+
+    def __init__(self):
+        super().__init__()
+        layers = keras.layers
+        first = [layers.Reshape([5, 1]), layers.Conv1D(4, 2), layers.BatchNormalization(), layers.Dropout(0.3, seed=1)]
+        self.inner = keras.Sequential([*first, layers.Flatten(), layers.Dense(5)])
+
+    def call(self, x, training=False):
+        return self.inner(x, training=training)
+
+    def losses_of(self, data, training):
+        (x, y), more, *_ = data
+        first = keras.losses.sparse_categorical_crossentropy(y, self(x, training=training), from_logits=True)
+        weight = tf.cast(tf.shape(more)[0], tf.float32) / tf.cast(tf.shape(x)[0], tf.float32)
+        return tf.reduce_mean(first), weight * tf.reduce_mean(self(more, training=training) ** 2)
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            first, second = self.losses_of(data, True)
+            loss = first + second
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"first": first, "second": second}
+
+    def test_step(self, data):
+        return dict(zip(("first", "second"), self.losses_of(data, False), strict=True))
+
+    def predict_step(self, data):
+        return [self(part) for part in (data[0][0], data[1])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("towers", [2, 3, 5])
+def test_parts_in_every_step(towers):
+    """Normalisation, one device's draws, `fit`, `evaluate` and `predict`, with data of known and of open sizes."""
+
+    def train(make):
+        def built():
+            keras.utils.set_random_seed(1)
+            model = Normalised()
+            model(X[:1])
+            model.compile(keras.optimizers.SGD(0.05), steps_per_execution=2)
+            return model
+
+        model, found = make(built), []
+        for drop in (True, False):
+            pairs = tf.data.Dataset.from_tensor_slices((X, LABELS)).batch(7, drop_remainder=drop)
+            more = tf.data.Dataset.from_tensor_slices(MORE[:50]).batch(15, drop_remainder=drop)
+            sets = tf.data.Dataset.zip(pairs, more)
+            found += [model.fit(sets, verbose=0, epochs=2).history, model.evaluate(sets, verbose=0, return_dict=True)]
+            found.append(model.predict(sets, verbose=0))
+        return [found, state(model)]
+
+    assert_close(train(lambda built: on_towers(built, towers, exact=True)), train(lambda built: built()))
+
+
 def test_a_value_for_the_whole_batch(caplog):
     """It is a batch of one sample: exact, on one tower, with a warning that says what to write instead."""
     value = np.float32([[1, 2, 3, 4, 5]])
@@ -102,7 +186,10 @@ OPS = {
 
 @pytest.mark.parametrize("name", OPS)
 def test_ops_of_both(name):
-    """One device's result, or a failure as there: a tower's rows alone may fit where the batch's do not."""
+    """One device's result, or a failure as there: a tower's rows alone may fit where the batch's do not.
+
+    With sizes that are multiples, and others.
+    """
 
     def outcome(run):
         try:
@@ -110,8 +197,8 @@ def test_ops_of_both(name):
         except (ValueError, tf.errors.InvalidArgumentError, NcclSyncError):
             return "refused"
 
-    for (n, k), count in (((1, 10), 2), ((2, 10), 2), ((6, 7), 4)):
-        batch = X[:n], MORE[: k * n]
+    for (n, k), count in (((1, 10), 2), ((2, 20), 2), ((6, 42), 4), ((4, 9), 3)):
+        batch = X[:n], MORE[:k]
         expected = outcome(lambda batch=batch: tf.function(OPS[name])(*map(tf.constant, batch)))
         with Towers(count) as towers:
             found = outcome(lambda batch=batch, towers=towers: towers.run(lambda pair: OPS[name](*pair), batch))
@@ -122,18 +209,20 @@ def test_ops_of_both(name):
 
 
 def test_refused_with_both_names():
-    """Sizes that are no multiples, or not known beforehand: before anything runs, with the leaves and what to write."""
+    """Sizes of tensors that are not dense: before anything runs, with the leaves and what to write."""
+    ragged = tf.RaggedTensor.from_tensor(X[:9])
     with (
         Towers(2) as towers,
         pytest.raises(ValueError, match=r"\(9, 5\) of \['u'\]\[0\], \(4, 5\) of \['x'\]. .* tf.repeat"),
     ):
-        towers.run(lambda batch: batch["x"], {"x": X[:4], "u": (X[:9],)})
+        towers.run(lambda batch: batch["x"], {"x": X[:4], "u": (ragged,)})
     model = on_towers(build, 2)
     before = model.get_weights()
-    with pytest.raises(
-        NcclSyncError, match=r"^Expected .* 5 5 35 rows, of \[0\]\[0\], \[0\]\[1\], \[1\]. .* drop_remainder=True"
-    ):
-        model.fit(both(drop=False), verbose=0)
+    pairs = tf.data.Dataset.from_tensor_slices((X, LABELS)).batch(5)
+    sets = tf.data.Dataset.zip(pairs, tf.data.Dataset.from_tensor_slices(MORE).ragged_batch(9))
+    sets = sets.map(lambda pair, more: (pair, tf.RaggedTensor.from_tensor(more)))
+    with pytest.raises((NcclSyncError, ValueError), match=r"^Expected .* 5 5 9 rows, of \[0\]\[0\], \[0\]\[1\], \[1\]"):
+        model.fit(sets, verbose=0)
     assert_close(model.get_weights(), before)
 
 
@@ -147,5 +236,10 @@ def test_grouped_and_ungrouped():
     tf.nest.map_structure(np.testing.assert_array_equal, ungrouped(made)["u"][0], batch["u"][0])
     assert grouped([tf.TensorSpec([2, 3]), tf.TensorSpec([8])])[1].rows.shape == [2, 4]
     assert ungrouped(Grouped(tf.TensorSpec([None, 4, 3]))).shape.as_list() == [None, 3]
-    unchanged = [tf.TensorSpec([None]), tf.TensorSpec([4])], [tf.zeros(4), tf.zeros(6)], [tf.zeros(4), tf.zeros(0)]
+    apart = {"a": tf.range(4), "b": None, "c": [tf.range(6), tf.range(4), tf.range(0)], "s": tf.constant(1)}
+    made = grouped(apart)
+    assert units_of(made) == [2, 0, 0, 2, 1, 0] and rows_of(made) == 6 and not has_groups(made)
+    tf.nest.map_structure(np.testing.assert_array_equal, ungrouped(made)["c"], apart["c"])
+    ragged = tf.ragged.constant([[1], [2]])
+    unchanged = [tf.TensorSpec([None]), tf.TensorSpec([4])], [tf.zeros(4), ragged], [tf.zeros(i) for i in range(12)]
     assert all(grouped(one) is one for one in unchanged)

@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 from parity import assert_towers_agree, data, mlp, on_towers
 
-from ncclsync import BackupAndRestore, Health, NcclSyncError, NonFiniteError, Shuffled, Throughput, Timeline
+from ncclsync import BackupAndRestore, Health, NonFiniteError, Shuffled, Throughput, Timeline
 from ncclsync.towers import feeding, step
 
 X, Y = data(61)
@@ -163,8 +163,8 @@ def test_error_in_the_data(either, steps_per_execution):
     assert told(model, batches(2)) == {1: [0, 1], 2: [1]}[steps_per_execution]
 
 
-def test_error_in_the_rows(either):
-    """Inputs and targets of different lengths, which only splitting finds."""
+def test_other_numbers_of_rows(either):
+    """Inputs and targets of different lengths, which only splitting finds: as on one device, where they do not meet."""
 
     def pairs():
         for i in range(4):
@@ -172,9 +172,8 @@ def test_error_in_the_rows(either):
 
     spec = (tf.TensorSpec([None, 1]), tf.TensorSpec([None, 1]))
     model, callback = teller(), Told()
-    with pytest.raises(NcclSyncError, match=r"^Expected every tensor of a batch .* Received: 4 3 rows"):
-        model.fit(tf.data.Dataset.from_generator(pairs, output_signature=spec), verbose=0, callbacks=[callback])
-    assert callback.means == [0, 1]
+    model.fit(tf.data.Dataset.from_generator(pairs, output_signature=spec), verbose=0, callbacks=[callback])
+    assert callback.means == [0, 1, 2, 3] and float(model.steps) == 4
 
 
 def test_iterator_of_ones_own(either):
@@ -341,10 +340,10 @@ def test_timeline(fed, tmp_path):
 
 
 def test_a_batch_that_does_not_fit_beside_a_step_is_brought_again():
-    """When the step that it is for takes it; what does not fit then is the error."""
+    """By the step that it is for, which gets what was fetched."""
 
     class Staging:
-        total, fails = 2, 1  # times for each batch
+        total = 2
 
         def __init__(self):
             self.tried = []
@@ -354,14 +353,9 @@ def test_a_batch_that_does_not_fit_beside_a_step_is_brought_again():
 
         def bring(self, components):
             self.tried.append(components[0])
-            if self.tried.count(components[0]) <= self.fails:
-                raise tf.errors.ResourceExhaustedError(None, None, "OOM")
-            return components
+            raise tf.errors.ResourceExhaustedError(None, None, "OOM")
 
     iterator, staging = iter(batches(4)), Staging()
     feeder = feeding.Feeder(iterator)
     number, parts = feeder.take(staging)
-    assert number == parts and staging.tried.count(number[0]) == 2
-    staging.fails = 3
-    with pytest.raises(tf.errors.ResourceExhaustedError):
-        feeder.take(staging)
+    assert parts is None and staging.tried.count(number[0]) == 1

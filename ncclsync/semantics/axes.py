@@ -303,6 +303,8 @@ class Axes:
             # Some elements of a reserved list may not be set.
             made = Items(item, self.values(tensor) if self._is_small(tensor) and kind != "TensorListSetItem" else None)
             return [made if kind == "OptionalFromValue" else _joined(held[0], made) if held else None]
+        if kind == "TensorListResize" and held:
+            return [Items(held[0].of)]  # some elements may not be set
         if kind in ("Identity", "ZerosLike", "AddN", "StopGradient") and len(held) == len(inputs):
             return [functools.reduce(_joined, map(self._state, inputs))]
         if not held or held[0].of is None:

@@ -70,6 +70,7 @@ class Placer(abc.ABC):
         within: whether they are in a function, where nothing can be put before them.
         row_splits: by name of the row splits of ragged tensors whose values lie in rows, not in rows of rows: the
             unit of these values.
+        masks: by name of a mask: the unit of its true elements.
         row_lengths: by name of the lengths of ragged rows that were counted: the unit of the values.
         draws: the user's lines that draw numbers which are each tower's own.
         fixed: rows per sample, by the length that the trace has of an axis that is divided.
@@ -86,6 +87,7 @@ class Placer(abc.ABC):
         self.fixed: dict[int, int] = {}
         self.row_splits: dict[TensorName, TensorName] = {}
         self.row_lengths: dict[TensorName, TensorName] = {}
+        self.masks: dict[TensorName, TensorName] = {}
 
     @abc.abstractmethod
     def convert(self, tensor: tf.Tensor, before: Placement, after: Placement, op: tf.Operation) -> tf.Tensor:

@@ -1177,6 +1177,12 @@ def _list_set(call: Call) -> Sequence[Placement] | None:
     return [placed]
 
 
+@rule_for("TensorListResize")
+def _list_resize(call: Call) -> Sequence[Placement] | None:
+    placed, size = call.inputs
+    return [placed] if placed.kind is Kind.ITEMS and placed.of != EACH and size.whole else None
+
+
 @rule_for("TensorListLength", "TensorListElementShape", counting=True)
 def _list_length(call: Call) -> Sequence[Placement] | None:
     placed = call.inputs[0]

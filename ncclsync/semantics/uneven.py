@@ -387,7 +387,10 @@ def _where(call: Call) -> Sequence[Placement] | None:
     placed, rank = call.inputs[0], rank_of(call, 0)
     if placed.kind is not Kind.SHARD or placed.axis or placed.blocks != 1 or rank is None or call.placer.within:
         return None
-    unit = _unit_of(call.op.outputs[0], call.placer.row_splits) or call.op.outputs[0].name
+    unit = _unit_of(call.op.outputs[0], call.placer.row_splits)
+    if unit is None:  # a mask has as many true elements in any shape, in the same order
+        mask = passed_on(call.op.inputs[0], "ExpandDims", "Reshape", "Squeeze").name
+        unit = call.placer.masks.setdefault(mask, call.op.outputs[0].name)
     return [Placement(Kind.INDICES, detail=Detail.OWN, counts=(placed.each, 1), unit=unit)]
 
 

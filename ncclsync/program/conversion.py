@@ -164,9 +164,11 @@ class Conversions(Placer):
         each = after.each * max(after.blocks, 1)
         for given in op.inputs if each and not after.unit else ():
             unknown = self.axes.unknown(given, after.axis) if self.placed[given.name][0] is tensor else None
-            results = (made for one in self.traced.ops for made in one.outputs) if unknown else ()
+            if unknown is None:
+                continue
+            results = (made for one in self.traced.ops for made in one.outputs)
             states = ((made.name, self.axes.with_rows(made, unknown, each)) for made in results)
-            self.learned.update([next(one for one in states if one[1] is not None)] if unknown else ())
+            self.learned.update([next(one for one in states if one[1] is not None)])
 
     def reduced(self, tensor: tf.Tensor) -> Placement:
         """See `Placer`."""

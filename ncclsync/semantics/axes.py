@@ -220,15 +220,18 @@ class Axes:
             except IMPOSSIBLE:
                 continue
             return [
-                self._kernels.with_unknown(shapes) if None not in shapes and len(set(map(len, shapes))) == 1 else
-                self._set(output)
+                self._kernels.with_unknown(shapes)
+                if None not in shapes and len(set(map(len, shapes))) == 1
+                else self._set(output)
                 for output, shapes in zip(op.outputs, zip(*found, strict=True), strict=True)
             ]
         return [_traced(output) for output in op.outputs]
 
     def _set(self, output: tf.Tensor) -> State:
         """Return the shapes of a result of which the trace alone knows some, as by `set_shape` after Python."""
-        return None if output.shape.rank is None else self._kernels.with_unknown([output.shape.as_list()] * len(BATCHES))
+        return (
+            None if output.shape.rank is None else self._kernels.with_unknown([output.shape.as_list()] * len(BATCHES))
+        )
 
     def unknown(self, tensor: tf.Tensor, axis: int) -> Sequence[int] | None:
         """Return the numbers that stand for an axis' length if nothing is known of it, on all axes that are as long."""

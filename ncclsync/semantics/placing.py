@@ -269,7 +269,9 @@ class Placer(abc.ABC):
         if kinds & {Kind.AXES, Kind.PENDING}:
             return self.whole(call)
         drawn = len(self.draws)
-        parts = [i for i, p in enumerate(call.inputs) if p.kind is Kind.PARTIAL and call.tensors[i].dtype != tf.resource]
+        parts = [
+            i for i, p in enumerate(call.inputs) if p.kind is Kind.PARTIAL and call.tensors[i].dtype != tf.resource
+        ]
         try:
             try:
                 made = self._function_by_rows(call)

@@ -1090,11 +1090,10 @@ def _draw(call: Call) -> Sequence[Placement] | None:
 # From a state or a seed that the trace has; the others' state is hidden by TensorFlow.
 SEEDED_DRAWS = frozenset(name for name in DRAWS if name.startswith("State"))
 
-# Where all towers compute these alike, and a length of a result is known to count rows, a tower goes on with its own.
+# Of these an input gives the shape: where it counts rows, and all towers compute alike, a tower goes on with its own.
 BACK_TO_ROWS = DRAWS.union(SEGMENTS) | names("""
-    BroadcastTo CTCLoss CTCLossV2 Fill FusedBatchNorm FusedBatchNormGrad FusedBatchNormGradV2 FusedBatchNormGradV3
-    FusedBatchNormV2 FusedBatchNormV3 ImageProjectiveTransformV2 ImageProjectiveTransformV3 Reshape ScatterNd
-    SparseToDense StridedSliceGrad TopKV2
+    BroadcastTo Fill ImageProjectiveTransformV2 ImageProjectiveTransformV3 Reshape ScatterNd SparseToDense
+    StridedSliceGrad TopKV2
 """)
 
 

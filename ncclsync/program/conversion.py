@@ -5,7 +5,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,7 @@ class Conversions(Placer):
         declared: lengths that are fixed, of so many rows for each sample, and what fixes them, in words.
         costs: of the step.
         converted: tensors that stand for others, by what they stand for and both placements.
+        learned: by name of a result: shapes that count rows, as another op has shown, where the trace knows nothing.
         rows_of: PARTIAL tensors that have as many rows as the batch, once whole, with the placement of these.
         reduced_reads: names of reads of metric state that were reduced.
         joins_slices: ops that put the slices of a weight that is used several times one after the other.
@@ -52,7 +53,7 @@ class Conversions(Placer):
 
     undivided = False
 
-    def __init__(self, traced: TracedGraph) -> None:
+    def __init__(self, traced: TracedGraph, learned: Mapping[TensorName, Any]) -> None:
         """Take a step of which nothing is placed."""
         rowed = [name for name, placed in traced.argument_placements.items() if placed == rules.shard()]
         known = {name: given_rows(traced.tensor(name)) for name in rowed}
@@ -61,6 +62,8 @@ class Conversions(Placer):
             for handle, variable, each in traced.opened
         }
         known |= {name: tuple((batch.rows + 1,) for batch in BATCHES) for name in traced.row_splits}
+        self.learned = dict(learned)
+        known |= learned
         functions = Functions(traced.definition.library.function, traced.tf_graph)
         super().__init__(functions, Axes(functions, known))
         self.traced = traced
@@ -152,11 +155,24 @@ class Conversions(Placer):
         """Return a tensor placed otherwise; see `Placer`."""
         if serves(before, after):
             return tensor
+        if before.whole and after.kind is Kind.SHARD and op.type in rules.OF_EQUAL_ROWS:
+            self._learn_rows(tensor, after, op)
         key = (tensor.name, before, after)
         if key not in self.converted:
             with self.building():
                 self.converted[key] = self._convert(tensor, before, after, op)
         return self.converted[key]
+
+    def _learn_rows(self, tensor: tf.Tensor, after: Placement, op: tf.Operation) -> None:
+        """Learn that a length of which nothing is known counts rows, since it meets rows: for the next try."""
+        each = after.each * max(after.blocks, 1)
+        for given in op.inputs if each and not after.unit else ():
+            unknown = self.axes.unknown(given, after.axis) if self.placed[given.name][0] is tensor else None
+            if unknown is None:
+                continue
+            results = (made for one in self.traced.ops for made in one.outputs)
+            states = ((made.name, self.axes.with_rows(made, unknown, each)) for made in results)
+            self.learned.update([next(one for one in states if one[1] is not None)])
 
     def reduced(self, tensor: tf.Tensor) -> Placement:
         """See `Placer`."""

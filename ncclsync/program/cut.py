@@ -151,10 +151,14 @@ def place(
 ) -> Partition:
     """Partition a trace; see `cut` and `Partition`."""
     shared: set[int] = set()
+    learned: dict[TensorName, Any] = {}
     while True:
         traced = TracedGraph(trace, home_device, same_seeds, shared)
         try:
-            return Partition(traced, results, exact, many_shards, undivided).run()
+            placed = Partition(traced, results, exact, many_shards, undivided, learned).run()
+            if placed.learned.keys() == learned.keys():
+                return placed
+            learned = placed.learned
         except Unshared as found:
             shared |= {id(traced.variable_of[handle]) for handle in found.handles}
 

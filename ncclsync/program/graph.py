@@ -145,7 +145,12 @@ class TracedGraph:
 def _is_its_first(op: tf.Operation) -> bool:
     """Return whether an op gives its first input: min(n, max(n, m)), as `tf.math.bincount` has for n segments."""
     other = op.inputs[1].op if op.type == "Minimum" else None
-    return other is not None and other.type == "Maximum" and other.inputs[0] is op.inputs[0] and op.outputs[0].shape.rank == 0
+    return (
+        other is not None
+        and other.type == "Maximum"
+        and other.inputs[0] is op.inputs[0]
+        and op.outputs[0].shape.rank == 0
+    )
 
 
 def _needed(op: tf.Operation) -> list[tf.Operation]:

@@ -78,7 +78,7 @@ class Losses:
         return (
             f"Exact, but an estimated {self.share:.0%} of a step's time on {self.towers} towers is lost, since each "
             f"needs the rows of all, at {'; at '.join(map(str, named))}. Instead, {'; '.join(ways)}. explain() lists "
-            "all rows that are gathered"
+            "all rows that reach every tower"
         )
 
 

@@ -10,7 +10,9 @@ collectives become `Exchange`s.
 import dataclasses
 import logging
 import math
-from collections.abc import Collection
+import types
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -74,6 +76,7 @@ class Partition(Conversions):
         exact: bool = False,
         many_shards: bool = False,
         undivided: bool = False,
+        learned: Mapping[TensorName, Any] = types.MappingProxyType({}),
     ) -> None:
         """Take a step.
 
@@ -83,8 +86,9 @@ class Partition(Conversions):
             exact: whether marks `by_choice` change nothing.
             many_shards: see `Target`.
             undivided: whether every tower computes the whole batch: no op's rule is asked.
+            learned: see `Conversions`.
         """
-        super().__init__(traced)
+        super().__init__(traced, learned)
         self._results, self._exact, self.undivided = results, exact, undivided
         self.differing.update(n for n, one in traced.argument_placements.items() if many_shards and not one.whole)
         self._on_gpus = "GPU" in traced.home_device and not tf_compat.is_op_determinism_enabled()
@@ -263,7 +267,7 @@ class Partition(Conversions):
             axis = next(i for i, count in enumerate(shape.counts) if count)  # of [rows, rows], of all pairs, the first
             along = rank - 1 if op.type == "TopKV2" else axis
             return rules.shard(along, 1, max(shape.counts[axis], 0), shape.unit)
-        if all(one.whole for one in given):
+        if all(one.whole for one in given) and output.name not in self.learned:
             return None
         lengths = self.axes.lengths(output)
         found = [(axis, one.each) for axis, one in enumerate(lengths or ()) if isinstance(one, Rows) and one.each]

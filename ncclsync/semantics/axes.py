@@ -220,10 +220,33 @@ class Axes:
             except IMPOSSIBLE:
                 continue
             return [
-                None if None in shapes or len(set(map(len, shapes))) > 1 else self._kernels.with_unknown(shapes)
-                for shapes in zip(*found, strict=True)
+                self._kernels.with_unknown(shapes)
+                if None not in shapes and len(set(map(len, shapes))) == 1
+                else self._set(output)
+                for output, shapes in zip(op.outputs, zip(*found, strict=True), strict=True)
             ]
         return [_traced(output) for output in op.outputs]
+
+    def _set(self, output: tf.Tensor) -> State:
+        """Return the shapes of a result of which the trace alone knows some, as by `set_shape` after Python."""
+        return (
+            None if output.shape.rank is None else self._kernels.with_unknown([output.shape.as_list()] * len(BATCHES))
+        )
+
+    def unknown(self, tensor: tf.Tensor, axis: int) -> Sequence[int] | None:
+        """Return the numbers that stand for an axis' length if nothing is known of it, on all axes that are as long."""
+        shapes = None if tensor.shape.is_fully_defined() else self._shapes(tensor)
+        lengths = [] if shapes is None else [shape[axis] for shape in shapes]
+        return lengths if lengths and lengths[0] not in (1, BATCHES[0].open) and length_of(lengths) is None else None
+
+    def with_rows(self, tensor: tf.Tensor, lengths: Sequence[int], each: int) -> Shapes | None:
+        """Return a tensor's shapes with so many rows for each sample where a length is unknown so; None: none is."""
+        shapes = None if tensor.dtype in (tf.variant, tf.resource) else self._shapes(tensor)
+        axes = [*map(list, zip(*(shapes or ()), strict=True))]
+        if list(lengths) not in axes:
+            return None
+        of_rows = [each * batch.rows for batch in BATCHES]
+        return tuple(zip(*(of_rows if one == list(lengths) else one for one in axes), strict=True))
 
     def _known(self, tensor: tf.Tensor, shapes: Shapes | None, which: int) -> "_Given":
         """Return what inference may know of a tensor: its values, perhaps some of these, or its shape."""
@@ -303,6 +326,8 @@ class Axes:
             # Some elements of a reserved list may not be set.
             made = Items(item, self.values(tensor) if self._is_small(tensor) and kind != "TensorListSetItem" else None)
             return [made if kind == "OptionalFromValue" else _joined(held[0], made) if held else None]
+        if kind == "TensorListResize" and held:
+            return [Items(held[0].of)]  # some elements may not be set
         if kind in ("Identity", "ZerosLike", "AddN", "StopGradient") and len(held) == len(inputs):
             return [functools.reduce(_joined, map(self._state, inputs))]
         if not held or held[0].of is None:

@@ -91,6 +91,7 @@ class Placer(abc.ABC):
         within: whether they are in a function, where nothing can be put before them.
         row_splits: by name of the row splits of ragged tensors whose values lie in rows, not in rows of rows: the
             unit of these values.
+        masks: by name of a mask: the unit of its true elements.
         row_lengths: by name of the lengths of ragged rows that were counted: the unit of the values.
         draws: the user's lines that draw numbers which are each tower's own.
         fixed: rows per sample, by the length that the trace has of an axis that is divided.
@@ -107,6 +108,7 @@ class Placer(abc.ABC):
         self.fixed: dict[int, int] = {}
         self.row_splits: dict[TensorName, TensorName] = {}
         self.row_lengths: dict[TensorName, TensorName] = {}
+        self.masks: dict[TensorName, TensorName] = {}
 
     @abc.abstractmethod
     def convert(self, tensor: tf.Tensor, before: Placement, after: Placement, op: tf.Operation) -> tf.Tensor:
@@ -302,7 +304,9 @@ class Placer(abc.ABC):
         if kinds & {Kind.AXES, Kind.PENDING}:
             return self.whole(call)
         drawn = len(self.draws)
-        parts = [i for i, p in enumerate(call.inputs) if p.kind is Kind.PARTIAL and call.tensors[i].dtype != tf.resource]
+        parts = [
+            i for i, p in enumerate(call.inputs) if p.kind is Kind.PARTIAL and call.tensors[i].dtype != tf.resource
+        ]
         try:
             try:
                 made = self._function_by_rows(call)

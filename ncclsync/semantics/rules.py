@@ -262,6 +262,8 @@ ALIKE = names("""
 
 
 ELEMENTWISE = UNARY | BROADCASTING | ALIKE
+# What these take together has as many rows, or they fail: none is broadcast.
+OF_EQUAL_ROWS = (ALIKE - {"Select"}) | names("ConcatV2 InTopKV2 Pack SparseSoftmaxCrossEntropyWithLogits")
 # These keep rows that are all alike so. In a list they may meet others: a loop's state begins alike.
 KEEPING_ALIKE = ELEMENTWISE | names("Sum TensorListPushBack TensorListSetItem")
 MOVING = names("ExpandDims Reshape Squeeze Transpose")  # elements, of which each stays as it is
@@ -425,7 +427,12 @@ def _bias_add(call: Call) -> Sequence[Placement] | None:
 _ALONG: dict[str, tuple[int | str, str]] = dict.fromkeys(names("ArgMax ArgMin"), (1, "less"))
 _ALONG |= dict.fromkeys(names("Cumsum Cumprod CumulativeLogsumexp Reverse ReverseV2"), (1, "same"))
 _ALONG |= {"Roll": (2, "same"), "Unpack": ("axis", "less"), "Squeeze": ("squeeze_dims", "less")}
-_ALONG |= {"ApproxTopK": ("reduction_dimension", "same"), "ExpandDims": (1, "more"), "OneHot": ("axis", "more"), "Pack": ("axis", "more")}
+_ALONG |= {
+    "ApproxTopK": ("reduction_dimension", "same"),
+    "ExpandDims": (1, "more"),
+    "OneHot": ("axis", "more"),
+    "Pack": ("axis", "more"),
+}
 
 
 @rule_for(*_ALONG)
@@ -501,7 +508,8 @@ _LETTERS = {
         """,
     "b b w -> b": """
         CombinedNonMaxSuppression DrawBoundingBoxes DrawBoundingBoxesV2 ImageProjectiveTransformV2
-        ImageProjectiveTransformV3 InTopK InTopKV2 LowerBound UpperBound ResizeBicubicGrad ResizeBilinearGrad ScaleAndTranslateGrad SoftmaxCrossEntropyWithLogits
+        ImageProjectiveTransformV3 InTopK InTopKV2 LowerBound UpperBound
+        ResizeBicubicGrad ResizeBilinearGrad ScaleAndTranslateGrad SoftmaxCrossEntropyWithLogits
         SparseSoftmaxCrossEntropyWithLogits
         """,
     "b b b w -> b": """
@@ -858,8 +866,23 @@ def _reshape(call: Call) -> Sequence[Placement] | None:
     made = _reshaped(call)
     if made is None and call.inputs[0].kind in (Kind.SHARD, Kind.PENDING):
         _count_rows(call, 1)  # not at once: in [-1, rows] the rows are all that each row meets
-        made = _reshaped(call)
+        made = _reshaped(call) or _reshaped_literally(call)
     return made
+
+
+def _reshaped_literally(call: Call) -> Sequence[Placement] | None:
+    """Place a reshape to a literal shape, which fits batches of one number of rows alone."""
+    placed, before, after = call.inputs[0], call.axes.lengths(call.op.inputs[0]), call.constant(1)
+    inner = _product(before[1:]) if before and placed == shard() and call.inputs[1].whole else None
+    if call.placer.within or not inner or not placed.each or after is None or not after.size or (after < 1).any():
+        return None
+    count, left = divmod(math.prod(after.tolist()), inner * placed.each)
+    if left or count < 2 or after[0] % count:
+        return None
+    each = int(after[0]) // count
+    call.placer.declared.add((int(after[0]), each))
+    call.require(1, rows((each, *[0] * (after.size - 1))))
+    return [shard(0, 1, each)]
 
 
 def _reshaped(call: Call) -> Sequence[Placement] | None:
@@ -1067,11 +1090,10 @@ def _draw(call: Call) -> Sequence[Placement] | None:
 # From a state or a seed that the trace has; the others' state is hidden by TensorFlow.
 SEEDED_DRAWS = frozenset(name for name in DRAWS if name.startswith("State"))
 
-# Where all towers compute these alike, and a length of a result is known to count rows, a tower goes on with its own.
+# Of these an input gives the shape: where it counts rows, and all towers compute alike, a tower goes on with its own.
 BACK_TO_ROWS = DRAWS.union(SEGMENTS) | names("""
-    BroadcastTo CTCLoss CTCLossV2 Fill FusedBatchNorm FusedBatchNormGrad FusedBatchNormGradV2 FusedBatchNormGradV3
-    FusedBatchNormV2 FusedBatchNormV3 ImageProjectiveTransformV2 ImageProjectiveTransformV3 Reshape ScatterNd
-    SparseToDense StridedSliceGrad TopKV2
+    BroadcastTo Fill ImageProjectiveTransformV2 ImageProjectiveTransformV3 Reshape ScatterNd SparseToDense
+    StridedSliceGrad TopKV2
 """)
 
 
@@ -1175,6 +1197,12 @@ def _list_set(call: Call) -> Sequence[Placement] | None:
         return None
     call.require(at, placed.of or REPLICATE)
     return [placed]
+
+
+@rule_for("TensorListResize")
+def _list_resize(call: Call) -> Sequence[Placement] | None:
+    placed, size = call.inputs
+    return [placed] if placed.kind is Kind.ITEMS and placed.of != EACH and size.whole else None
 
 
 @rule_for("TensorListLength", "TensorListElementShape", counting=True)

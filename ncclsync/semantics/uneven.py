@@ -43,8 +43,8 @@ OF_ANY_UNIT = (
     | COUNTING
     | names("""
         All Any ArgMax ArgMin BatchMatMulV2 BiasAdd BiasAddGrad BroadcastGradientArgs BroadcastTo Einsum Fill L2Loss
-        LogSoftmax LookupTableFind LookupTableFindV2 MatMul Max Min OneHot Pad Prod Rank ResourceGather Shape Size Softmax
-        SparseSoftmaxCrossEntropyWithLogits StridedSliceGrad UnsortedSegmentSum
+        LogSoftmax LookupTableFind LookupTableFindV2 MatMul Max Min OneHot Pad Prod Rank ResourceGather Shape Size
+        Softmax SparseSoftmaxCrossEntropyWithLogits StridedSliceGrad UnsortedSegmentSum
     """)
 )
 
@@ -137,7 +137,7 @@ def _computed_numbers(call: Call) -> Sequence[Placement] | None:
 
 
 def _numbers_with(call: Call, at: int) -> list[Placement] | None:
-    """Place numbers of rows that meet others, or none, element by element: where the rows go when they are broadcast."""
+    """Place numbers of rows that meet others, or whole ones, element by element: they go where rows go."""
     numbers, other = call.inputs[at], call.inputs[1 - at]
     by = numbered(numbers)
     if by is None or other.kind not in (Kind.SHARD, Kind.REPLICATE):
@@ -154,7 +154,7 @@ def _is_one(tensor: tf.Tensor) -> bool:
     """Return whether a tensor has ones alone, as far as the op shows that makes it."""
     op = passed_on(tensor, "Reshape", "ExpandDims", "Cast").op
     value = op.inputs[1] if op.type == "Fill" else tensor
-    return op.type == "OnesLike" or np.all(np.equal(tf.get_static_value(value), 1))
+    return op.type == "OnesLike" or bool(np.all(np.equal(tf.get_static_value(value), 1)))
 
 
 _PICKING = names("""
@@ -387,7 +387,10 @@ def _where(call: Call) -> Sequence[Placement] | None:
     placed, rank = call.inputs[0], rank_of(call, 0)
     if placed.kind is not Kind.SHARD or placed.axis or placed.blocks != 1 or rank is None or call.placer.within:
         return None
-    unit = _unit_of(call.op.outputs[0], call.placer.row_splits) or call.op.outputs[0].name
+    unit = _unit_of(call.op.outputs[0], call.placer.row_splits)
+    if unit is None:  # a mask has as many true elements in any shape, in the same order
+        mask = passed_on(call.op.inputs[0], "ExpandDims", "Reshape", "Squeeze").name
+        unit = call.placer.masks.setdefault(mask, call.op.outputs[0].name)
     return [Placement(Kind.INDICES, detail=Detail.OWN, counts=(placed.each, 1), unit=unit)]
 
 

@@ -56,11 +56,11 @@ class CutRow:
 
 @dataclasses.dataclass(frozen=True)
 class WholeRow:
-    """Describe rows that are gathered on every tower, since an op needs those of the whole batch."""
+    """Describe rows that reach every tower, gathered or added up, since an op needs those of the whole batch."""
 
     op: str  # the first such op's type
     ops: int  # how many such ops that line has
-    size_bytes: int  # of the rows that are gathered for them; of one row where no batch is known
+    size_bytes: int  # of the rows that reach every tower for them; of one row where no batch is known
     line: str  # file, number and text of the user's line in the step; if there is none, the layer
 
 
@@ -82,7 +82,7 @@ class Explanation(Printed):
     variables: tuple[VariableRow, ...]  # those that the step uses
     cuts: tuple[CutRow, ...]  # why it is cut
     shards: tuple[ShardRow, ...]  # of the batch, in order; none if no batch is known
-    wholes: tuple[WholeRow, ...] = ()  # the rows that are gathered; none for most models
+    wholes: tuple[WholeRow, ...] = ()  # the rows that reach every tower; none for most models
     order: str = ""  # how a tower computes its shards, or by what shares towers divide a batch, in words
     compiled: str = ""  # how many programs XLA compiles, in words; empty where it compiles none
     nccl_bytes: int = 0  # the most memory of a GPU that NCCL takes beside TensorFlow; 0 without NCCL
@@ -106,7 +106,7 @@ class Explanation(Printed):
             table(("variable", "bytes", "role", "bucket", "how"), of_variables, numbers=1),
             Text(" ".join(filter(None, (f"The step has {parts}.", self.order, self.compiled, taken)))),
             table(("after", "bytes", "tensors", "exchanged", "asked for at"), of_cuts, numbers=1),
-            *([table(("gathered for", "bytes", "ops", "at"), of_wholes, numbers=1)] if of_wholes else []),
+            *([table(("rows of all for", "bytes", "ops", "at"), of_wholes, numbers=1)] if of_wholes else []),
             *([table(("tower", "rows", "of the batch", "device"), of_shards, numbers=1)] if of_shards else []),
         )
 
@@ -196,8 +196,7 @@ def _compiled(program: Program, shards: Sequence[ShardRow], towers: TowerState) 
 def _wholes(program: Program, rows: int | None) -> tuple[WholeRow, ...]:
     found: dict[str, list[Whole]] = {}
     for whole in program.work.wholes:
-        if whole.kind == CollectiveKind.ALL_GATHER:
-            found.setdefault(whole.place, []).append(whole)
+        found.setdefault(whole.place, []).append(whole)
     return tuple(
         WholeRow(group[0].op, len(group), int(sum(one.size.at(rows or 1) for one in group)), line)
         for line, group in found.items()

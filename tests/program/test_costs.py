@@ -66,13 +66,13 @@ def with_factor():
     return training
 
 
-def test_rows_that_are_gathered_are_listed(caplog):
-    """By line, with the bytes of the batch's rows: 30 rows of 4 floats. So few bytes are no warning."""
+def test_rows_that_reach_all_towers_are_listed(caplog):
+    """By line, with the bytes of the batch's rows: 30 rows of 4 floats are gathered, and their gradient is reduced."""
     told, explained = warnings_of(contrastive(4), X, caplog)
     (whole,) = explained.wholes
-    assert (whole.op, whole.size_bytes) == ("MatMul", 30 * 4 * 4)
+    assert (whole.op, whole.size_bytes) == ("MatMul", 2 * 30 * 4 * 4)
     assert f"{HERE}:" in whole.line and "# all pairs" in whole.line
-    assert "gathered for" in str(explained) and "480" in str(explained)
+    assert "rows of all for" in str(explained) and "960" in str(explained)
     assert any(cut.what.endswith("all-gather: the rows of all towers") for cut in explained.cuts)
     assert told == []
 
@@ -81,7 +81,7 @@ def test_nothing_is_gathered_for_rows_by_themselves(caplog):
     """No row of the table, and not a word."""
     told, explained = warnings_of(contrastive(4, rows_alone=True), X, caplog)
     assert explained.wholes == () and told == []
-    assert "gathered for" not in str(explained)
+    assert "rows of all for" not in str(explained)
 
 
 def test_much_that_is_received(caplog):

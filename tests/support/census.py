@@ -31,12 +31,10 @@ BY_NATURE = {
 }
 OPEN = {
     "an older form of an op that has a rule, with all rows in its shape": "AccumulateNV2",
-    "each row by itself, and no Keras layer or loss makes it": "ApproxTopK BlockLSTM BlockLSTMV2 Cross "
-    "DecodePaddedRaw DecodeRaw EditDistance ExtractGlimpse FakeQuantWithMinMaxVarsGradient "
-    "FakeQuantWithMinMaxVarsPerChannelGradient LinSpace MatrixSolveLs MaxPoolWithArgmax ReduceJoin TridiagonalMatMul",
+    "each row by itself, and no Keras layer or loss makes it": "BlockLSTM BlockLSTMV2 DecodeRaw EditDistance "
+    "ExtractGlimpse LinSpace",
     "its labels or results are one sparse tensor, whose indices it counts itself": "CTCBeamSearchDecoder "
-    "CTCGreedyDecoder CTCLoss DenseToDenseSetOperation DenseToSparseSetOperation SetSize SparseToSparseSetOperation "
-    "StringSplit",
+    "CTCGreedyDecoder CTCLoss DenseToDenseSetOperation DenseToSparseSetOperation SetSize SparseToSparseSetOperation",
     "makes a sparse or ragged tensor of another one": "RaggedFillEmptyRows RaggedGather RaggedRange "
     "RaggedTensorFromVariant RaggedTensorToSparse RaggedTensorToVariant SparseAdd SparseAddGrad SparseConcat "
     "SparseDenseCwiseAdd SparseDenseCwiseDiv SparseDenseCwiseMul SparseSegmentMeanWithNumSegments "
@@ -46,8 +44,7 @@ OPEN = {
     "DenseToCSRSparseMatrix SparseMatrixMatMul SparseMatrixNNZ SparseMatrixSparseMatMul SparseMatrixTranspose "
     "SparseTensorToCSRSparseMatrix",
     "lists other than loops make them": "TensorListConcat TensorListConcatLists TensorListConcatV2 TensorListGather "
-    "TensorListPushBackBatch TensorListResize TensorListScatter TensorListScatterIntoExistingList TensorListScatterV2 "
-    "TensorListSplit",
+    "TensorListPushBackBatch TensorListScatter TensorListScatterIntoExistingList TensorListScatterV2 TensorListSplit",
     "changes some of the rows": "ScatterNdNonAliasingAdd TensorStridedSliceUpdate",
 }
 

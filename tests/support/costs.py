@@ -74,7 +74,7 @@ class Cost:
     """What a step costs on towers.
 
     Attributes:
-        gathered: (op type, the user's line, bytes for `ROWS` rows) of rows that every tower receives.
+        gathered: (op type, the user's line, bytes for `ROWS` rows) of rows that every tower receives, also by a sum.
         alike: (op type, its name, share of all arithmetic) that every tower does for all rows.
         weights: bytes of what is trained.
         exchanges: how many tensors meet.
@@ -106,7 +106,7 @@ class Cost:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.bytes_gathered()} bytes of rows gathered for {ROWS} rows (weights: {self.weights} bytes), "
+            f"{self.bytes_gathered()} bytes of rows reach every tower for {ROWS} rows (weights: {self.weights} bytes), "
             f"{self.share_alike():.1%} computed alike, {self.exchanges} exchanges"
         ]
         lines += [f"  gathered for {op}, {line}: {size} bytes" for op, line, size in self.gathered]

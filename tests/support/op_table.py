@@ -393,6 +393,34 @@ add("TopKV2", lambda x: tf.nn.top_k(x, 2), given("n", "distinct"))
 add("ApproxTopK", lambda x: raw.ApproxTopK(input=x, k=2), given("3 5", "distinct4"))
 add("ApproxTopK", lambda x: raw.ApproxTopK(input=x, k=2), given("n 5", "distinct4"), differentiable=False)
 add("InTopKV2", lambda x, t: tf.math.in_top_k(t, x, 2), given("n 4", "distinct4"), given("n", "i3"))
+add("InTopK", lambda x, t: raw.InTopK(predictions=x, targets=t, k=2), given("n 4", "distinct4"), given("n", "i3"))
+add(
+    "UpperBound",
+    lambda x, v: raw.UpperBound(sorted_inputs=x, values=v),
+    given("n 4", "sorted"),
+    "n 3",
+    differentiable=False,
+)
+add(
+    "LowerBound",
+    lambda x, v: raw.LowerBound(sorted_inputs=x, values=v),
+    given("n 4", "sorted"),
+    "n 3",
+    differentiable=False,
+)
+add(
+    "HistogramFixedWidth",
+    lambda x: tf.histogram_fixed_width(x, [np.float64(-1), np.float64(1)], 5),
+    "n 3",
+    differentiable=False,
+)
+add(
+    "CombinedNonMaxSuppression",
+    lambda b, s: tf.image.combined_non_max_suppression(b[:, :, None], s, 2, 3),
+    given("n 4 4", "f4"),
+    given("n 4 2", "distinct4"),
+    differentiable=False,
+)
 add(
     "SoftmaxCrossEntropyWithLogits",
     lambda x, y: raw.SoftmaxCrossEntropyWithLogits(features=x, labels=y),
@@ -1460,6 +1488,11 @@ _begin("strings")
 _text = given("n 2", "words")
 add("AsString", lambda x: tf.strings.as_string(x), given("n 2", "int"))
 add("EncodeBase64", lambda s: tf.io.encode_base64(s), _text)
+add("Fingerprint", lambda s: tf.fingerprint(s), given("n", "words"))
+add("DecodeCSV", lambda s: tf.io.decode_csv(s, [[0.0]]), given("n", "words"))
+add("Substr", lambda s: raw.Substr(input=s, pos=0, len=1), _text)
+add("UnicodeTranscode", lambda s: tf.strings.unicode_transcode(s, "UTF-8", "UTF-16-BE"), _text)
+add("UnicodeScript", lambda x: tf.strings.unicode_script(x), given("n 2", "i3"))
 add("DecodeBase64", lambda s: tf.io.decode_base64(tf.io.encode_base64(s)), _text)
 add("DecodeRaw", lambda s: tf.io.decode_raw(raw.Substr(input=s, pos=0, len=1), tf.uint8), _text)
 add("DecodePaddedRaw", lambda s: tf.io.decode_raw(s, tf.uint8, fixed_length=4), _text)

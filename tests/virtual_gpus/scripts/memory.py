@@ -106,7 +106,8 @@ def measure_updates():
 
     def build():
         keras.utils.set_random_seed(1)
-        model = keras.Sequential([keras.Input((32,)), *(layers.Dense(1024, "tanh") for _ in range(17)), layers.Dense(5)])
+        hidden = [layers.Dense(1024, "tanh") for _ in range(17)]
+        model = keras.Sequential([keras.Input((32,)), *hidden, layers.Dense(5)])
         model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
         return model
 

@@ -1,0 +1,314 @@
+"""Small programs whose rows pass ops that hide them: lists, texts, Python, masks, numbers of rows, maxima.
+
+Each is (makers of layers, batch, loss): `tests/costs` counts what its step needs of other towers' rows, `tests/parity`
+trains it in float64 beside one device.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+RNG = np.random.default_rng(7)
+COUNT, TIME, WIDTH, CLASSES = 22, 6, 8, 3
+WORDS = ["red", "green", "blue", "sea", "sky"]
+
+
+class Program(NamedTuple):
+    """Hold a program: what makes its layers, its batch, and its loss of both."""
+
+    makers: tuple[Callable[[], Any], ...]
+    batch: tuple[np.ndarray, ...]
+    loss: Callable[..., tf.Tensor]
+
+    def make(self) -> Callable[[Any], tf.Tensor]:
+        """Return a step that trains, with `parts`, its layers."""
+        keras.utils.set_random_seed(3)
+        parts, optimizer = [one() for one in self.makers], keras.optimizers.SGD(0.1)
+
+        def step(batch):
+            with tf.GradientTape() as tape:
+                value = self.loss(batch, *parts)
+            variables = [variable for part in parts for variable in part.trainable_variables]
+            optimizer.apply(tape.gradient(value, variables), variables)
+            return value
+
+        step.parts = parts
+        return step
+
+
+def floats(*shape):
+    return RNG.normal(size=(COUNT, *shape))
+
+
+def integers(high, *shape, low=0):
+    return RNG.integers(low, high, (COUNT, *shape)).astype("int32")
+
+
+def dense(units=WIDTH):
+    return lambda: layers.Dense(units, dtype="float64")
+
+
+def layer(cls, *arguments, **options):
+    return lambda: cls(*arguments, dtype="float64", **options)
+
+
+def words(**options):
+    vocabulary = {"vocabulary": WORDS} | ({"idf_weights": np.arange(1.0, 6.0)} if "tf" in str(options) else {})
+    return lambda: layers.TextVectorization(**vocabulary, **options)
+
+
+def mean(x):
+    return tf.reduce_mean(tf.square(x))
+
+
+def entropy(logits, labels):
+    return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits))
+
+
+TEXTS = np.array([[" ".join(RNG.choice(WORDS, RNG.integers(0, 9)))] for _ in range(COUNT)], object)
+LABELS, PAIR, SERIES, WIDE = (
+    integers(CLASSES),
+    (floats(TIME, WIDTH), floats(TIME, WIDTH)),
+    floats(TIME, WIDTH),
+    floats(WIDTH),
+)
+COLUMNS = integers(TIME, 4)
+CROSSING = integers(2 * TIME, 4)  # some leave their row, and so their tower
+CROSSING[-1] %= TIME
+BELOW = integers(2 * TIME, TIME, low=-3)
+BELOW[-1] %= TIME
+DROPPED = integers(TIME, TIME)
+DROPPED[3], DROPPED[0] = -1000, -1
+EMBEDDED, OF_CLASSES = layer(layers.Embedding, 50, WIDTH), dense(CLASSES)
+PROGRAMS: dict[str, Program] = {}
+
+
+def program(batch, *makers):
+    """Enter a loss as a program, by its name."""
+
+    def enter(loss):
+        batches = batch if isinstance(batch, tuple) else (batch,)
+        PROGRAMS[loss.__name__.replace("_", " ").strip()] = Program(makers, batches, loss)
+        return loss
+
+    return enter
+
+
+# Two batches in one.
+
+
+@program(PAIR, layer(layers.GRU, WIDTH))
+def two_batches_by_GRU(batch, gru):
+    one, two = tf.split(gru(tf.concat(batch, 0)), 2)
+    return -tf.reduce_mean(tf.math.log_sigmoid(tf.reduce_sum(one - two, -1)))
+
+
+@program(PAIR, layer(layers.LSTM, WIDTH))
+def two_batches_by_LSTM(batch, lstm):
+    made = lstm(tf.concat(batch, 0))
+    count = tf.shape(made)[0] // 2
+    return mean(made[:count] - made[count:])
+
+
+@program(
+    (SERIES, integers(5, TIME)), layer(layers.Embedding, 9, WIDTH), layer(layers.GRU, WIDTH, return_sequences=True)
+)
+def two_batches_with_a_mask(batch, embedding, gru):
+    tokens = tf.concat([batch[1], batch[1] + 1], 0)
+    one, two = tf.split(gru(embedding(tokens), mask=tokens > 0), 2)
+    return entropy(one, batch[1]) + mean(two)
+
+
+# Texts.
+
+
+def of_texts(name, *makers):
+    @program((TEXTS, LABELS), *makers, EMBEDDED, OF_CLASSES)
+    def loss(batch, texts, embedding, classes):
+        return entropy(classes(tf.reduce_mean(embedding(texts(batch[0])), 1)), batch[1])
+
+    PROGRAMS[name] = PROGRAMS.pop("loss")
+
+
+def of_counts(name, **options):
+    @program((TEXTS, LABELS), words(**options), OF_CLASSES)
+    def loss(batch, texts, classes):
+        return entropy(classes(tf.cast(texts(batch[0]), tf.float64)), batch[1])
+
+    PROGRAMS[name] = PROGRAMS.pop("loss")
+
+
+of_texts("texts", words(output_mode="int"))
+of_texts("texts of a length", words(output_mode="int", output_sequence_length=5))
+of_texts("texts by n-grams", words(output_mode="int", ngrams=2, output_sequence_length=6))
+of_texts("texts by characters", words(output_mode="int", split="character"))
+of_counts("texts multi-hot", output_mode="multi_hot")
+of_counts("texts counted", output_mode="count")
+of_counts("texts by tf-idf", output_mode="tf_idf")
+
+
+@program((TEXTS, LABELS), words(output_mode="int", ragged=True), OF_CLASSES)
+def texts_ragged(batch, texts, classes):
+    values = tf.cast(texts(batch[0]), tf.float64)
+    return entropy(classes(tf.reduce_sum(values, 1)[:, None]), batch[1])
+
+
+@program((TEXTS[:, 0], LABELS), EMBEDDED, OF_CLASSES)
+def texts_by_code_points(batch, embedding, classes):
+    points = tf.strings.unicode_decode(batch[0], "UTF-8").to_tensor(0)
+    return entropy(classes(tf.reduce_sum(embedding(points % 50), 1)), batch[1])
+
+
+# Rows that come back.
+
+
+@program((WIDE, LABELS), dense(), OF_CLASSES)
+def numpy_function(batch, first, classes):
+    made = tf.numpy_function(np.tanh, [batch[0]], tf.float64)
+    made.set_shape([None, WIDTH])
+    return entropy(classes(tf.nn.relu(first(made))), batch[1])
+
+
+@program((WIDE, LABELS), dense(), OF_CLASSES)
+def py_function(batch, first, classes):
+    made = tf.ensure_shape(tf.py_function(tf.tanh, [batch[0]], tf.float64), [None, WIDTH])
+    return entropy(classes(tf.nn.relu(first(made))), batch[1])
+
+
+@program((WIDE, LABELS), dense(), OF_CLASSES)
+def literal_reshape(batch, first, classes):
+    made = tf.reshape(tf.reshape(batch[0], [COUNT, 2, WIDTH // 2]), [COUNT, WIDTH])
+    return entropy(classes(tf.nn.relu(first(made))), batch[1])
+
+
+@program((WIDE, LABELS), dense(), OF_CLASSES)
+def mask_and_scatter(batch, first, classes):
+    made = first(batch[0])
+    mask = made[:, 0] > 0
+    part = tf.nn.relu(tf.boolean_mask(made, mask))
+    return entropy(classes(tf.scatter_nd(tf.where(mask), part, tf.shape(made, tf.int64))), batch[1])
+
+
+# Numbers of rows.
+
+
+@program(SERIES, dense(12))
+def top_k(batch, first):
+    return mean(tf.math.top_k(first(batch[0]), 3).values)
+
+
+@program((SERIES, integers(WIDTH, TIME, 2)), dense())
+def gather_with_batch_dims(batch, first):
+    return mean(tf.gather(first(batch[0]), batch[1], batch_dims=2))
+
+
+@program((floats(3, TIME, WIDTH), integers(TIME, 3, 2, 1)), dense())
+def gather_nd_with_batch_dims(batch, first):
+    return mean(tf.gather_nd(first(batch[0]), batch[1], batch_dims=2))
+
+
+@program((SERIES, COLUMNS), dense())
+def meshgrid(batch, first):
+    made = first(batch[0])
+    rows, _ = tf.meshgrid(tf.range(tf.shape(made)[0]), tf.range(4), indexing="ij")
+    return mean(tf.gather_nd(made, tf.stack([rows, batch[1]], -1)))
+
+
+@program((SERIES, COLUMNS), dense())
+def rows_times_ones(batch, first):
+    made = first(batch[0])
+    rows = tf.range(tf.shape(made)[0])[:, None] * tf.ones_like(batch[1])
+    return mean(tf.gather_nd(made, tf.stack([rows, batch[1]], -1)))
+
+
+def flat(columns, made):
+    return columns + tf.range(tf.shape(made)[0])[:, None] * tf.shape(made)[1]
+
+
+def gathered(batch, first):
+    made = first(batch[0])
+    return mean(tf.gather(tf.reshape(made, [-1, WIDTH]), flat(batch[1], made)))
+
+
+def added(batch, first, segments=tf.math.unsorted_segment_sum):
+    made = first(batch[0])
+    count = tf.size(made) // WIDTH
+    return mean(segments(tf.reshape(made, [-1, WIDTH]), tf.reshape(flat(batch[1], made), [-1]), count))
+
+
+def greatest(batch, first):
+    return tf.tanh(added(batch, first, lambda *of: tf.minimum(tf.math.unsorted_segment_max(*of), 9)) / 100)
+
+
+PROGRAMS["flat indices"] = Program((dense(),), (SERIES, COLUMNS), gathered)
+PROGRAMS["flat indices of other rows"] = Program((dense(),), (SERIES, CROSSING), gathered)
+PROGRAMS["flat segments"] = Program((dense(),), (SERIES, integers(TIME, TIME)), added)
+PROGRAMS["flat segments of other rows"] = Program((dense(),), (SERIES, BELOW), added)
+PROGRAMS["flat segments, some dropped"] = Program((dense(),), (SERIES, DROPPED), added)
+PROGRAMS["flat segments' maxima in other rows"] = Program((dense(),), (SERIES, abs(BELOW)), greatest)
+
+
+@program(SERIES, dense(), dense())
+def nearest_points(batch, first, second):
+    made = first(batch[0])
+    distances = tf.reduce_sum((made[:, :, None] - made[:, None]) ** 2, -1)
+    places = tf.math.top_k(-distances, 3).indices + tf.range(tf.shape(made)[0])[:, None, None] * TIME
+    near = tf.gather(tf.reshape(made, [-1, WIDTH]), places)
+    return mean(tf.reduce_max(second(near - made[:, :, None]), 2))
+
+
+# Loops and branches.
+
+
+@program(WIDE, dense())
+def a_list_that_grows(batch, first):
+    state = first(batch[0])
+    made = tf.TensorArray(tf.float64, size=0, dynamic_size=True)
+    _, _, made = tf.while_loop(
+        lambda i, *_: i < 4,
+        lambda i, state, made: (i + 1, tf.tanh(state), made.write(i, tf.tanh(state))),
+        [tf.constant(0), state, made],
+    )
+    return mean(tf.transpose(made.stack(), [1, 0, 2]))
+
+
+@program((WIDE, integers(6)), dense())
+def a_loop_up_to_a_maximum(batch, first):
+    most = tf.reduce_max(batch[1])
+    _, made = tf.while_loop(lambda i, _: i < most, lambda i, x: (i + 1, tf.tanh(x) + 0.1), [0, first(batch[0])])
+    return mean(made)
+
+
+@program(WIDE, dense())
+def a_branch_by_a_maximum(batch, first):
+    made = first(batch[0])
+    most = tf.reduce_max(tf.abs(made))
+    return mean(tf.cond(most > 1, lambda: made / most * tf.tanh(made), lambda: made))
+
+
+@program(floats(4, 4), dense(16))
+def matrix_exponential(batch, first):
+    made = tf.reshape(first(tf.reshape(batch[0], [-1, 16])), [-1, 4, 4])
+    return mean(tf.linalg.expm(made * 0.3))
+
+
+# Ops without a gradient.
+
+
+@program((floats(5, 4), floats(5, 3)), dense(3))
+def boxes(batch, first):
+    scores = tf.nn.sigmoid(first(batch[1]))
+    given = tf.cast(tf.abs(batch[0][:, :, None]), tf.float32)
+    kept = tf.image.combined_non_max_suppression(given, tf.cast(scores, tf.float32), 3, 5, clip_boxes=False)
+    return tf.reduce_mean(scores) * tf.cast(tf.reduce_mean(tf.cast(kept.valid_detections, tf.float32)), tf.float64)
+
+
+@program((WIDE, floats(3)), dense(5))
+def sorted_places(batch, first):
+    made = tf.sort(first(batch[0]), -1)
+    places = tf.searchsorted(made, batch[1], side="right")
+    return mean(tf.gather(tf.pad(made, [[0, 0], [0, 1]]), places, batch_dims=1))

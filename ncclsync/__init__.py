@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ncclsync.training.callbacks.throughput import Throughput as Throughput
     from ncclsync.training.callbacks.timeline import Timeline as Timeline
     from ncclsync.training.local import Local as Local
+    from ncclsync.training.loop import HasTowers as HasTowers
     from ncclsync.training.loop import Towers as Towers
     from ncclsync.training.loop import towers_of as towers_of
 
@@ -38,6 +39,7 @@ _HOMES = {
     "AuditError": "errors",
     "BackupAndRestore": "training.callbacks.backup",
     "DivergenceError": "errors",
+    "HasTowers": "training.loop",
     "Health": "towers.options",
     "LargeBatch": "training.callbacks.large_batch",
     "Local": "training.local",

@@ -3,7 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+_MOST_LETTERS = 300  # of a value in a message
+
+
+def shown(value: Any) -> str:
+    """Return how a message shows a value of the user's: an array by its shape, anything else by its repr's begin."""
+    shape = getattr(value, "shape", None)
+    if shape is not None and not callable(shape):
+        return f"{type(value).__name__} of shape {tuple(shape)}"
+    if isinstance(value, (tuple, list)):
+        return f"{type(value).__name__} of {len(value)}: {', '.join(map(shown, value[:4]))}"
+    text = repr(value)
+    return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}..."
+
+
+def install(extra: str = "") -> str:
+    """Return the command that installs ncclsync, with an extra, where the reader is: no index has ncclsync."""
+    clone = pathlib.Path(__file__).parent.parent
+    extra = f"[{extra}]" if extra else ""
+    if (clone / "pyproject.toml").is_file():
+        return f"pip install -e '{clone}{extra}'"
+    return f"pip install '.{extra}', from the root of a clone of ncclsync"
 
 
 class NcclSyncError(Exception):

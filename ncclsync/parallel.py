@@ -4,8 +4,9 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, ParamSpec, TypeVar, overload
 
 import keras
 import tensorflow as tf
@@ -20,10 +21,13 @@ from ncclsync.training.keras_model import attach
 from ncclsync.training.loop import Towers, towers_of
 from ncclsync.training.processes import keep_in_step
 
+logger = logging.getLogger("ncclsync")
+
 # The options of decorators that are undone here and now; see `undecorated`.
 _UNDONE: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar("undone", default=None)
 
-Factory = TypeVar("Factory", bound=Callable[..., Any])
+Arguments = ParamSpec("Arguments")
+Model = TypeVar("Model", bound=keras.Model)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +52,7 @@ class ModelOptions(TowerOptions):
 
 
 @overload
-def nccl_parallel(factory: Factory) -> Factory: ...
+def nccl_parallel(factory: Callable[Arguments, Model]) -> Callable[Arguments, Model]: ...
 
 
 @overload
@@ -67,7 +71,7 @@ def nccl_parallel(
     processes: bool = True,
     health: Health = Health(),
     recipe: LargeBatch | None = None,
-) -> Callable[[Factory], Factory]: ...
+) -> Callable[[Callable[Arguments, Model]], Callable[Arguments, Model]]: ...
 
 
 @takes(ModelOptions)
@@ -84,7 +88,7 @@ def nccl_parallel(factory=None, **options):
     Returns:
         The decorated factory. It calls the original once and returns the model itself, with `model.towers`, a
         `Towers`. A model with its own attribute of that name keeps it; `ncclsync.towers_of(model)` returns the
-        `Towers` of any model.
+        `Towers` of any model. Type checkers know `model.towers` after `assert isinstance(model, ncclsync.HasTowers)`.
 
     Raises:
         TypeError, ValueError: bad arguments, here or when the factory is called; the factory returns no Keras model,
@@ -103,17 +107,24 @@ def nccl_parallel(factory=None, **options):
 
 
 def _decorate(options: ModelOptions, factory: Any) -> Any:
-    if isinstance(factory, keras.Model) or not callable(factory):
-        raise TypeError(
-            f"Expected a function that returns a keras.Model. Received: {factory!r}. Of a model that is "
-            "there already, as multi_gpu_model takes it: nccl_parallel(lambda: model)()"
-        )
+    instead = ""
+    if isinstance(factory, keras.Model):
+        instead = "Of a model that is there already, as multi_gpu_model takes it: nccl_parallel(lambda: model)()"
+    elif isinstance(factory, type) and issubclass(factory, keras.Model):
+        instead = "Decorate a function that makes a model of the class, compiles and returns it"
+    elif hasattr(factory, "nccl_parallel_options"):
+        instead = "It is decorated already: decorate it once, with all options"
+    elif isinstance(factory, (str, list, tuple)):
+        instead = f"Write nccl_parallel(devices={[factory] if isinstance(factory, str) else factory!r})"
+    elif not callable(factory):
+        instead = f"Write nccl_parallel(towers={factory!r})" if hasattr(factory, "__index__") else "Decorate a function"
+    if instead:
+        raise TypeError(f"Expected a function that returns a keras.Model. Received: {factory!r}. {instead}")
 
-    @functools.wraps(factory)
     def build(*args, **kwargs):
         undone = _UNDONE.get()
         if undone is not None:
-            undone.update(build.nccl_parallel_options)
+            undone.update(decorated.nccl_parallel_options)
             return factory(*args, **kwargs)
         other_libraries.check_outside_strategy()
         towers = Towers.of(options)
@@ -121,7 +132,7 @@ def _decorate(options: ModelOptions, factory: Any) -> Any:
             if_it_fails.callback(towers.close)
             with tf.device(f"/{towers.devices[0]}"):
                 model = factory(*args, **kwargs)
-            _check_model(model)
+            _check_model(model, towers)
             if_it_fails.callback(keras_compat.restore_methods, model)
             attach(model, towers)
             leave(model)
@@ -133,11 +144,9 @@ def _decorate(options: ModelOptions, factory: Any) -> Any:
         return model
 
     # `verify` and `plan` take over these options, and choose other towers.
-    build.nccl_parallel_options = {  # type: ignore[attr-defined]
-        "bucket_bytes": options.bucket_bytes,
-        "exact": options.exact,
-    }
-    return build
+    decorated: Any = functools.wraps(factory)(build)
+    decorated.nccl_parallel_options = {"bucket_bytes": options.bucket_bytes, "exact": options.exact}
+    return decorated
 
 
 class Undecorated:
@@ -157,7 +166,7 @@ class Undecorated:
             _UNDONE.reset(undone)
 
 
-def _check_model(model: Any) -> None:
+def _check_model(model: Any, opened: Towers) -> None:
     if not isinstance(model, keras.Model):
         raise TypeError(
             f"Expected the factory to return a keras.Model. Received: {model!r} of type {type(model).__name__}"
@@ -171,5 +180,33 @@ def _check_model(model: Any) -> None:
             )
     other_libraries.check_not_horovods(getattr(model, "optimizer", None))
     towers = towers_of(model)
-    if towers is not None and not towers.session.closed:
-        raise ValueError(f"Expected the factory to make a new model. Received: one that has {towers} already")
+    if towers is None or towers.session.closed:
+        return
+    if towers.session.number > opened.session.number:
+        why = "another decorated factory, called by this one, has put it there. Decorate one of the two"
+    else:
+        why = "an earlier call has put it there. Make a new model in each call"
+    raise ValueError(f"Expected the factory to return a new model. Received: one that has {towers} already: {why}")
+
+
+def _warn_of_copies(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Make a model by a function of Keras' that loads or copies one; let it warn if it trains on one device."""
+    model = make(*args, **kwargs)
+    if _UNDONE.get() is None and isinstance(model, keras.Model):
+        own = model.make_train_function
+
+        @functools.wraps(own)
+        def make_train_function(*args, **kwargs):
+            if model.train_function is None:
+                logger.warning(
+                    "A model that was loaded or copied trains on one device. To go on on towers, let a decorated "
+                    "factory return it: nccl_parallel(lambda: keras.models.load_model(path))(), or "
+                    "nccl_parallel(lambda: model)()"
+                )
+            return own(*args, **kwargs)
+
+        keras_compat.replace_methods(model, {"make_train_function": make_train_function})
+    return model
+
+
+keras_compat.copy_models_by(_warn_of_copies)

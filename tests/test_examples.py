@@ -271,11 +271,11 @@ def test_digits_reaches_its_accuracy_on_two_towers(tmp_path):
 
 
 @pytest.mark.slow
-def test_digits_fails_below_its_accuracy(tmp_path):
-    """Two epochs are too few: the example says so by its exit status."""
+def test_digits_in_two_epochs(tmp_path):
+    """They learn less, as they may: no failure."""
     done = run_example("digits.py", "--towers", "2", "--epochs", "2", cwd=tmp_path)
-    assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-2000:]
-    assert "Not as it should be" in done.stderr
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "Not as it should be" not in done.stderr
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from ncclsync.communicator.messages import MessageError
 from ncclsync.communicator.peers import Peers, end_with_process
 from ncclsync.communicator.processes import Process, claim
 from ncclsync.communicator.service import Service
-from ncclsync.errors import NcclSyncError, NcclTimeoutError, NcclUnavailableError
+from ncclsync.errors import NcclSyncError, NcclTimeoutError, NcclUnavailableError, install
 
 _LEAVE_S = 8.0  # that an ended process gives the others to end as well, if mpirun is to end a silent one
 _FOLDER = "PMIX_SERVER_TMPDIR"  # Open MPI makes it on each host for a job's processes there
@@ -119,7 +119,7 @@ def _told_by_mpi(told: str, process: Process, timeout_s: float | None) -> str:
     if not found:
         raise NcclUnavailableError(
             f"Expected mpi4py, or MASTER_ADDR and MASTER_PORT, to tell {process.size} processes on several hosts where "
-            "process 0 is. Received: neither. Install it by: pip install 'ncclsync[hosts]'; or name a host and a free "
+            f"process 0 is. Received: neither. Install it: {install('hosts')}; or name a host and a free "
             "port of it by: mpirun -x MASTER_ADDR=host -x MASTER_PORT=29500"
         )
     return found

@@ -18,15 +18,14 @@ import threading
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from ncclsync.errors import NcclError, NcclSyncError, NcclUnavailableError
+from ncclsync.errors import NcclError, NcclSyncError, NcclUnavailableError, install
 
 try:
     from ncclsync._native import ffi, lib
 except ImportError as error:
     raise NcclSyncError(
         "Expected the compiled extension ncclsync._native. Received: "
-        f"{error}. Install ncclsync by pip (a C compiler is needed when no wheel fits): "
-        "'pip install ncclsync', or 'pip install -e .' in a checkout."
+        f"{error}. Install ncclsync by pip, which needs a C compiler: {install()}"
     ) from error
 
 
@@ -231,7 +230,7 @@ def missing_runtime(tried: list[str]) -> str:
     """Return a sentence that CUDA's runtime was not found, where it was looked for, and what to do."""
     return (
         f"Expected CUDA's runtime {_CUDART[2]}. Received: none. {_places(*_CUDART, tried)} "
-        "Install it by 'pip install ncclsync[cuda]'."
+        f"Install it: {install('cuda')}"
     )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.legacy.saving import legacy_h5_format
+from keras.src.models import cloning
 from keras.src.models.functional import Functional
 from keras.src.ops import numpy as keras_numpy
 from keras.src.saving import saving_lib
@@ -64,6 +65,12 @@ def paths_of(model: keras.Model) -> dict[int, str]:
 
 _WRITERS = ((saving_lib, "save_model"), (saving_lib, "save_weights_only"), (legacy_h5_format, "save_model_to_hdf5"))
 _CONVERTERS = ((python_utils, "pythonify_logs"), (keras_trainer, "pythonify_logs"))  # where it is imported, too
+_COPIERS = (
+    (saving_lib, "_load_model_from_fileobj"),  # also of what pickle and copy.deepcopy write
+    (legacy_h5_format, "load_model_from_hdf5"),
+    (cloning, "_clone_sequential_model"),
+    (cloning, "_clone_functional_model"),
+)
 
 
 def write_models_by(replacement: Callable[..., Any]) -> None:
@@ -77,6 +84,11 @@ def convert_logs_by(replacement: Callable[..., Any]) -> None:
     Keras' own takes any exception, also a KeyboardInterrupt, for a value that is no number.
     """
     _replace(_CONVERTERS, replacement)
+
+
+def copy_models_by(replacement: Callable[..., Any]) -> None:
+    """Let `replacement(make, ...)` stand for each function of Keras' that loads, unpickles or clones a model."""
+    _replace(_COPIERS, replacement)
 
 
 def _replace(functions: Sequence[tuple[ModuleType, str]], replacement: Callable[..., Any]) -> None:

@@ -75,6 +75,21 @@ def own_place(op: tf.Operation) -> tuple[str, str]:
     return place, op.type
 
 
+def calls_of(graph: tf.Graph, name: str) -> str | None:
+    """Return the user's and Keras' calls that made an op of a step, as Python prints them; None if they are unknown.
+
+    Args:
+        graph: that `program.trace` has made.
+        name: of the op.
+    """
+    try:
+        op = _forward_of(graph.get_operation_by_name(name))
+    except (KeyError, ValueError):
+        return None
+    hidden = (os.path.dirname(tf.__file__), _OWN, "__autograph")
+    return "".join(stack.format_list([one for one in op.traceback if not one.filename.startswith(hidden)])).rstrip()
+
+
 def _forward_of(op: tf.Operation) -> tf.Operation:
     """Return the op whose gradient a tape's op is, or an op of that name scope; for other ops, the op itself."""
     while op.type == "AddN" and all(one.op.name.startswith(_OF_TAPES) for one in op.inputs):

@@ -201,6 +201,7 @@ class Program:
         noise: name of the result of `gradient_moments`, equal on all towers; None if `NoiseScale` does not ask.
         updates: (name of a variable's handle, the exchange's result that its new value rests on).
         jit_compile: whether XLA compiles the segments.
+        graph: that of the trace: it knows the lines of an op that fails.
     """
 
     segments: tuple[Segment, ...]
@@ -222,6 +223,7 @@ class Program:
     gradients: tuple[str, ...] = ()
     noise: TensorName | None = None
     jit_compile: bool = False
+    graph: tf.Graph | None = None
 
     @property
     def packs(self) -> bool:

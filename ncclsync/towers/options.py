@@ -5,12 +5,13 @@
 """
 
 import dataclasses
+import difflib
 import inspect
 import os
 import pathlib
 import re
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ncclsync.communicator.timeouts import DEFAULT_TIMEOUT_S, check_timeout
@@ -48,8 +49,17 @@ _EXCLUSIVE = {
     ("shares", "on_oom"): _WHOLE,
 }
 
-# What to write in place of an option's earlier name.
+# What to write in place of an option's earlier name, or of what other libraries and people call it.
 _INSTEAD = {
+    **dict.fromkeys(("gpu", "gpus", "n_gpu", "n_gpus", "num_gpus", "ngpus", "gpu_count"), "towers"),
+    **dict.fromkeys(("num_towers", "n_towers", "num_replicas", "replicas", "workers", "num_workers", "n"), "towers"),
+    **dict.fromkeys(("world_size", "size", "num_devices", "n_devices"), "towers"),
+    **dict.fromkeys(("device_ids", "gpu_ids", "device_list"), "devices"),
+    **dict.fromkeys(("sync_bn", "sync_batchnorm", "synchronized"), 'exact=("batch_norm",)'),
+    **dict.fromkeys(("bucket_cap_mb", "bucket_size", "fusion_threshold"), "bucket_bytes"),
+    **dict.fromkeys(("zero", "zero_stage", "zero1"), "shard_optimizer"),
+    **dict.fromkeys(("timeout", "timeout_seconds"), "timeout_s"),
+    "batch_size": "fit(batch_size=...), the size of the batch of all towers together",
     "sync_batch_norm": 'exact=("batch_norm",)',
     "batch_invariant_random": 'exact=("random",)',
     "check_first_step": "python -m ncclsync verify",
@@ -68,6 +78,23 @@ def _check_words_and_flags(options: Any) -> None:
             raise ValueError(f"Expected {field.name} to be {words}. Received: {value!r}")
         if isinstance(field.default, bool) and field.name != "exact" and not isinstance(value, bool):
             raise TypeError(f"Expected {field.name} to be a bool. Received: {value!r}")
+
+
+def _check_names(caller: str, given: Mapping[str, Any], *known: type) -> None:
+    """Raise TypeError, with what to write instead, for a name that the first of the known dataclasses does not have."""
+    owner = {field.name: one for one in reversed(known) for field in dataclasses.fields(one)}
+    for name, value in given.items():
+        if owner.get(name) is known[0]:
+            continue
+        near = name if name in owner else _INSTEAD.get(name.lower())
+        instead = near or next(iter(difflib.get_close_matches(name.lower(), owner, 1)), "")
+        if instead in owner:
+            instead += f"={value!r}"
+            if owner[instead.partition("=")[0]] is not known[0]:
+                instead = f"health=ncclsync.Health({instead})"
+        names = (one for one, its in owner.items() if its is known[0])
+        remedy = f". Write {instead}" if instead else f". Known are: {', '.join(names)}"
+        raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}{remedy}")
 
 
 def _is_int(value: Any) -> bool:
@@ -118,6 +145,11 @@ class Health:
     emergency_checkpoint: str | os.PathLike[str] | None = None
     preflight: bool = True
     timeout_s: float | None = DEFAULT_TIMEOUT_S
+
+    def __new__(cls, *_: Any, **given: Any) -> "Self":
+        """Check the arguments' names."""
+        _check_names("Health", given, cls)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         """Check the arguments; make a file's path absolute now."""
@@ -218,11 +250,7 @@ class TowerOptions:
     @classmethod
     def of(cls, caller: str, given: dict[str, Any]) -> "Self":
         """Make options of `given`, the arguments of `caller`; an unknown argument is `caller`'s TypeError."""
-        for name in given.keys() - {field.name for field in dataclasses.fields(cls)}:
-            of_health = name in {field.name for field in dataclasses.fields(Health)}
-            instead = f"health=ncclsync.Health({name}={given[name]!r})" if of_health else _INSTEAD.get(name)
-            remedy = f". It is {instead} now" if instead else ""
-            raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}{remedy}")
+        _check_names(caller, given, cls, Health)
         return cls(**given)
 
     def __post_init__(self) -> None:
@@ -239,8 +267,15 @@ class TowerOptions:
             known = isinstance(self.exact, Sequence) and not isinstance(self.exact, str)
             if not known or not all(one in EXACT for one in self.exact):
                 raise ValueError(f"Expected exact to be a bool or a tuple of some of {EXACT}. Received: {self.exact!r}")
-        if not isinstance(self.health, Health):
-            raise TypeError(f"Expected health to be a Health(...). Received: {self.health!r}")
+        health: Any = self.health
+        if not isinstance(health, Health):
+            words = "check_every=1000"
+            if isinstance(health, dict):
+                _check_names("Health", health, Health)
+                words = ", ".join(f"{name}={value!r}" for name, value in health.items())
+            raise TypeError(
+                f"Expected health to be a Health. Received: {health!r}. Write health=ncclsync.Health({words})"
+            )
         if self.shards is not None:
             self._check_shards(self.shards)
         if not isinstance(self.shares, (str, type(None))) or self.shares not in (AUTO, None):

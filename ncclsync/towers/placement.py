@@ -16,6 +16,7 @@ from ncclsync.communicator.joining import peers_of
 from ncclsync.communicator.processes import Process, find_process
 from ncclsync.compat import host_gpus, other_libraries
 from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.errors import install
 from ncclsync.ops import host_ops
 from ncclsync.program.program import Target
 from ncclsync.towers.layout import Layout, is_cpu
@@ -217,13 +218,13 @@ def _why_no_gpu() -> str:
         return ""
     left = host_gpus.left_by(value, host_gpus.read_uuids() or [None] * count)
     if not tf.sysconfig.get_build_info().get("is_cuda_build"):
-        cause = "it was built without CUDA: pip install 'ncclsync[cuda]'"
+        cause = f"it was built without CUDA: {install('cuda')}"
     elif host_gpus.kernel_driver() is None:
         cause = "no driver is loaded, or this is a container that was not started with --gpus all"
     elif value is not None and (not left or any(map(str.isspace, value))):
         cause = f"{host_gpus.VISIBLE}={value!r} names none that CUDA knows: write numbers, such as 0,1, or unset it"
     else:
-        cause = "it does not find its CUDA libraries, or the driver does not serve them: pip install 'ncclsync[cuda]'"
+        cause = f"it does not find its CUDA libraries, or the driver does not serve them: {install('cuda')}"
     return f"TensorFlow sees none of the {count} NVIDIA GPU(s) of this host: {cause}"
 
 

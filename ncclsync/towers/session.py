@@ -5,6 +5,7 @@ A session holds no variables. `replicas.py` holds them, `watch.py` compares them
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +37,8 @@ from ncclsync.towers.shares import Shares
 
 logger = logging.getLogger("ncclsync")
 
+_NUMBERS = itertools.count()
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelSide:
@@ -59,6 +62,7 @@ class Session:
             NcclUnavailableError, NcclError: NCCL was chosen and cannot be used.
         """
         self.options, health = options, options.health
+        self.number = next(_NUMBERS)  # later sessions have larger numbers
         raise_ctrl_c_again()
         process = own_process(options.devices) if options.processes else None
         if process is not None:

@@ -19,6 +19,7 @@ from ncclsync.communicator.peers import SAME_ROWS
 from ncclsync.communicator.timeouts import held_back, interruptible
 from ncclsync.compat import other_libraries
 from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.compat.source_lines import calls_of
 from ncclsync.errors import NonFiniteError, ProcessError
 from ncclsync.ops.spans import Meter, NoBatchLeft
 from ncclsync.program.losses import MOST_LOST, losses_of
@@ -248,6 +249,8 @@ class TowerStep(TracedStep):
             if isinstance(cause, tf.errors.CancelledError) and function and not session.layout.meets_processes:
                 cause = self._find_what_cancelled(function) or cause
             if cause is error:
+                if isinstance(error, tf.errors.OpError) and function is not None:
+                    tf_compat.name_lines(error, functools.partial(calls_of, function.program.graph))
                 raise
             raise cause from (None if isinstance(cause, NonFiniteError) else cause.__cause__ or error)
         finally:

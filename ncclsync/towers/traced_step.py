@@ -157,7 +157,7 @@ class TracedStep(abc.ABC):
             self.towers.watch.traces.append(traced)
         if program.jit_compile:
             share_programs(self.towers.layout.devices)
-        return program
+        return dataclasses.replace(program, graph=traced.function.graph)
 
     def _warn_of_inexact(self, program: Program) -> None:
         """Warn of why the step is not exact: by the model, or by lines that draw or normalise."""

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from ncclsync.errors import shown
+
 _REST, _NAMED = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 
@@ -41,7 +43,7 @@ def takes(method: Callable[..., Any], name: str) -> bool:
 def check_whole(name: str, value: Any, least: int) -> None:
     """Raise TypeError or ValueError unless an argument is a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"Expected {name} to be a whole number. Received: {value!r}")
+        raise TypeError(f"Expected {name} to be a whole number. Received: {shown(value)}")
     if value < least:
         raise ValueError(f"Expected {name} to be at least {least}. Received: {value}")
 

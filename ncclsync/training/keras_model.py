@@ -21,7 +21,7 @@ from ncclsync.communicator.timeouts import interruptible
 from ncclsync.compat import keras as keras_compat
 from ncclsync.compat import keras_optimizers, other_libraries
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.errors import NcclSyncError
+from ncclsync.errors import NcclSyncError, shown
 from ncclsync.ops.device_ops import default_device
 from ncclsync.ops.spans import Meter, NoBatchLeft
 from ncclsync.program.program import Program
@@ -169,7 +169,7 @@ def _explain(model: keras.Model, towers: Towers, batch: Any) -> Explanation:
         except ValueError as error:
             raise ValueError(f"{error}, or give a batch: explain((x[:{rows}], y[:{rows}]))") from error
     if not isinstance(batch, (tuple, list)):
-        raise TypeError(f"Expected a batch size, or a batch (x, y). Received: {batch!r}")
+        raise TypeError(f"Expected a batch size, or a batch (x, y). Received: {shown(batch)}")
     if not 1 <= len(batch) <= 3:
         raise ValueError(f"Expected a batch (x,), (x, y) or (x, y, sample_weight). Received: {len(batch)} elements")
     check_targets(model, keras.utils.unpack_x_y_sample_weight(tuple(batch))[1])

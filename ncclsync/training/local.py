@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.errors import ProcessError
+from ncclsync.errors import ProcessError, shown
 from ncclsync.semantics.shards import shard_sizes, sizes_in_graph
 from ncclsync.towers.feeding import CountingDataset
 from ncclsync.training.arguments import check_whole
@@ -127,7 +127,7 @@ def check_alone(data: Any) -> None:
     if any(isinstance(one, Local) for one in made_of):
         raise ValueError(
             "Expected, in several processes, the Local itself, and no dataset that prefetch(), map() or batch() makes "
-            f"of it. Received: {data!r}. Give the Local itself to fit, and map, shuffle or prefetch the samples "
+            f"of it. Received: {shown(data)}. Give the Local itself to fit, and map, shuffle or prefetch the samples "
             "before: ncclsync.Local(samples.map(parsed), batch_size=...)"
         )
 

@@ -4,13 +4,13 @@ import collections
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import keras
 import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.errors import NcclSyncError
+from ncclsync.errors import NcclSyncError, shown
 from ncclsync.semantics.shards import grouped, rows_of
 from ncclsync.towers.explanation import Explanation, explain_program
 from ncclsync.towers.options import TowerOptions, takes
@@ -182,7 +182,7 @@ class Towers(TowerState):
         if batch is not None or not last:
             raise NcclSyncError(
                 "Expected a step that Towers.run has run, and no batch. "
-                f"Received: {len(last)} steps that have run, and the batch {batch!r}"
+                f"Received: {len(last)} steps that have run, and the batch {shown(batch)}"
             )
         program, ran = last[-1]
         return explain_program(program, self, rows_of(ran))
@@ -205,6 +205,13 @@ class Towers(TowerState):
                 _TRACES_BEFORE_WARNING,
                 name,
             )
+
+
+@runtime_checkable
+class HasTowers(Protocol):
+    """Let type checkers know `model.towers`: `assert isinstance(model, ncclsync.HasTowers)`."""
+
+    towers: Towers
 
 
 def towers_of(model: keras.Model) -> Towers | None:

@@ -21,7 +21,7 @@ from ncclsync import NcclSyncError
 from ncclsync.compat import keras as keras_compat
 from ncclsync.compat import keras_optimizers
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.compat.source_lines import user_line
+from ncclsync.compat.source_lines import calls_of, user_line
 from ncclsync.ops import host_ops
 from ncclsync.semantics.roles import DECLARED
 
@@ -1218,3 +1218,21 @@ def test_a_users_line_calls_installed_libraries():
     own, numpys, pythons = (traceback.FrameSummary(name, 1, "f") for name in (__file__, np.__file__, os.__file__))
     assert user_line([own, numpys, pythons]).startswith(__file__)
     assert user_line([numpys, traceback.FrameSummary(keras.__file__, 1, "f")]).startswith(np.__file__)
+
+
+def test_functions_that_load_or_copy_models():
+    """Keras calls them by these names of its modules for files, pickles, deep copies and clones."""
+    for module, name in keras_compat._COPIERS:
+        assert callable(getattr(module, name, None)), f"{module.__name__}.{name}"
+
+
+def test_lines_of_an_op_that_fails():
+    """What TensorFlow prints of an op without a stack trace gives way to the calls that made it."""
+    text = "Detected at node segment/a/b defined at:\n<stack traces unavailable>\nno\n\t [[{{node segment/a/b}}]]"
+    error = tf.errors.InvalidArgumentError(None, None, text)
+    tf_compat.name_lines(error, {"a/b": "mine.py:3"}.get)
+    assert str(error) == text.replace("<stack traces unavailable>", "mine.py:3")
+    graph = tf.Graph()
+    with graph.as_default():
+        tf.constant(1, name="here")
+    assert f'File "{__file__}"' in calls_of(graph, "here") and calls_of(graph, "there") is None

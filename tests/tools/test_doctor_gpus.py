@@ -53,7 +53,7 @@ ROWS = {
         changed(unseen(), "libraries", missing=("libcudnn.so.9",)),
         "warning gpus-unseen",
         "libcudnn.so.9",
-        "ncclsync[cuda]",
+        "[cuda]",
     ),
     "TensorFlow sees none, and says why": (
         unseen(log=("E0000 cuInit failed",)),

@@ -23,7 +23,7 @@ ROWS = {
         broken(GPUS, tensorflow_error="ModuleNotFoundError: No module named 'tensorflow'", cuda_build=None),
         "error tensorflow-missing",
         "not installed",
-        "ncclsync[cuda]",
+        "[cuda]",
     ),
     "TensorFlow broken": (
         broken(CPU, tensorflow_error="ImportError: libfoo.so"),

@@ -1,6 +1,8 @@
 """What ncclsync refuses, each by its message: models, towers, devices, backends, batches."""
 
+import copy
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -40,8 +42,49 @@ def test_factory_must_return_a_model(returned, named):
 
 def test_decorated_must_be_callable():
     """`nccl_parallel(model)` instead of `nccl_parallel(factory)` is told so."""
-    with pytest.raises(TypeError, match=r"Expected a function that returns a keras.Model. Received: 3"):
+    with pytest.raises(TypeError, match=r"Expected a function that returns a keras.Model. Received: 3.*\(towers=3\)"):
         nccl_parallel(3)
+    with pytest.raises(TypeError, match=r"Write nccl_parallel\(devices=\['GPU:0'\]\)"):
+        nccl_parallel("GPU:0")
+    with pytest.raises(TypeError, match="Decorate a function that makes a model of the class"):
+        nccl_parallel(keras.Sequential)
+    with pytest.raises(TypeError, match="It is decorated already"):
+        nccl_parallel(nccl_parallel(plain_model))
+
+
+def copied(model, how, folder):
+    """A model that comes from another by way of Keras."""
+    if how == "clone":
+        clone = keras.models.clone_model(model)
+        clone.compile("sgd", "mse")
+        return clone
+    if how == "file":
+        model.save(folder / "m.keras")
+        return keras.models.load_model(folder / "m.keras")
+    return copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("how", ["clone", "file", "deepcopy", "pickle"])
+def test_a_copy_that_trains_on_one_device_says_so(how, tmp_path, caplog):
+    """Once, and not where it only predicts, nor on towers."""
+    x, y = np.ones((8, 12), "float32"), np.ones((8, 5), "float32")
+    model = plain_model()
+    model.compile("sgd", "mse")
+    nccl_parallel(towers=2)(lambda: model)()
+    copy_of_it = copied(model, how, tmp_path)
+    copy_of_it.predict(x, verbose=0)
+    again = nccl_parallel(towers=2)(lambda: copied(model, how, tmp_path))()
+    again.fit(x, y, verbose=0)
+    assert "trains on one device" not in caplog.text
+    for _ in range(2):
+        copy_of_it.fit(x, y, verbose=0)
+    assert caplog.text.count("trains on one device") == 1
+
+
+def test_two_decorators_are_told():
+    """A factory that calls a decorated one."""
+    with pytest.raises(ValueError, match="already: another decorated factory, called by this one"):
+        nccl_parallel(towers=2)(lambda: nccl_parallel(plain_model)())()
 
 
 def test_model_that_has_towers_already():
@@ -49,7 +92,9 @@ def test_model_that_has_towers_already():
     model = plain_model()
     build = nccl_parallel(towers=2)(lambda: model)
     first = build()
-    with pytest.raises(ValueError, match=r"Expected the factory to make a new model. Received: .*<Towers 2"):
+    with pytest.raises(
+        ValueError, match=r"Expected the factory to return a new model. Received: .*<Towers 2.*an earlier call"
+    ):
         build()
     first.towers.close()
     assert len(build().towers) == 2
@@ -298,7 +343,7 @@ def test_more_towers_than_gpus(two_gpus, monkeypatch, value):
         (" 1, 2", {}, "CUDA_VISIBLE_DEVICES=' 1, 2' names none"),
         ("2", {}, "CUDA_VISIBLE_DEVICES='2' names none"),
         ("GPU-4", {}, "CUDA_VISIBLE_DEVICES='GPU-4' names none"),
-        ("GPU-3b", {}, "it does not find its CUDA libraries, .*: pip install 'ncclsync\\[cuda\\]'"),
+        ("GPU-3b", {}, "it does not find its CUDA libraries, .*: pip install .*\\[cuda\\]"),
         (None, {}, "it does not find its CUDA libraries"),
         (None, {"kernel_driver": None}, "no driver is loaded, .* --gpus all"),
         (None, {"cuda": False}, "it was built without CUDA: pip install"),

@@ -113,7 +113,7 @@ def test_kinds_of_batches(either):
             letters = tf.reduce_sum(tf.strings.length(x["t"]))
             return {"mean": total + tf.cast(letters + tf.reduce_sum(x["i"]), tf.float32)}
 
-    model = on_towers(Model, 2)
+    model = on_towers(lambda: Model(), 2)
     assert told(model, tf.data.Dataset.from_tensor_slices(structure).batch(3)) == [15.0, 9.0]
 
     def pairs():

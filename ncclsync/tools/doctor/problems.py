@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from ncclsync.errors import install
 from ncclsync.tools.doctor.environment import EFFECTS
 from ncclsync.tools.doctor.facts import ERROR, WARNING, Host, Problem
 
@@ -13,7 +14,7 @@ SHM_BYTES = 512 << 20  # NCCL's buffers between GPUs without direct transfers; c
 _BUSY = 0.5  # of a GPU's memory, used by other processes
 _EXTENSION = "ncclsync._native"
 _OLDEST_DRIVER = "12.5"  # by the CUDA that it serves: NCS_OLDEST_DRIVER in csrc/ncclsync.h
-_INSTALL_GPU = "pip install 'ncclsync[cuda]', which brings tensorflow[and-cuda]"
+_INSTALL_GPU = f"{install('cuda')}, which brings tensorflow[and-cuda]"
 
 _TRUE = ("1", "true", "yes", "on")
 

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ncclsync.errors import shown
 from ncclsync.towers.step_function import to_tensor
 from ncclsync.training.arguments import count_samples
 
@@ -64,7 +65,7 @@ def _iterated(data: Any) -> Iterable:
     if not isinstance(data, Iterable) or isinstance(data, (str, bytes)):
         raise TypeError(
             "Expected arrays x, (x, y) or (x, y, sample_weight), a tf.data.Dataset, or an iterable over batches. "
-            f"Received: {data!r} of type {type(data).__name__}"
+            f"Received: {shown(data)} of type {type(data).__name__}"
         )
     return data
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from ncclsync.compat import keras as keras_compat
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.errors import NcclSyncError
+from ncclsync.errors import NcclSyncError, shown
 from ncclsync.training import progress
 from ncclsync.training.callbacks.shuffled import Position, Shuffled
 from ncclsync.training.files import make_folders, replacing
@@ -72,7 +72,7 @@ class BackupAndRestore(keras_compat.BackupMethods):
             ValueError: `save_freq` is something else, or a number without `data`.
         """
         if data is not None and not isinstance(data, Shuffled):
-            raise TypeError(f"Expected data to be an ncclsync.Shuffled or None. Received: {data!r}")
+            raise TypeError(f"Expected data to be an ncclsync.Shuffled or None. Received: {shown(data)}")
         if save_freq != "epoch" and (isinstance(save_freq, bool) or not isinstance(save_freq, int) or save_freq < 1):
             raise ValueError(f"Expected save_freq to be 'epoch' or at least 1. Received: {save_freq!r}")
         if save_freq != "epoch" and data is None:

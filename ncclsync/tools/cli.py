@@ -5,6 +5,7 @@ TensorFlow is imported to do the work.
 
 import argparse
 import importlib
+import pathlib
 import sys
 import traceback
 from collections.abc import Sequence
@@ -22,7 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: the arguments are not understood (code 2), or help was asked for (0).
     """
-    parser = argparse.ArgumentParser(prog="python -m ncclsync", description="Train Keras models on towers.")
+    name = pathlib.Path(sys.argv[0]).name  # of the installed command, or of the module
+    program = name if name == "ncclsync" else "python -m ncclsync"
+    parser = argparse.ArgumentParser(prog=program, description="Train Keras models on towers.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     words = sys.argv[1:] if arguments is None else arguments
     # Import only the named command: a supervisor runs for days, small and without libraries' threads.

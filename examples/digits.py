@@ -34,6 +34,7 @@ def build_model():
     """Return a compiled CNN. Nothing in it knows of towers."""
     model = keras.Sequential(
         [
+            keras.Input((8, 8, 1)),
             keras.layers.RandomRotation(0.03, fill_mode="constant"),
             keras.layers.Conv2D(64, 3, padding="same", activation="relu"),
             keras.layers.MaxPooling2D(),

@@ -21,8 +21,9 @@ import sys
 import time
 from typing import Any
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
+if __name__ == "__main__":  # pytest's process has tests of GPUs, too
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 
 import adversary_parts
 from adversary_parts import PARTS, Part, Program, World, run

@@ -40,7 +40,7 @@ MET = {
     "raw_slot": Program(1, optimizer=sgd(momentum=0.9), acts=written("slot", "raw_sub")),
     "function_traced_early": Program(1, acts=written("weight", "early")),
     "no_weight_traced_early": Program(1, body=body("own_scale"), acts=written("own", "early")),
-    "dataset_writes": Program(1, body=body("own_scale"), acts=written("own", "map")),
+    "dataset_writes": Program(1, body=body("own_scale"), acts=written("own", "early_map")),
     "thread_writes": Program(1, body=body("own_scale"), acts=written("own", "thread")),
     "python_writes": Program(1, body=body("python_writes", function="py_function"), acts=(STEP, STEP)),
     "named_like_a_state": Program(1, body=body("named", name="StateVariance", written=False), acts=(STEP, STEP)),

@@ -220,12 +220,12 @@ for (label, one), (_, other) in zip(run(PROGRAM).found, run(PROGRAM, {towers}).f
 def _work(seeds: range, towers: list[int], jit: Any) -> None:
     """Judge seeds; print a line of JSON for each."""
     for seed in seeds:
-        started = time.monotonic()
+        started = time.process_time()
         print(json.dumps({"begun": seed}), flush=True)
         count = towers[seed % len(towers)]
         verdict = judge(dataclasses.replace(generate(seed), jit=jit), count)
         line = {"seed": seed, "towers": count, "kind": verdict.kind, "detail": verdict.detail}
-        print(json.dumps({**line, "seconds": round(time.monotonic() - started, 1)}), flush=True)
+        print(json.dumps({**line, "seconds": round(time.process_time() - started, 1)}), flush=True)
 
 
 def verdicts(seeds: range, towers: list[int], limit: float, extra: list[str]):
@@ -277,8 +277,8 @@ def main() -> None:
     for line in verdicts(seeds, towers, chosen.limit, ["--jit"] * chosen.jit):
         counts[line["kind"]] += 1
         failed = Verdict(line["kind"]).failed
-        if line["kind"] != "ok":
-            print(f"{line['seed']} on {line['towers']}: {line['kind']}: {line['detail']}", flush=True)
+        told = f"{line['kind']}: {line['detail']} ({line.get('seconds', chosen.limit)} s)"
+        print(f"{line['seed']} on {line['towers']}: {told}", flush=True)
         if failed:
             failures.append(line)
             print(f"    {generate(line['seed'])}", flush=True)

@@ -115,8 +115,8 @@ class World:
             variable = found()
         except (IndexError, KeyError, StopIteration):
             return None
-        value = getattr(variable, "value", variable)
-        return value if isinstance(value, tf.Variable) or hasattr(value, "handle") else None
+        value = variable.value if isinstance(variable, keras.Variable) else variable
+        return value if isinstance(value, tf.Variable) else None
 
 
 class Fn(layers.Layer):

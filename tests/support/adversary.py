@@ -131,15 +131,13 @@ def judge(program: Program, towers: int) -> Verdict:
     again, _, _ = found_by(program, 0)
     if again is None or _off(again, expected, TOLERANCE / 10):
         return Verdict("skipped", "one device does not repeat itself")
-    told = [message for message in messages if not HARMLESS.search(message)]
+    told = [message[:150] for message in messages if not HARMLESS.search(message)]
     if told and dict(program.options).get("exact") is not True:
         # A warning may hide another fault: with all exact, nothing may differ.
         exact = dataclasses.replace(program, options=tuple({**dict(program.options), "exact": True}.items()))
         verdict = judge(exact, towers)
-        return Verdict("told", told[0][:150]) if verdict.kind in ("ok", "told", "refused") else verdict
-    if told:
-        return Verdict("told", told[0][:150])
-    return Verdict("differs", f"{len(off)} of {len(expected.found)}: {'; '.join(off[:3])}")
+        return verdict if verdict.failed else Verdict("told", told[0])
+    return Verdict("differs", f"{len(off)} of {len(expected.found)}: {'; '.join([*off[:3], *told[:1]])}")
 
 
 def _told(error: BaseException | None) -> str:

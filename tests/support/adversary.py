@@ -133,11 +133,11 @@ def judge(program: Program, towers: int) -> Verdict:
         return Verdict("skipped", "one device does not repeat itself")
     told = [message[:150] for message in messages if not HARMLESS.search(message)]
     if told and dict(program.options).get("exact") is not True:
-        # A warning may hide another fault: with all exact, nothing may differ.
+        # A warning may hide another fault: with all exact, nothing may differ, or another warning tells it.
         exact = dataclasses.replace(program, options=tuple({**dict(program.options), "exact": True}.items()))
         verdict = judge(exact, towers)
         return verdict if verdict.failed else Verdict("told", told[0])
-    return Verdict("differs", f"{len(off)} of {len(expected.found)}: {'; '.join([*off[:3], *told[:1]])}")
+    return Verdict("told", told[0]) if told else Verdict("differs", f"{len(off)} differ: {'; '.join(off[:3])}")
 
 
 def _told(error: BaseException | None) -> str:

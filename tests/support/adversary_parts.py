@@ -115,8 +115,8 @@ class World:
             variable = found()
         except (IndexError, KeyError, StopIteration):
             return None
-        value = getattr(variable, "value", variable)
-        return value if isinstance(value, tf.Variable) or hasattr(value, "handle") else None
+        value = variable.value if isinstance(variable, keras.Variable) else variable
+        return value if isinstance(value, tf.Variable) else None
 
 
 class Fn(layers.Layer):
@@ -201,9 +201,14 @@ def _trace_early(w: World) -> None:
     """Functions that write variables, and draw, traced before there are towers."""
     for target in ("weight", "bias", "state", "rate", "slot", "own"):
         if w.target(target) is not None:
-            made = tf.function(lambda target=target: write_variable(w, target, "late_inline"))
-            made.get_concrete_function()
-            w.early[target] = made
+
+            def write(*row, target=target):
+                write_variable(w, target, "late_inline")
+                return row or None
+
+            w.early[target] = tf.function(write)
+            w.early[target].get_concrete_function()
+            w.early[f"dataset of {target}"] = tf.data.Dataset.range(1).map(write)
     if (generator := w.own.get("generator")) is not None:
         w.early["draw"] = tf.function(lambda: generator.normal([2]))
         w.early["draw"].get_concrete_function()
@@ -568,7 +573,7 @@ def table(w, x, find):
         if find != "after":
             result = result + made.lookup(keys)[:, None]
         with tf.control_dependencies([result]):
-            put = made.insert(keys, tf.cast(keys, x.dtype) * 0.1 + 0.5)
+            put = made.insert(keys, made.lookup(keys) + 0.1)
         with tf.control_dependencies([put]):
             return result + 0.5 * made.lookup(keys)[:, None] if find != "before" else tf.identity(result)
 
@@ -1020,7 +1025,7 @@ def as_tensor(one):
 
 HOWS = (
     "assign", "assign_add", "numpy", "raw_assign", "raw_sub", "raw_scatter", "raw_apply", "slice", "early", "late",
-    "map", "thread", "python", "restore", "strategy",
+    "map", "early_map", "thread", "python", "restore", "strategy",
 )  # fmt: skip
 
 
@@ -1054,6 +1059,8 @@ def write_variable(w, target, how):
         tf.raw_ops.ResourceStridedSliceAssign(ref=v.handle, begin=[0], end=[1], strides=[1], value=wanted[:1])
     elif how == "early" and target in w.early:
         w.early[target]()
+    elif how == "early_map" and target in w.early:
+        list(w.early[f"dataset of {target}"])
     elif how == "map":
 
         def add(one):
@@ -1191,14 +1198,14 @@ def race(w, rows, what):
             except Exception as error:  # of any type: told by the comparison
                 w.errors.append(f"{what} beside fit: {type(error).__name__}: {error}")
                 return
-            stop.wait(0.002)
+            stop.wait(0.0005)
 
     thread = threading.Thread(target=work)
     thread.start()
     writes = lambda batch, logs=None: write_variable(w, "bias", "assign")  # noqa: E731
     rewrite = keras.callbacks.LambdaCallback(on_train_batch_end=writes)
     try:
-        w.model.fit(x, y, batch_size=rows // 2, epochs=8, shuffle=False, verbose=0, callbacks=[rewrite])
+        w.model.fit(x, y, batch_size=rows // 2, epochs=25, shuffle=False, verbose=0, callbacks=[rewrite])
     finally:
         stop.set()
         thread.join()

@@ -167,14 +167,6 @@ void ncs_meter_listen(ncs_meter* meter, void (*listener)(void* context, int span
 /* Moves at most the first `most` timestamps to `timestamps`, in their order; returns their number. */
 size_t ncs_meter_take(ncs_meter* meter, size_t most, /*outputs*/ ncs_timestamp* timestamps);
 
-/* ---- The beat (cpu/beat.c) ---- */
-
-/* Starts a thread that sends `size` bytes on a socket, now and every so many seconds, until the other side closes it;
- * if the socket's buffer is full, a beat is left out. The descriptor is duplicated, the message copied; no thread
- * survives fork(). ncclInvalidArgument: no socket, 0 bytes, an interval that is not positive.
- * ncclSystemError: no memory, no thread. */
-ncclResult_t ncs_beat(int fd, const void* message, size_t size, double interval_s);
-
 /* ---- GPUs by NCCL (nccl/) ---- */
 
 typedef struct ncs_nccl ncs_nccl;           /* a loaded libnccl */

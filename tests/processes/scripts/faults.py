@@ -29,6 +29,25 @@ def build(width=8):
     return model
 
 
+class Late(keras.Sequential):
+    """Fails after its update, on the tower whose row says so."""
+
+    def train_step(self, data):
+        results = super().train_step(data)
+        again = tf.where(data[0][:, :1] > 50, np.nan, self(data[0], training=True))
+        with tf.control_dependencies([tf.debugging.check_numerics(again, "late")]):
+            return {name: tf.identity(value) for name, value in results.items()}
+
+
+def build_late():
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Dense(8, "relu"), keras.layers.Dropout(0.5), keras.layers.BatchNormalization()]
+    model = Late([keras.Input((6,)), *layers, keras.layers.Dense(5)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"])
+    return model
+
+
 class At(keras.callbacks.Callback):
     """Call something after a batch, in the last process."""
 
@@ -136,6 +155,19 @@ if WAY == "label":
     fit(model, epochs=1)  # all go on together
     assert model.towers.divergence() == 0.0
     print(f"[{RANK}] goes on", float(sum(np.abs(w).sum() for w in model.get_weights())), flush=True)
+if WAY == "late":
+    bad = X.copy()
+    bad[31, 0] = 99  # the last row of the second batch: the last tower's
+    both = [nccl_parallel(towers=2, exact=True, health=Health(timeout_s=60))(build_late)() for _ in range(2)]
+    for i in range(0, 64, 16):
+        told(lambda i=i: both[0].train_on_batch(bad[i : i + 16], Y[i : i + 16]))  # all catch it, and go on
+        if i != 16:
+            both[1].train_on_batch(X[i : i + 16], Y[i : i + 16])
+    for one, other in zip(*(model.variables for model in both), strict=True):
+        np.testing.assert_array_equal(one.numpy(), other.numpy(), err_msg=one.path)
+    assert both[0].get_metrics_result() == both[1].get_metrics_result()
+    assert both[0].towers.divergence() == 0.0
+    print(f"[{RANK}] goes on", float(sum(np.abs(w).sum() for w in both[0].get_weights())), flush=True)
 if WAY == "pruned":
     for where, everywhere in (("batch", False), ("epoch", False), ("batch", True)):
         told(lambda where=where, everywhere=everywhere: fit(model, callbacks=[Raises(where, everywhere)]))

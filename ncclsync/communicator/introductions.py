@@ -121,9 +121,9 @@ def _as_known(process: Process, run: str) -> Introduction:
     # Not the address: a master may call itself localhost.
     shared = f"{run} {port} {process.size} {os.environ.get('TF_CONFIG', '') and process.address}"
     if process.rank == 0 and not secret():
-        words = "The key of the processes' connections follows from their port: it keeps jobs apart, not strangers out"
         logger.warning(
-            "%s. Set NCCLSYNC_SECRET for all, by $(openssl rand -hex 32), in a network that others use", words
+            "The key of the processes' connections follows from their port: it keeps jobs apart, not strangers out. In "
+            "a network that others use, set for all: export NCCLSYNC_SECRET=$(openssl rand -hex 32)"
         )
     told = Told([host.strip("[]")], int(port), shared)
     return Introduction(lambda told: None, lambda: told, "", told.port, shared)
@@ -205,7 +205,8 @@ def _by_child(command: Sequence[str], what: str, remedy: str) -> Introduction:
 
     @functools.cache
     def printed() -> str:
-        return started[0].communicate()[0]
+        assert started[0].stdout is not None
+        return started[0].stdout.read()
 
     def find() -> Told | None:
         if not started:

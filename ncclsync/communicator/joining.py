@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -57,13 +56,13 @@ def peers_of(process: Process, timeout_s: float | None) -> Peers:
 
 
 def _service(process: Process, timeout_s: float | None) -> Service:
-    if importlib.util.find_spec("zmq") is None:
+    try:
+        from ncclsync.communicator.service import Service
+    except ImportError as error:
         raise NcclSyncError(
-            f"Expected pyzmq, by which {process.size} processes are joined. Received: none. Install it on all hosts "
-            "by: pip install 'ncclsync[hosts]'"
-        )
-    from ncclsync.communicator.service import Service
-
+            f"Expected pyzmq, by which {process.size} processes are joined. Received: none ({error}). Install it on "
+            "all hosts by: pip install 'ncclsync[hosts]'"
+        ) from None
     return Service(process.rank, process.size, introduction(process), join_s=timeout_s)
 
 

@@ -161,16 +161,16 @@ class Exchanges:
         hosts meet, and wait for no GPU. They compare a digest of all exchanges, so that a process whose graph has other
         exchanges, or another order, is an error.
 
-        If the step `ends`, and an error in one process could still undo it there alone, they meet once more.
+        Processes of CPU towers meet when the step `ends`: an error in one of them then undoes it in all.
         """
         count = len(self._called)
-        is_due = ends or (self._enqueues and count != self._agreed)
+        is_due = count != self._agreed if self._enqueues else ends
         if tf.executing_eagerly() or not self._layout.meets_processes or not is_due:
             return after
         self._agreed = count
         digest = hashlib.blake2b(repr(self._called).encode(), digest_size=4).hexdigest()
         text = f"a step ({count} exchange{'s' * (count > 1)}, program {digest})"
-        with tf.control_dependencies([one for each in after for one in each] if ends else []):
+        with tf.control_dependencies([] if self._enqueues else [one for each in after for one in each]):
             return self.meet(after, [agree(self._towers.communicator, text, self.turns).op])
 
     def _launch(

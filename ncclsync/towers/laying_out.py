@@ -61,7 +61,7 @@ def lay_out(
         sent, done = run.compute(number, segment, after)
         # Wait for this segment on every tower, so that an error anywhere stops all towers.
         after = run.exchanges.join(number, segment.outgoing, sent, done, run.values[0])
-    done = run.apply(rollback, run.exchanges.agree(after, ends=bool(program.rollback)))
+    done = run.apply(rollback, run.exchanges.agree(after, ends=True))
     recorded = run.recorded
     ends = [*recorded, *step.end([done, *recorded], samples=shards.shares[0].total)]
     with tf.control_dependencies([done, *ends]):

@@ -25,6 +25,7 @@ _COUNT_BITS = 32  # of `begun`, for exchanges of a generation
 _PULSE_S = 1.0
 # That a process waits for process 0 to take its report, and process 0 for each of the others to hear its end.
 _END_S = 5.0
+_REPORT = "the report of a failure"
 _WHO_S = 0.2  # that process 0 has to say who has come
 
 
@@ -144,22 +145,24 @@ class Peers:
             given = messages.written((*self.doing(shortened(text)), text, failed, value))
             awaited = self.service.give(number, given)
 
+            what = _REPORT if failed else text  # no message is to wrap another
+
             def go_on(slice_s: float) -> bool:
                 if awaited.wait(slice_s):
                     return True
                 # What was complete before the news has come before it.
                 if (self.have_ended() or self.failed_since(self.generation)) and not awaited.wait(0):
-                    self.check(text)
+                    self.check(what)
                 self.service.check_reached(SILENCE_S + 2 * _PULSE_S)  # a more telling error may come before
                 return False
 
             def missing() -> str:
                 here = self.service.who(number, _WHO_S)
                 advice = "" if self.hosts[0] else ". Each has to make towers, and to do so in time"
-                return f"{self.names({*range(self.size)} - {*here})} not arrived{advice}"
+                return f"{self.names({*range(self.size)} - {*here, self.rank})} not arrived{advice}"
 
             try:
-                timeouts.wait(go_on, call="exchange", what=lambda: text, timeout_s=timeout_s, arrived=missing)
+                timeouts.wait(go_on, call="exchange", what=lambda: what, timeout_s=timeout_s, arrived=missing)
                 received = [messages.read(one) for one in awaited.value]
             except NcclSyncError as error:
                 # This process has lost count of the exchanges; only a new start of all processes mends that.

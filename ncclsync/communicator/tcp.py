@@ -84,7 +84,7 @@ class TcpCommunicator(CpuCommunicator):
             return
         try:
             with self.peers.in_turn:
-                self._meet(words, [], kind="failed")
+                self._meet("the report of a failure", [], kind=f"failed: {words}")
                 self.peers.exchange(None, shortened(words), self.timeout_s, failed=True)
         except NcclSyncError:  # as in all processes
             self.peers.raised = None

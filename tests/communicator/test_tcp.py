@@ -163,6 +163,15 @@ def test_a_process_that_does_not_come(threads, joined):
         first.all_reduce([np.zeros(4)], [np.zeros(4)])
 
 
+def test_a_failure_that_nobody_hears(joined):
+    """The message about that does not wrap the failure's, and names who has not come, not who waits."""
+    first, _ = joined(1, 1, timeout_s=1)
+    first.report_failure(NcclTimeoutError(1, "save", "none", "timeout", "a file that process 0 writes"))
+    with pytest.raises(ProcessError, match=r"Expected the report of a failure to end.*process 1 on [^ ]+ not arrived"):
+        first.all_reduce([np.zeros(4)], [np.zeros(4)])
+    assert "Expected a file" not in str(first.failure) and "process 0" not in str(first.failure)
+
+
 def test_a_process_that_ends(threads, joined):
     """What it had sent is received; then it is an error, with its words. Who is left leads."""
     first, second = joined(1, 1)

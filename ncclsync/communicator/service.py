@@ -264,6 +264,7 @@ class _Process0:
         for address in self._members.values():
             self._write(address, b"lost", b"it has ended")
         self._remove()
+        self._listener.detach()  # ZeroMQ closes it
         _end(self._context, self.sockets)
 
     def _hear(self, rank: int, what: str, number: int, value: Any) -> None:

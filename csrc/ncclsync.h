@@ -193,14 +193,6 @@ void ncs_held_tolerate(ncs_held* held, int tolerates);
 /* Whether a variable has been written while a step ran, by others, since the last call. */
 int ncs_held_take_disturbed(ncs_held* held);
 
-/* ---- The beat (cpu/beat.c) ---- */
-
-/* Starts a thread that sends `size` bytes on a socket, now and every so many seconds, until the other side closes it;
- * if the socket's buffer is full, a beat is left out. The descriptor is duplicated, the message copied; no thread
- * survives fork(). ncclInvalidArgument: no socket, 0 bytes, an interval that is not positive.
- * ncclSystemError: no memory, no thread. */
-ncclResult_t ncs_beat(int fd, const void* message, size_t size, double interval_s);
-
 /* ---- GPUs by NCCL (nccl/) ---- */
 
 typedef struct ncs_nccl ncs_nccl;           /* a loaded libnccl */

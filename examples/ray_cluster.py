@@ -10,6 +10,7 @@ import argparse
 import os
 import pathlib
 import runpy
+import secrets
 import socket
 import sys
 
@@ -23,7 +24,7 @@ def find_address() -> tuple[str, int]:
         return ray.util.get_node_ip_address(), free.getsockname()[1]
 
 
-def variables_of(rank: int, size: int, address: tuple[str, int]) -> dict[str, str]:
+def variables_of(rank: int, size: int, address: tuple[str, int], secret: str) -> dict[str, str]:
     """Return what a launcher tells process `rank` of `size`, each alone on its host."""
     host, port = address
     return {
@@ -33,6 +34,7 @@ def variables_of(rank: int, size: int, address: tuple[str, int]) -> dict[str, st
         "LOCAL_WORLD_SIZE": "1",
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
+        "NCCLSYNC_SECRET": secret,
     }
 
 
@@ -64,10 +66,11 @@ def main() -> None:
         return ray.remote(scheduling_strategy=strategy, **resources)(function)
 
     address = ray.get(on_host(find_address, 0, num_cpus=0).remote())
+    secret = secrets.token_hex(32)  # Ray's actors alone get it
     program = str(options.program.resolve())
     workers = [
         on_host(run_program, rank, num_gpus=options.gpus, max_calls=1).remote(
-            program, variables_of(rank, options.hosts, address)
+            program, variables_of(rank, options.hosts, address, secret)
         )
         for rank in range(options.hosts)
     ]

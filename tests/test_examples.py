@@ -336,7 +336,9 @@ def test_slurm_script():
 def test_ray_example_tells_what_a_launcher_does(tmp_path, monkeypatch):
     """Each worker's variables make it one of several; the program runs in them, as it is."""
     found = runpy.run_path(str(EXAMPLES / "ray_cluster.py"))
-    processes = [find_process(found["variables_of"](rank, 3, ("10.0.0.1", 4000))) for rank in range(3)]
+    processes = [
+        find_process(found["variables_of"](rank, 3, ("10.0.0.1", 4000), "a secret of this job")) for rank in range(3)
+    ]
     assert [(one.rank, one.size, one.local_size, one.address) for one in processes] == [
         (rank, 3, 1, "10.0.0.1:4000") for rank in range(3)
     ]

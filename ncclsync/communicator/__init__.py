@@ -1,4 +1,4 @@
-"""Join N ranks, by NCCL, by C, or by TCP and C.
+"""Join N ranks, by NCCL, by C, or by ZeroMQ and C.
 
 ``CpuCommunicator`` works on host memory by the C library's own all-reduce, ``TcpCommunicator`` on that of several
 processes, ``NcclCommunicator`` on GPUs by NCCL; all take the same calls. A collective has happened when it returns, or

@@ -1,29 +1,18 @@
-"""Encode values for other processes, and decode theirs: JSON and raw numbers, with a keyed digest.
-
-Nothing is unpickled, so a stranger who reaches a port cannot run code. Without the job's secret nobody can change,
-repeat or reorder the processes' messages.
-"""
+"""Encode values for other processes, and decode theirs: JSON and raw numbers. Nothing is unpickled or evaluated."""
 
 from __future__ import annotations
 
 import functools
-import hashlib
-import hmac
 import io
 import json
 import math
-import os
-import secrets
 import struct
 from typing import Any
 
 import numpy as np
 
-from ncclsync.errors import NcclSyncError, ProcessError
+from ncclsync.errors import ProcessError
 
-VARIABLE = "NCCLSYNC_SECRET"
-SEAL_BYTES = 16
-_LEAST_SECRET = 16  # characters
 _MARK = "<bytes>"  # the key of what stands for an array, or for bytes
 _LENGTH = struct.Struct("<I")  # of the JSON, in bytes; raw bytes follow it
 # NumPy knows the last three once ml_dtypes is imported, as TensorFlow does.
@@ -107,60 +96,3 @@ def _decoded(raw: io.BytesIO, found: dict[str, Any]) -> Any:
     if len(taken) != size_bytes:
         raise ValueError("bytes are missing")
     return taken if name == "bytes" else np.frombuffer(taken, dtype).reshape(shape).copy()[()]
-
-
-def given_secret() -> bytes | None:
-    """Return the job's secret from the environment; None if not set. Raises NcclSyncError if it is too short."""
-    given = os.environ.get(VARIABLE, "")
-    if given and len(given) < _LEAST_SECRET:
-        raise NcclSyncError(
-            f"Expected {VARIABLE} to have at least {_LEAST_SECRET} characters. Received: {len(given)}. Set it for all "
-            "processes by such as: export NCCLSYNC_SECRET=$(openssl rand -hex 32)"
-        )
-    return given.encode() or None
-
-
-OFFER_BYTES = 32
-
-
-def new_offer() -> bytes:
-    """Return process 0's part of the key, for `Seal`: whether it has a secret, and random bytes."""
-    return bytes([given_secret() is not None]) + secrets.token_bytes(OFFER_BYTES - 1)
-
-
-class Seal:
-    """Put a digest before each message; making it takes the job's secret."""
-
-    def __init__(self, offer: bytes) -> None:
-        """Derive the key from process 0's `new_offer`, and from the secret if the environment has one.
-
-        Raises NcclSyncError if only some of the processes have a secret.
-        """
-        given = given_secret()
-        if len(offer) != OFFER_BYTES or bool(offer[0]) != (given is not None):
-            there, here = ("set", "not set") if given is None else ("not set", "set")
-            raise NcclSyncError(
-                f"Expected {VARIABLE} in all processes, or in none. Received: {here} in this process, {there} in "
-                f"process 0. Pass it on to all, as by mpirun -x {VARIABLE}"
-            )
-        self._key = hashlib.blake2b(offer, key=hashlib.sha512(given or b"").digest(), digest_size=32).digest()
-
-    def sealed(self, about: str, data: bytes) -> bytes:
-        """Return a message; `about` names its sender and the message, unlike all others."""
-        return self._digest(about, data) + data
-
-    def opened(self, about: str, message: bytes | bytearray) -> bytes:
-        """Return the data of a message; see `sealed`. Raises MessageError if its digest is another one."""
-        data = bytes(message[SEAL_BYTES:])
-        if not hmac.compare_digest(self._digest(about, data), bytes(message[:SEAL_BYTES])):
-            raise MessageError(
-                f"Expected a message with the digest of this job's secret ({about}). Received: another digest. Give "
-                f"all processes the same {VARIABLE}; if they have it, somebody else sends to this job's ports"
-            )
-        return data
-
-    def _digest(self, about: str, data: bytes) -> bytes:
-        # The length separates `about` from the data.
-        keyed = hashlib.blake2b(f"{len(about)} {about}".encode(), key=self._key, digest_size=SEAL_BYTES)
-        keyed.update(data)
-        return keyed.digest()

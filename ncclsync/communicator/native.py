@@ -233,11 +233,6 @@ class Held:
         return bool(lib.ncs_held_take_disturbed(self._handle))
 
 
-def beat(fd: int, message: bytes, interval_s: float) -> None:
-    """Send a message on a socket every so many seconds, until it is closed: a thread's work, without Python's lock."""
-    check(lib.ncs_beat(fd, message, len(message), interval_s), "ncs_beat")
-
-
 def _candidates(variable: str, package: str, file: str) -> list[str]:
     """Return what to give to ``dlopen``, in order of preference. A variable that is set decides alone."""
     chosen = os.environ.get(variable)

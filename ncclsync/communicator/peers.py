@@ -10,11 +10,14 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from ncclsync.communicator import messages, native, timeouts
-from ncclsync.communicator.service import Service
+from ncclsync.communicator.introductions import machine
 from ncclsync.errors import NcclSyncError, ProcessError
+
+if TYPE_CHECKING:
+    from ncclsync.communicator.service import Service
 
 SILENCE_S = 10.0  # after which a process that says nothing counts as dead
 MOST_TEXT = 600  # bytes of what is reported
@@ -22,6 +25,7 @@ _COUNT_BITS = 32  # of `begun`, for exchanges of a generation
 _PULSE_S = 1.0
 # That a process waits for process 0 to take its report, and process 0 for each of the others to hear its end.
 _END_S = 5.0
+_REPORT = "the report of a failure"
 _WHO_S = 0.2  # that process 0 has to say who has come
 
 
@@ -104,20 +108,19 @@ class Peers:
         self._ended = [""] * size  # of those that have, why
         self._know_end = {0}  # the processes that have heard of process 0's end
         self._dead: set[int] = set()
-        self._service = service
+        self.service = service
         self.in_turn = threading.RLock()
         self._stop = threading.Event()
-        self._data: dict[int, socket.socket] = {}
         for task in (self._listen, self._watch)[: 1 if rank else 2]:
             threading.Thread(target=task, name="ncclsync processes", daemon=True).start()
         try:
-            own = socket.gethostname(), sorted(os.sched_getaffinity(0))
+            own = socket.gethostname(), machine(), sorted(os.sched_getaffinity(0))
             found = self.exchange(own, "the joining of processes", timeout_s)
         except BaseException:
             self._stop.set()
             raise
-        self.hosts = [host for host, _ in found]
-        native.share_cores([cores for host, cores in found if host == self.hosts[rank]])
+        self.hosts = [host for host, _, _ in found]
+        native.share_cores([cores for _, where, cores in found if where == found[rank][1]])
 
     def exchange(self, value: Any, text: str, timeout_s: float | None = None, *, failed: bool = False) -> list[Any]:
         """Return [size] what each process gives, as `messages.written` takes it. Collective.
@@ -140,24 +143,26 @@ class Peers:
             # After a failure, which may have ended an exchange in some processes alone, all count anew.
             number = self.begun = max(self.begun, self.generation << _COUNT_BITS) + 1
             given = messages.written((*self.doing(shortened(text)), text, failed, value))
-            awaited = self._service.give(number, given)
+            awaited = self.service.give(number, given)
+
+            what = _REPORT if failed else text  # no message is to wrap another
 
             def go_on(slice_s: float) -> bool:
                 if awaited.wait(slice_s):
                     return True
                 # What was complete before the news has come before it.
                 if (self.have_ended() or self.failed_since(self.generation)) and not awaited.wait(0):
-                    self.check(text)
-                self._service.check_reached(SILENCE_S + 2 * _PULSE_S)  # a more telling error may come before
+                    self.check(what)
+                self.service.check_reached(SILENCE_S + 2 * _PULSE_S)  # a more telling error may come before
                 return False
 
             def missing() -> str:
-                here = self._service.who(number, _WHO_S)
+                here = self.service.who(number, _WHO_S)
                 advice = "" if self.hosts[0] else ". Each has to make towers, and to do so in time"
-                return f"{self.names({*range(self.size)} - {*here})} not arrived{advice}"
+                return f"{self.names({*range(self.size)} - {*here, self.rank})} not arrived{advice}"
 
             try:
-                timeouts.wait(go_on, call="exchange", what=lambda: text, timeout_s=timeout_s, arrived=missing)
+                timeouts.wait(go_on, call="exchange", what=lambda: what, timeout_s=timeout_s, arrived=missing)
                 received = [messages.read(one) for one in awaited.value]
             except NcclSyncError as error:
                 # This process has lost count of the exchanges; only a new start of all processes mends that.
@@ -197,14 +202,6 @@ class Peers:
             yield
         finally:
             self.batch = ""
-
-    def data(self, timeout_s: float | None) -> dict[int, socket.socket]:
-        """Return a connection to each other process, see `Service.connect`. Collective when first called."""
-        if not self._data:
-            self._data = self._service.connect(
-                lambda where: self.exchange(where, "the joining of host memory", timeout_s), timeout_s
-            )
-        return self._data
 
     def fail(self, words: str) -> NoReturn:
         """End the agreement for good, and raise a ProcessError that says why."""
@@ -275,6 +272,7 @@ class Peers:
         if self.rank == 0:
             timeouts.poll(lambda: self._know_end.issuperset(set(range(self.size)) - self.gone().keys()), _END_S)
         self._stop.set()
+        self.service.close()
 
     def report_file(self) -> None:
         """Tell the others that this process has written a file, or failed to, without waiting for them."""
@@ -283,7 +281,7 @@ class Peers:
 
     def _tell(self, news: dict[str, Any]) -> None:
         notice = {"rank": self.rank, "failures": self.failures[self.rank], "files": self.files[self.rank], **news}
-        self._service.tell(notice, _END_S)
+        self.service.tell(notice, _END_S)
 
     def wait_for_file(self, timeout_s: float | None) -> None:
         """Wait until process 0 has written the file that this process leaves to it, or has gone on without it.
@@ -295,7 +293,8 @@ class Peers:
             return
 
         def is_there() -> bool:
-            has_passed = 0 in self._service.who(wanted[0] + 1, _WHO_S) or self._receives_data()
+            # It has begun a collective, for which it has sent data, or an exchange.
+            has_passed = not self.service.inbox[0].empty() or 0 in self.service.who(wanted[0] + 1, _WHO_S)
             return self.files[0] >= wanted or has_passed
 
         def check(what: str) -> None:
@@ -313,12 +312,6 @@ class Peers:
             arrived=lambda: f"{self.name(0)} has not written it",
             check=check,
         )
-
-    def _receives_data(self) -> bool:
-        """Return whether process 0 has begun a collective, for which it has sent data."""
-        with contextlib.suppress(KeyError, OSError):
-            return bool(self._data[0].recv(1, socket.MSG_PEEK))
-        return False
 
     def _count_file(self) -> tuple[int, int]:
         begun, count = self.files[self.rank]
@@ -364,16 +357,16 @@ class Peers:
 
     def silent(self) -> list[int]:
         """Return the other processes that have not been heard of for too long."""
-        if self.rank > 0 and self._service.silence()[0] > SILENCE_S:
+        if self.rank > 0 and self.service.silence()[0] > SILENCE_S:
             return [0]
         return sorted(self._dead - {self.rank})
 
     def _listen(self) -> None:
         """Hear the processes' notices. Runs in a thread."""
         while True:
-            notice = self._service.notices.get()
+            notice = self.service.notices.get()
             if self._stop.is_set():  # if they were not joined, the service's next `Peers` is to hear it
-                self._service.notices.put(notice)
+                self.service.notices.put(notice)
                 return
             self.hear(**notice)
 
@@ -399,14 +392,14 @@ class Peers:
         if ended:
             self._ended[rank] = ended
             if rank == 0 != self.rank:
-                self._service.tell({"rank": self.rank, "knows_end": True}, 0)
+                self.service.tell({"rank": self.rank, "knows_end": True}, 0)
 
     def _watch(self) -> None:
         """Report silent processes. Runs in a thread of process 0."""
         while not self._stop.wait(_PULSE_S):
-            dead = {i for i, silent_s in enumerate(self._service.silence()) if silent_s > SILENCE_S}
+            dead = {i for i, silent_s in enumerate(self.service.silence()) if silent_s > SILENCE_S}
             if not dead <= self._dead:
-                self._service.tell({"dead": sorted(dead)}, 0)
+                self.service.tell({"dead": sorted(dead)}, 0)
 
 
 def shortened(words: str) -> str:

@@ -159,8 +159,6 @@ def _numbered(launcher: str, given: Mapping[str, str]) -> Process:
         port = _number(launcher, "MASTER_PORT", given)
         if not given.get("MASTER_ADDR") or not 0 < port < 1 << 16:
             _raise("MASTER_ADDR and MASTER_PORT, where process 0 is reached,", ("MASTER_ADDR", "MASTER_PORT"), given)
-        # torchrun's own store listens on that port.
-        port += given.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         address = f"{given['MASTER_ADDR']}:{port}"
     elif launcher == "Slurm":
         address = _address_of_step(given)

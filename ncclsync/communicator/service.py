@@ -1,155 +1,48 @@
-"""Join several processes by process 0: it brings their values together, passes notices on, and knows who is silent.
+"""Join several processes by ZeroMQ: process 0 has ROUTERs, each other process a DEALER that is connected to one.
 
-Each other process has two connections to process 0. The first carries what it gives and asks, and what it hears. On the
-second, C threads of both sides send beats, which go on while a call keeps Python from running. `messages` encodes and
-seals what is sent. Process 0 listens at the address that the launcher names.
-
-CPU towers need a connection between each two processes, for data; then the others listen, too.
+All that processes tell each other goes by process 0: values that are brought together, notices, and the data of CPU
+towers. Connections by TCP have keys on both sides (CURVE), which follow from what the job's processes alone know;
+within a host all but pulses goes by a Unix socket in a folder of the user's own. A second DEALER of each process is its
+pulse: ZeroMQ's threads, which need no Python, close it when the other side is silent, and connect it again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import ipaddress
+import errno
+import hashlib
 import itertools
 import logging
 import math
 import os
 import queue
 import secrets
+import shutil
 import socket
-import struct
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
-from ncclsync.communicator import messages, native, timeouts
-from ncclsync.communicator.messages import SEAL_BYTES, MessageError, Seal
+import zmq
+import zmq.utils.z85
+
+from ncclsync.communicator import messages, timeouts
+from ncclsync.communicator.introductions import VARIABLE, Introduction, Told, listen, machine, own_addresses, secret
+from ncclsync.communicator.messages import MessageError
 from ncclsync.errors import NcclSyncError
 
 logger = logging.getLogger("ncclsync")
 
-VARIABLE = "NCCLSYNC_LISTEN"
-_MAGIC = b"ncclsync"
-_IDENT_BYTES = 16
-_LENGTH = struct.Struct("<Q")
-_MOST_HELLO = 256  # bytes of the first message of a connection
-_MOST = 1 << 36
-_MOST_STRANGERS = 256  # connections whose first message has not come yet
-_HELLO_S = 10.0
+_CHUNK = 1 << 22  # bytes of a frame
 _BEAT_S = 1.0
-_RETRY_S = 0.2
-_REQUESTS, _BEATS, _DATA = "requests", "beats", "data"
-
-
-class _Connection:
-    """Send and receive sealed values, in order."""
-
-    def __init__(self, raw: socket.socket, seal: Seal, about: str, *, is_server: bool) -> None:
-        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.raw, self._seal = raw, seal
-        sides = ("server", "client") if is_server else ("client", "server")
-        self._sends, self._receives = (f"{about} {side}" for side in sides)
-        self._sent = self._received = 0
-        self._waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    def send(self, value: Any) -> None:
-        data = messages.written(value)
-        self._sent += 1
-        about = f"{self._sends} {self._sent}"
-        head = self._seal.sealed(f"{about} head", _LENGTH.pack(len(data)))
-        self.raw.sendall(head + self._seal.sealed(about, data))
-
-    def receive(self, most_bytes: int = _MOST) -> Any:
-        self._received += 1
-        about = f"{self._receives} {self._received}"
-        head = self._seal.opened(f"{about} head", read_exactly(self.raw, SEAL_BYTES + _LENGTH.size))
-        (length,) = _LENGTH.unpack(head)
-        if length > most_bytes:
-            raise MessageError(f"Expected at most {most_bytes} bytes. Received: {length}")
-        return messages.read(self._seal.opened(about, read_exactly(self.raw, SEAL_BYTES + length)))
-
-    def post(self, *values: Any) -> None:
-        """Send a tuple once `start` was called, without waiting: the reader may have stopped."""
-        self._waiting.put(values)
-
-    def start(self, hear: Callable[..., None], lose: Callable[[Exception], None]) -> None:
-        """Pass on what comes, in a thread, to `hear`; and why no more comes to `lose`. Send in a second thread."""
-
-        def send() -> None:
-            with contextlib.suppress(OSError):
-                while (values := self._waiting.get()) is not None:
-                    self.send(values)
-
-        def receive() -> None:
-            try:
-                while True:
-                    hear(*self.receive())
-            except (OSError, NcclSyncError, TypeError, ValueError) as error:
-                self._waiting.put(None)
-                self.raw.close()
-                lose(error)
-
-        for task in (send, receive):
-            threading.Thread(target=task, name="ncclsync service", daemon=True).start()
-
-
-def read_exactly(raw: socket.socket, count: int) -> bytearray:
-    """Return so many bytes. Raises OSError: the connection has ended."""
-    data, begin = bytearray(count), 0
-    while begin < count:
-        received = raw.recv_into(memoryview(data)[begin:])
-        if received == 0:
-            raise ConnectionResetError("the connection has ended")
-        begin += received
-    return data
-
-
-class _Hub:
-    """Bring the processes' values together, and pass on notices: process 0's part.
-
-    All hear in one order. A process hears of a notice after all values that were complete before it.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._lock = threading.Lock()
-        self._given: dict[int, dict[int, bytes]] = {}  # by number and process; until they are complete
-        self._notices: list[Any] = []  # for those who have not joined
-        self._members: dict[int, Callable[..., None]] = {}
-
-    def join(self, rank: int, send: Callable[..., None]) -> None:
-        """Let a process hear by `send` from now on, which does not wait, and of all earlier notices."""
-        with self._lock:
-            self._members[rank] = send
-            for notice in self._notices:
-                send("notice", 0, notice)
-
-    def hear(self, rank: int, what: str, number: int, value: Any) -> None:
-        """Do what a process asks."""
-        with self._lock:
-            if what == "give":
-                self._take(rank, number, value)
-            elif what == "who":
-                self._members[rank]("who", value, sorted(self._given.get(number, ())))
-            else:
-                if len(self._members) < self._size:
-                    self._notices.append(value)
-                for send in self._members.values():
-                    send("notice", 0, value)
-
-    def _take(self, rank: int, number: int, value: bytes) -> None:
-        # A process that has come this far has left all before.
-        self._given = {n: given for n, given in self._given.items() if n >= number}
-        given = self._given.setdefault(number, {})
-        given[rank] = value
-        if len(given) == self._size:
-            del self._given[number]
-            each = [given[i] for i in range(self._size)]
-            for send in self._members.values():
-                send("given", number, each)
+_PING_MS, _MUTE_MS = 250, 3000  # between what ZeroMQ sends on a pulse; after which it closes a mute one
+_SAID_S = 9.0  # after which a process that waits for process 0 says so
+_AGAIN_S = 0.5  # until process 0 is looked for, and greeted, again
+_SHOWN = 3  # addresses in a message
+_LINGER_S = 1.0  # for what is to be sent yet when a process ends
+_Address: TypeAlias = "tuple[zmq.Socket, bytes]"  # of a connection, in process 0
 
 
 class Awaited:
@@ -171,124 +64,36 @@ class Awaited:
         return self.value is not None
 
 
-class _Door:
-    """Listen, and admit the job's processes: who knows its secret. Its threads last as long as the process."""
-
-    def __init__(
-        self, listener: socket.socket, offer: bytes, size: int, admit: Mapping[str, Callable[[int, _Connection], None]]
-    ) -> None:
-        """Open it.
-
-        Args:
-            listener: already listens.
-            offer: process 0's, see `messages.Seal`.
-            size: how many processes there are.
-            admit: by kind of connection, what is called with the process' number and the connection.
-        """
-        self._listener, self._offer, self._size, self._admit = listener, offer, size, admit
-        self._seal = Seal(offer)
-        self._joined: set[tuple[int, str]] = set()
-        self._has_warned = False
-        self._strangers = threading.BoundedSemaphore(_MOST_STRANGERS)
-        threading.Thread(target=self._accept, name="ncclsync service", daemon=True).start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                raw, _ = self._listener.accept()
-            except OSError:
-                time.sleep(_RETRY_S)
-                continue
-            if self._strangers.acquire(blocking=False):
-                threading.Thread(target=self._greet, args=(raw,), name="ncclsync service", daemon=True).start()
-            else:
-                raw.close()
-
-    def _greet(self, raw: socket.socket) -> None:
-        """Admit a process if it knows the job's secret. Runs in a thread."""
-        try:
-            raw.settimeout(_HELLO_S)
-            ident = secrets.token_bytes(_IDENT_BYTES)
-            raw.sendall(_MAGIC + self._offer + ident)
-            connection = _Connection(raw, self._seal, ident.hex(), is_server=True)
-            hello = connection.receive(_MOST_HELLO)
-            if not (isinstance(hello, list) and list(map(type, hello)) == [int, int, str]):
-                raise MessageError(f"Expected a number, a count and a word. Received: {hello!r}")
-            rank, size, kind = hello
-            refused = self._refused(rank, size, kind)
-            connection.send(refused)
-            if refused:
-                raise MessageError(refused)
-            raw.settimeout(None)
-        except (OSError, MessageError) as error:
-            if isinstance(error, MessageError) and not self._has_warned:
-                self._has_warned = True
-                logger.warning("A connection is refused, and perhaps more: %s", error)
-            raw.close()
-            return
-        finally:
-            self._strangers.release()
-        self._admit[kind](rank, connection)
-
-    def _refused(self, rank: int, size: int, kind: str) -> str:
-        if size != self._size or not 0 < rank < size or kind not in self._admit:
-            return f"Expected one of {self._size} processes. Received: process {rank} of {size}"
-        if (rank, kind) in self._joined:
-            return (
-                f"Expected each process once. Received: another process {rank} of {size}. A child process, such as a "
-                "worker that imports the training script, is to write processes=False"
-            )
-        self._joined.add((rank, kind))
-        return ""
-
-
 class Service:
-    """Join this process with the others by process 0. Its threads last as long as the process.
+    """Join this process with the others by process 0. One thread, which lasts as long as the process, has the sockets.
 
     Attributes:
-        address: "host:port", where process 0 listens.
         notices: what processes have told all.
+        inbox: [size] what each process has sent this one, in order: pieces of bytes, or words on why no more come.
     """
 
-    def __init__(self, address: str, rank: int, size: int, *, join_s: float, on_one_host: bool = False) -> None:
+    def __init__(self, rank: int, size: int, by: Introduction, *, join_s: float | None) -> None:
         """Listen, or reach process 0.
 
-        Raises NcclSyncError if process 0 is not reached or refuses this one; in process 0, if it cannot listen there.
+        Raises NcclSyncError if process 0 is not reached or refuses this one; in process 0, if it cannot listen.
 
         Args:
-            address: "host:port", where process 0 listens; port 0: any that is free.
             rank: this process' number.
             size: how many there are.
-            join_s: how long to wait for process 0; infinity for no limit.
-            on_one_host: whether all processes are on one host.
+            by: what the launcher knows.
+            join_s: how long to wait for process 0; None for no limit.
         """
-        self._size, self._rank = size, rank
         self.notices: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._lost = (math.inf, "")  # since when, and why, process 0 is not reached any more
+        self.inbox: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(size)]
+        self.lost = (math.inf, "")  # since when, and why, process 0 is not reached any more
         self._awaited: dict[tuple[str, int], Awaited] = {}
         self._questions = itertools.count()
-        self._data: dict[int, socket.socket] = {}
-        self._beats: dict[int, socket.socket] = {}
-        self._silent, self._asked, self._lock = [0.0] * size, time.monotonic(), threading.RLock()
-        host, _, port = address.rpartition(":")
-        host = host.strip("[]")
-        if rank == 0:
-            self._hub = _Hub(size)
-            self._hub.join(0, self._hear)
-            self._ask: Callable[..., None] = functools.partial(self._hub.hear, 0)
-            self._offer = messages.new_offer()
-            listener = _listen(host, int(port), on_one_host)
-            self.address = f"{host}:{listener.getsockname()[1]}"
-            admit = {_REQUESTS: self._serve, _BEATS: self._beat, _DATA: self._add_data}
-            _Door(listener, self._offer, size, admit)
-            return
-        self.address = address
-        where, self._offer = (host, int(port)), b""
-        until = time.monotonic() + join_s
-        self._connection = self._connect(0, where, _REQUESTS, until, join_s)
-        self._beat(0, self._connect(0, where, _BEATS, until, join_s))
-        self._ask = self._connection.post
-        self._connection.start(self._hear, self._lose)
+        self._silent, self._asked = [0.0] * size, time.monotonic()
+        self._posted: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._side = _Process0(self, size, by) if rank == 0 else _Other(self, rank, size, by, join_s)
+        self._thread = threading.Thread(target=self._run, name="ncclsync service", daemon=True)
+        self._thread.start()
 
     def give(self, number: int, value: bytes) -> Awaited:
         """Give a value; wait for [size] those of all processes.
@@ -296,167 +101,460 @@ class Service:
         Whoever gives one of a number gives none of lower numbers any more.
         """
         awaited = self._expect("given", number)
-        self._ask("give", number, value)
+        self._post("ask", "give", number, value)
         return awaited
 
     def who(self, number: int, wait_s: float) -> list[int]:
         """Return which processes have given a value of a number that not all have given; [] if process 0 is silent."""
         question = next(self._questions)
         awaited = self._expect("who", question)
-        self._ask("who", number, question)
-        return awaited.value if awaited.wait(wait_s) else []
+        self._post("ask", "who", number, question)
+        timeouts.poll(lambda: awaited.wait(0) or self.lost[1], wait_s)
+        return awaited.value or []
 
     def tell(self, notice: Any, wait_s: float) -> None:
         """Give all processes a notice; wait until process 0 has taken it."""
-        self._ask("tell", 0, notice)
-        self.who(0, 0 if self._lost[1] else wait_s)
+        self._post("ask", "tell", 0, notice)
+        self.who(0, wait_s)
+
+    def send(self, rank: int, data: memoryview) -> None:
+        """Send bytes to the inbox of another process, without waiting. They may change when this has returned."""
+        for begin in range(0, len(data), _CHUNK):
+            self._post("send", b"data", rank, bytes(data[begin : begin + _CHUNK]))
+
+    def stop(self, rank: int, words: str) -> None:
+        """Send words on why no more bytes come."""
+        self._post("send", b"stop", rank, words.encode())
 
     def silence(self) -> list[float]:
-        """Return [size] for how many seconds each process was silent: process 0 knows of all, the others of it.
-
-        To be asked at least every two seconds: more time is not counted, in which this process may have been stopped.
-        """
-        with self._lock:
-            passed_s, self._asked = min(2.0, time.monotonic() - self._asked), time.monotonic()
-            for rank, raw in list(self._beats.items()):
-                self._silent[rank] += passed_s
-                with contextlib.suppress(OSError):  # no more has come
-                    while raw.recv(1 << 12, socket.MSG_DONTWAIT):
-                        self._silent[rank] = 0.0
-            return list(self._silent)
+        """Return [size] for how many seconds each process was silent: process 0 knows of all, the others of it."""
+        return list(self._silent)
 
     def check_reached(self, within_s: float) -> None:
         """Raise NcclSyncError if process 0 was not reached for so many seconds."""
-        since, why = self._lost
+        since, why = self.lost
         if time.monotonic() - since > within_s:
-            raise NcclSyncError(f"Expected process 0 to be reached at {self.address}. Received: {why}")
+            raise NcclSyncError(f"Expected process 0 to be reached. Received: {why}")
 
-    def connect(self, exchange: Callable[[Any], list[Any]], timeout_s: float | None) -> dict[int, socket.socket]:
-        """Return a connection to each other process, for data, which does not block. Collective, once.
+    def close(self) -> None:
+        """End, once what was posted is sent, within a second."""
+        self._post("end")
+        self._thread.join(2 * _LINGER_S)
 
-        `exchange` returns [size] what all processes give. Raises NcclSyncError if one is not reached.
-        """
-        where = None  # process 0 listens already
-        if self._rank > 0:
-            raw = self._connection.raw
-            listener = socket.create_server((raw.getsockname()[0], 0), family=raw.family, backlog=128)
-            _Door(listener, self._offer, self._size, {_DATA: self._add_data})
-            where = raw.getsockname()[0], listener.getsockname()[1]
-        addresses = exchange(where)
-        join_s = timeout_s or math.inf
-        until = time.monotonic() + join_s
-        for other, address in enumerate(addresses[: self._rank]):
-            # Each process reaches those of lower numbers.
-            address = address or self._connection.raw.getpeername()[:2]
-            self._add_data(other, self._connect(other, address, _DATA, until, join_s))
-        timeouts.wait(
-            lambda slice_s: timeouts.poll(lambda: len(self._data) == self._size - 1, slice_s),
-            call="connect",
-            what=lambda: "the joining of host memory",
-            timeout_s=timeout_s,
-            arrived=lambda: f"{len(self._data)} of {self._size - 1} processes are connected",
-        )
-        return self._data
+    def hear(self, what: str, number: int, value: Any) -> None:
+        """Hear process 0, in the thread."""
+        if what == "notice":
+            self.notices.put(value)
+        elif (awaited := self._awaited.pop((what, number), None)) is not None:
+            awaited.bring(value)
 
-    def _add_data(self, rank: int, connection: _Connection) -> None:
-        connection.raw.setblocking(False)
-        self._data[rank] = connection.raw
-
-    def _beat(self, rank: int, connection: _Connection) -> None:
-        native.beat(connection.raw.fileno(), b".", _BEAT_S)
-        self._beats[rank] = connection.raw
-
-    def _serve(self, rank: int, connection: _Connection) -> None:
-        """Answer a process' requests, in process 0."""
-
-        def lose(error: Exception) -> None:
-            if not isinstance(error, OSError):
-                logger.warning("A process is served no longer: %s", error)
-
-        self._hub.join(rank, connection.post)
-        connection.start(functools.partial(self._hub.hear, rank), lose)
+    def arrive(self, kind: bytes, source: int, data: Any) -> None:
+        """Hear another process' data or words, in the thread."""
+        self.inbox[source].put(data if kind == b"data" else bytes(data).decode())
 
     def _expect(self, what: str, number: int) -> Awaited:
         return self._awaited.setdefault((what, number), Awaited())
 
-    def _hear(self, what: str, number: int, value: Any) -> None:
-        """Hear process 0."""
-        if what == "notice":
-            self.notices.put(value)
-            return
-        awaited = self._awaited.pop((what, number), None)
-        if awaited is not None:
-            awaited.bring(value)
+    def _post(self, *request: Any) -> None:
+        self._posted.put(request)
+        os.eventfd_write(self._wake, 1)
 
-    def _lose(self, error: Exception) -> None:
-        self._lost = time.monotonic(), str(error) or type(error).__name__
-
-    def _connect(self, other: int, where: tuple[str, int], kind: str, until: float, join_s: float) -> _Connection:
+    def _run(self) -> None:
+        side, poller, due = self._side, zmq.Poller(), time.monotonic()
+        for one in (*side.sockets, self._wake):
+            poller.register(one, zmq.POLLIN)
         while True:
+            if time.monotonic() >= due:
+                self._beat()
+                due = time.monotonic() + _BEAT_S
+            for ready, _ in poller.poll(max(0, int(1e3 * (due - time.monotonic())))):
+                if ready != self._wake:
+                    self._take(ready)
+                    continue
+                os.eventfd_read(self._wake)
+                while not self._posted.empty():
+                    kind, *request = self._posted.get()
+                    if kind == "end":
+                        side.close()
+                        return
+                    (side.ask if kind == "ask" else side.send)(*request)
+
+    def _take(self, ready: zmq.Socket) -> None:
+        """Take what has come at a socket; after some messages, others and the beat have their turn."""
+        for _ in range(64):
             try:
-                raw = socket.create_connection(where, timeout=max(1.0, min(_HELLO_S, until - time.monotonic())))
-                try:
-                    return self._introduced(raw, kind)
-                except BaseException:
-                    raw.close()
-                    raise
-            except OSError as error:
-                if time.monotonic() >= until:
-                    raise NcclSyncError(
-                        f"Expected {self._size} processes to meet at {where[0]}:{where[1]}, within {join_s:g} s. "
-                        f"Received: process {other} is not reached there ({error}). Check that it was started, that "
-                        "its host is reached by that name, and that no other program has the port"
-                    ) from None
-                time.sleep(_RETRY_S)
+                frames = [one.buffer for one in ready.recv_multipart(zmq.NOBLOCK, copy=False)]
+            except zmq.Again:
+                return
+            try:
+                self._side.take(ready, frames)
+            except (NcclSyncError, TypeError, ValueError, IndexError) as error:
+                logger.error("Expected a message of this version of ncclsync. Received: another (%s)", error)
 
-    def _introduced(self, raw: socket.socket, kind: str) -> _Connection:
-        greeting = read_exactly(raw, len(_MAGIC) + messages.OFFER_BYTES + _IDENT_BYTES)
-        offer, ident = bytes(greeting[len(_MAGIC) : -_IDENT_BYTES]), greeting[-_IDENT_BYTES:]
-        if greeting[: len(_MAGIC)] != _MAGIC or self._offer not in (b"", offer):
-            raise OSError("another program answers")
-        connection = _Connection(raw, Seal(offer), ident.hex(), is_server=False)
-        connection.send((self._rank, self._size, kind))
+    def _beat(self) -> None:
+        """Count who is silent: at most two seconds at once, since in more this process may have been stopped."""
+        now = time.monotonic()
+        passed_s, self._asked = min(2 * _BEAT_S, now - self._asked), now
+        for rank, is_alive in self._side.pulses().items():
+            self._silent[rank] = 0.0 if is_alive else self._silent[rank] + passed_s
+
+
+class _Process0:
+    """Listen; bring the processes' values together, and pass on notices and data.
+
+    All hear in one order. A process hears of a notice after all values that were complete before it.
+    """
+
+    def __init__(self, service: Service, size: int, by: Introduction) -> None:
+        self._service, self._size = service, size
+        self._given: dict[int, dict[int, bytes]] = {}  # by number and process; until they are complete
+        self._notices: list[Any] = []  # for those who have not joined
+        self._owners: dict[int, str] = {}  # what names each process that has joined, unlike another one of its number
+        self._members: dict[int, _Address] = {}
+        self._ranks: dict[_Address, int] = {}
+        self._context = zmq.Context()
+        self._listener = listen(by.port)
+        os.register_at_fork(after_in_child=self._listener.close)  # a forked worker is not to keep the port
+        self._forget = by.forget
+        port, key = self._listener.getsockname()[1], by.key or secrets.token_hex(32)
+        self._router = _socket(self._context, zmq.ROUTER, key)
+        self._router.use_fd = self._listener.fileno()
+        self._router.bind(f"tcp://*:{port}")
+        self._folder = tempfile.mkdtemp(prefix="ncclsync-")  # of mode 700
+        self._path = f"{self._folder}/0"
+        self._local = _socket(self._context, zmq.ROUTER)
         try:
-            refused = connection.receive()
-        except ConnectionResetError:
-            raise MessageError(
-                f"Expected process 0 at {self.address} to take this process. Received: an end of the connection. Give "
-                f"all processes the same {messages.VARIABLE}"
-            ) from None
+            self._local.bind(f"ipc://{self._path}")
+        except zmq.ZMQError:  # the path is too long
+            self._path = ""
+        self.sockets = self._router, self._local
+        for one in self.sockets:
+            one.router_mandatory = one.router_handover = True
+        by.tell(Told(own_addresses(), port, key))
+
+    def take(self, ready: zmq.Socket, frames: Sequence[Any]) -> None:
+        """Hear another process, or one that would join."""
+        ident, kind, *rest = frames
+        address = ready, bytes(ident)
+        if kind == b"hello":
+            self._greet(address, *messages.read(rest[0]))
+        elif kind == b"pulse":
+            return
+        elif (rank := self._ranks.get(address)) is None:
+            self._write(address, b"lost", b"its connection has ended in between")
+        elif kind == b"ask":
+            self._hear(rank, *messages.read(b"".join(rest)))
+        elif kind in (b"data", b"stop"):
+            self._pass(bytes(kind), rank, int(bytes(rest[0])), rest[1])
+
+    def ask(self, what: str, number: int, value: Any) -> None:
+        """Hear this process itself."""
+        self._hear(0, what, number, value)
+
+    def send(self, kind: bytes, to: int, data: bytes) -> None:
+        """Send this process' own data."""
+        self._pass(kind, 0, to, data)
+
+    def pulses(self) -> dict[int, bool]:
+        """Return which of the processes are connected."""
+        return {rank: self._has_pulse(rank) for rank in self._members}
+
+    def close(self) -> None:
+        """End; the others hear of it."""
+        for address in self._members.values():
+            self._write(address, b"lost", b"it has ended")
+        self._remove()
+        self._listener.detach()  # ZeroMQ closes it
+        _end(self._context, self.sockets)
+
+    def _hear(self, rank: int, what: str, number: int, value: Any) -> None:
+        """Do what a process asks."""
+        if what == "give":
+            # A process that has come this far has left all before.
+            self._given = {n: given for n, given in self._given.items() if n >= number}
+            given = self._given.setdefault(number, {})
+            given[rank] = value
+            if len(given) == self._size:
+                del self._given[number]
+                self._answer([*range(self._size)], "given", number, [given[i] for i in range(self._size)])
+        elif what == "who":
+            self._answer([rank], "who", value, sorted(self._given.get(number, ())))
+        else:
+            if len(self._members) < self._size - 1:
+                self._notices.append(value)
+            self._answer([0, *self._members], "notice", 0, value)
+
+    def _answer(self, ranks: Sequence[int], what: str, number: int, value: Any) -> None:
+        data = messages.written((what, number, value)) if any(ranks) else b""
+        for rank in ranks:
+            if rank == 0:
+                self._service.hear(what, number, value)
+            else:
+                self._write(self._members[rank], b"hear", *_pieces(data))
+
+    def _pass(self, kind: bytes, source: int, to: int, data: Any) -> None:
+        if to == 0:
+            self._service.arrive(kind, source, data)
+        elif to in self._members:
+            self._write(self._members[to], kind, b"%d" % source, data)
+
+    def _write(self, address: _Address, *frames: Any) -> None:
+        """Send to a process; nothing if its connection has ended, of which the others hear by its silence."""
+        try:
+            address[0].send_multipart([address[1], *frames])
+        except zmq.ZMQError as error:
+            if error.errno != errno.EHOSTUNREACH:
+                raise
+
+    def _greet(self, address: _Address, rank: int, size: int, own: str, joins: bool) -> None:
+        """Answer a process that would join."""
+        refused = ""
+        if size != self._size or not 0 < rank < size:
+            refused = f"Expected one of {self._size} processes. Received: process {rank} of {size}"
+        elif self._owners.get(rank, own) != own and self._has_pulse(rank):
+            refused = (
+                f"Expected each process once. Received: another process {rank} of {size}. A child process, such as a "
+                "worker that imports the training script, is to write processes=False; two jobs at one port need "
+                "ports, or an NCCLSYNC_SECRET each, of their own"
+            )
+        elif self._owners.get(rank, own) != own:
+            refused = (
+                f"Expected processes that were started together. Received: process {rank} of {size}, started again, "
+                "which cannot take the place of one that has ended. Start all of them again, as torchrun "
+                "--max-restarts does: BackupAndRestore goes on at the backup"
+            )
         if refused:
-            raise MessageError(refused)
-        self._offer = offer
-        raw.settimeout(None)
-        return connection
+            self._write(address, b"refused", refused.encode())
+            return
+        self._write(address, b"welcome", messages.written((self._path, machine())))
+        if joins:
+            is_new = rank not in self._owners
+            self._owners[rank], self._members[rank], self._ranks[address] = own, address, rank
+            for notice in self._notices if is_new else ():
+                self._answer([rank], "notice", 0, notice)
+            if len(self._members) == self._size - 1:
+                self._remove()
+
+    def _remove(self) -> None:
+        """Remove what lets processes join."""
+        self._forget()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _has_pulse(self, rank: int) -> bool:
+        """Send a process a pulse; return whether it is connected."""
+        try:
+            self._router.send_multipart([f"pulse {self._owners[rank]}".encode(), b"pulse"], zmq.NOBLOCK)
+        except zmq.Again:  # it has not read all before
+            return True
+        except zmq.ZMQError as error:
+            if error.errno != errno.EHOSTUNREACH:
+                raise
+            return False
+        return True
 
 
-def _listen(host: str, port: int, on_one_host: bool) -> socket.socket:
-    """Return a socket that listens at an address. Raises NcclSyncError: it is not this host's, or the port is taken."""
-    chosen = os.environ.get(VARIABLE) or _bound(host, on_one_host)
+class _Other:
+    """Reach process 0, and hear it."""
+
+    def __init__(self, service: Service, rank: int, size: int, by: Introduction, join_s: float | None) -> None:
+        self._service, self._context, own = service, zmq.Context(), secrets.token_hex(8)
+        with _Search(self._context, by, messages.written((rank, size, own, False))) as search:
+            search.wait(search.go_on, join_s)
+            self._pulse = pulse = _socket(self._context, zmq.DEALER, search.key)
+            pulse.routing_id, pulse.immediate = f"pulse {own}".encode(), True
+            pulse.heartbeat_ivl, pulse.heartbeat_timeout, pulse.heartbeat_ttl = _PING_MS, _MUTE_MS, _MUTE_MS
+            pulse.connect(search.endpoint)
+            search.wait(lambda slice_s: bool(pulse.poll(int(1e3 * slice_s), zmq.POLLOUT)), join_s)
+            time.sleep(2e-3 * _PING_MS)  # only after the first of them process 0 would notice that no more come
+            # Within a host by the Unix socket, which needs no keys.
+            path, where = search.answer
+            key, main = search.key, search.endpoint
+            if where == machine() and _is_reached(path):
+                key, main = "", f"ipc://{path}"
+            self._main = _socket(self._context, zmq.DEALER, key)
+            self._main.connect(main)
+            self._main.send_multipart([b"hello", messages.written((rank, size, own, True))])
+            search.wait(lambda slice_s: bool(self._main.poll(int(1e3 * slice_s))), join_s)
+            _read_answer(self._main)
+        self.sockets = self._main, self._pulse
+
+    def take(self, ready: zmq.Socket, frames: Sequence[Any]) -> None:
+        """Hear process 0."""
+        kind, *rest = frames
+        if kind == b"hear":
+            self._service.hear(*messages.read(b"".join(rest)))
+        elif kind in (b"data", b"stop"):
+            self._service.arrive(bytes(kind), int(bytes(rest[0])), rest[1])
+        elif kind == b"lost" and not self._service.lost[1]:
+            self._service.lost = time.monotonic(), bytes(rest[0]).decode()
+
+    def ask(self, *request: Any) -> None:
+        """Ask process 0."""
+        self._main.send_multipart([b"ask", *_pieces(messages.written(request))])
+
+    def send(self, kind: bytes, to: int, data: bytes) -> None:
+        """Send data, which process 0 passes on."""
+        self._main.send_multipart([kind, b"%d" % to, data])
+
+    def pulses(self) -> dict[int, bool]:
+        """Return whether process 0 is connected; have it say so if it does not know this process any more."""
+        self._main.send(b"tick")
+        return {0: bool(int(self._pulse.get(zmq.EVENTS)) & zmq.POLLOUT)}
+
+    def close(self) -> None:
+        """End."""
+        _end(self._context, self.sockets)
+
+
+class _Search:
+    """Look for process 0 at all of its addresses, until it answers at one.
+
+    Attributes:
+        endpoint, key, answer: the address that has answered, the key there, and what it has answered.
+    """
+
+    def __init__(self, context: zmq.Context, by: Introduction, hello: bytes) -> None:
+        self._context, self._by, self._hello = context, by, hello
+        self._poller = zmq.Poller()
+        self._probes: dict[tuple[str, str], zmq.Socket] = {}  # by endpoint and key
+        self._greeted: dict[zmq.Socket, float] = {}
+        self._told: Told | None = None
+        self._endpoints: list[str] = []
+        self._unknown = ""
+        self._error: NcclSyncError | None = None
+        self._began, self._has_said = time.monotonic(), False
+        self._stop = threading.Event()
+
+    def __enter__(self) -> _Search:
+        threading.Thread(target=self._look, name="ncclsync search", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._by.forget()
+        for probe in self._probes.values():
+            probe.close(0)
+
+    def _look(self) -> None:
+        """Ask the launcher, and for the addresses of names, which may take long, come late, or change. In a thread."""
+        while not self._stop.is_set():
+            try:
+                told = self._by.find()
+            except NcclSyncError as error:
+                self._error = error
+                return
+            hosts, unknown = dict[str, None](), ""
+            for name in told.addresses if told else ():
+                try:
+                    hosts |= {str(one[4][0]): None for one in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
+                except OSError as error:
+                    unknown = f"{name} has no address ({error})"
+            self._unknown = unknown if told else self._by.waits_for
+            if told:
+                named = (f"[{host}]" if ":" in host else host for host in hosts)
+                self._endpoints, self._told = [f"tcp://{host}:{told.port}" for host in named], told
+            self._stop.wait(_AGAIN_S)
+
+    def go_on(self, slice_s: float) -> bool:
+        """Greet process 0 wherever it may be, for so many seconds; return whether it has answered."""
+        if self._error is not None:
+            raise self._error
+        now, key = time.monotonic(), self._told.key if self._told else ""
+        for endpoint in self._endpoints if key else ():
+            if (endpoint, key) not in self._probes:
+                probe = self._probes[endpoint, key] = _socket(self._context, zmq.DEALER, key)
+                probe.immediate = True
+                probe.connect(endpoint)
+                self._poller.register(probe, zmq.POLLIN)
+        for probe in self._probes.values():
+            if now - self._greeted.get(probe, -math.inf) > 4 * _AGAIN_S:
+                with contextlib.suppress(zmq.Again):  # it is not connected yet
+                    probe.send_multipart([b"hello", self._hello], zmq.NOBLOCK)
+                    self._greeted[probe] = now
+        for ready, _ in self._poller.poll(int(1e3 * min(slice_s, 0.05))):
+            self.answer = _read_answer(ready)
+            self.endpoint, self.key = next(where for where, probe in self._probes.items() if probe is ready)
+            return True
+        return False
+
+    def wait(self, go_on: Callable[[float], bool], join_s: float | None) -> None:
+        """Wait, up to so many seconds from the begin; say after some that process 0 is waited for, and why."""
+
+        def saying(slice_s: float) -> bool:
+            is_there = go_on(slice_s)
+            if not is_there and not self._has_said and time.monotonic() - self._began > _SAID_S:
+                self._has_said = True
+                logger.error("Process 0 is waited for: %s", self._words())
+            return is_there
+
+        timeouts.wait(
+            saying,
+            call="join",
+            what=lambda: "the joining of processes",
+            timeout_s=join_s and max(1e-3, join_s - (time.monotonic() - self._began)),
+            arrived=lambda: f"process 0 not arrived. Each has to make towers, and to do so in time. {self._words()}",
+        )
+
+    def _words(self) -> str:
+        """Return what is found where process 0 was looked for."""
+        found = [self._unknown] if self._unknown else []
+        return "; ".join([*found, *map(_found_at, self._endpoints[:_SHOWN])])
+
+
+def _found_at(endpoint: str) -> str:
+    """Return who answers at an address, in words."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     try:
-        family, _, _, _, where = socket.getaddrinfo(chosen, port, type=socket.SOCK_STREAM)[0]
-        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-        return socket.create_server(where, family=family, backlog=128, dualstack_ipv6=both)
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=1) as raw:
+            raw.settimeout(1)
+            greeting = raw.recv(1)
     except OSError as error:
-        raise NcclSyncError(
-            f"Expected process 0 to listen at {chosen}, port {port}. Received: {error}. Name an address of its host, "
-            f"and a free port; where the others reach it by another address than its own, set {VARIABLE} to its own"
-        ) from None
+        return f"{host}:{port} does not answer ({error})"
+    if greeting == b"\xff":  # ZeroMQ's
+        return (
+            f"at {host}:{port} is a process that does not answer, or not to this job: give all its processes the same "
+            f"{VARIABLE}, and each job a port of its own"
+        )
+    return f"at {host}:{port} is another program"
 
 
-def _bound(host: str, on_one_host: bool) -> str:
-    """Return the address to listen at; where this host resolves its own name to a loopback address, its network's."""
-    if on_one_host or host == "localhost":
-        return host
-    with contextlib.suppress(OSError):
-        found = {str(one[4][0]) for one in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
-        loops = all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found)
-        if loops and host not in found:  # a name
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                # Sends nothing: an address reserved for documentation, by the usual route.
-                probe.connect(("192.0.2.1", 9))
-                own = str(probe.getsockname()[0])
-            words = "%s is %s on its own host: process 0 listens at %s. Set %s if the others use another network"
-            logger.warning(words, host, " and ".join(sorted(found)), own, VARIABLE)
-            return own
-    return host
+def _socket(context: zmq.Context, kind: int, key: str = "") -> zmq.Socket:
+    """Return a socket, with the pair of keys that follows from `key` and the user's secret; without for ""."""
+    made = context.socket(kind)
+    made.ipv6, made.linger, made.sndhwm, made.rcvhwm, made.maxmsgsize = True, 0, 0, 0, 2 * _CHUNK
+    made.tcp_keepalive = 1
+    if key:
+        private = zmq.utils.z85.encode(hashlib.blake2b(f"{key}\n{secret()}".encode(), digest_size=32).digest())
+        public = zmq.curve_public(private)
+        made.curve_secretkey, made.curve_publickey = private, public
+        if kind == zmq.ROUTER:
+            made.curve_server = True
+        else:
+            made.curve_serverkey = public
+    return made
+
+
+def _pieces(data: bytes) -> list[bytes]:
+    """Return data as frames of a length that is taken."""
+    return [data[begin : begin + _CHUNK] for begin in range(0, len(data), _CHUNK)]
+
+
+def _read_answer(ready: zmq.Socket) -> Any:
+    """Return process 0's answer to a greeting. Raises MessageError if it refuses this process."""
+    kind, data = ready.recv_multipart()
+    if kind == b"refused":
+        raise MessageError(data.decode())
+    return messages.read(data)
+
+
+def _is_reached(path: str) -> bool:
+    """Return whether this process may connect with a Unix socket."""
+    with socket.socket(socket.AF_UNIX) as raw:
+        return bool(path) and raw.connect_ex(path) == 0
+
+
+def _end(context: zmq.Context, sockets: Sequence[zmq.Socket]) -> None:
+    """Close sockets once all is sent, or after a while."""
+    for one in sockets:
+        one.close(int(1e3 * _LINGER_S))
+    context.term()

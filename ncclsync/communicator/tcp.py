@@ -1,4 +1,4 @@
-"""Join the ranks of several processes in host memory: TCP carries what `CpuCommunicator` moves between processes.
+"""Join the ranks of several processes in host memory: ZeroMQ carries what `CpuCommunicator` moves between processes.
 
 Before a collective all processes tell each other what they are about to do, by a digest; the first data travel along,
 and are used only when all digests are equal. Otherwise `Peers.exchange` tells who does something else, or has failed.
@@ -7,15 +7,12 @@ A process that ends, is silent, or is interrupted in a collective ends the agree
 
 from __future__ import annotations
 
-import collections
-import functools
 import hashlib
 import itertools
-import select
-import socket
+import queue
 import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -24,11 +21,10 @@ from ncclsync.communicator import native, timeouts
 from ncclsync.communicator.base import NAMES, AnyCollective, read_buffers
 from ncclsync.communicator.buffers import HOST, Buffers
 from ncclsync.communicator.cpu import CpuCommunicator, Move, check_size
-from ncclsync.communicator.peers import SAME_MODEL, SILENCE_S, Peers, shortened
+from ncclsync.communicator.peers import SAME_MODEL, Peers, shortened
 from ncclsync.errors import NcclSyncError, ProcessError
 
 _HEADER = struct.Struct("<16sq")  # what a process does next, and how many bytes it sends along
-_TOLD_S = SILENCE_S + 2  # until the reason is known for which a connection has ended
 
 
 class TcpCommunicator(CpuCommunicator):
@@ -54,7 +50,6 @@ class TcpCommunicator(CpuCommunicator):
         check_size(size)
         timeouts.check_timeout(timeout_s)
         self.peers, self.timeout_s = peers, timeout_s
-        self._data = peers.data(timeout_s)
         self.number_ranks(self.exchange(size, "the joining of ranks"))
 
     @property
@@ -75,12 +70,21 @@ class TcpCommunicator(CpuCommunicator):
             self._meet(what, [])
             return self.peers.exchange(value, what, self.timeout_s)
 
+    def agree(self, value: Any, what: str) -> list[Any]:
+        """Return what each process gives, when each has come this far; see `Communicator.agree`."""
+        if value or self.closed:
+            return self.exchange(value, what)
+        with self.peers.in_turn:
+            if not self._meet(what, []):  # another process has failed, or is elsewhere
+                return self.peers.exchange(value, what, self.timeout_s)
+        return [value] * self.peers.size
+
     def _tell(self, words: str) -> None:
         if self.closed:
             return
         try:
             with self.peers.in_turn:
-                self._meet(words, [], kind="failed")
+                self._meet("the report of a failure", [], kind=f"failed: {words}")
                 self.peers.exchange(None, shortened(words), self.timeout_s, failed=True)
         except NcclSyncError:  # as in all processes
             self.peers.raised = None
@@ -101,8 +105,9 @@ class TcpCommunicator(CpuCommunicator):
             if not self._meet(text, [next(one) for one in stages], kind=repr(what)):
                 self._raise_difference(what, text)
             while moves := [move for one in stages if (move := next(one, None)) is not None]:
-                transfer = _Transfer(self._data, *self._joined(moves))
-                self._wait(transfer, text)
+                sends, receives = self._joined(moves)
+                self._send(sends)
+                self._receive(receives, text)
 
     def _meet(self, text: str, moves: Sequence[Move], kind: str = "") -> bool:
         """Tell all processes what this one does next, and run moves if all do the same; return whether they do.
@@ -112,16 +117,15 @@ class TcpCommunicator(CpuCommunicator):
         self.peers.begun += 1
         digest = hashlib.blake2b(f"{kind}\n{text}\n{self.peers.batch}".encode(), digest_size=16).digest()
         sends, receives = self._joined(moves)
-        headers = {i: np.empty(_HEADER.size, np.uint8) for i in self._data}
         for buffers in sends.values():
             header = _HEADER.pack(digest, sum(one.size for one in buffers))
             buffers.insert(0, np.frombuffer(header, np.uint8))
-        transfer = _Transfer(self._data, sends, {i: [header] for i, header in headers.items()})
-        self._wait(transfer, text, sends=False)
+        self._send(sends)
+        headers = {i: np.empty(_HEADER.size, np.uint8) for i in receives}
+        self._receive({i: [header] for i, header in headers.items()}, text)
         found = {i: _HEADER.unpack(header.data) for i, header in headers.items()}
         is_same = all(one == digest for one, _ in found.values())
-        transfer.receive(receives if is_same else {i: [np.empty(n, np.uint8)] for i, (_, n) in found.items()})
-        self._wait(transfer, text)
+        self._receive(receives if is_same else {i: [np.empty(n, np.uint8)] for i, (_, n) in found.items()}, text)
         return is_same
 
     def _raise_difference(self, what: Sequence[str], text: str) -> NoReturn:
@@ -134,109 +138,59 @@ class TcpCommunicator(CpuCommunicator):
 
     def _joined(self, moves: Sequence[Move]) -> tuple[dict[int, list[np.ndarray]], dict[int, list[np.ndarray]]]:
         """Return what moves send to each other process and receive from it."""
-        sends, receives = ({i: [one for move in moves for one in move[way][i]] for i in self._data} for way in (0, 1))
+        others = [i for i in range(self.peers.size) if i != self.peers.rank]
+        sends, receives = ({i: [one for move in moves for one in move[way][i]] for i in others} for way in (0, 1))
         return sends, receives
 
-    def _wait(self, transfer: _Transfer, text: str, *, sends: bool = True) -> None:
-        """Wait for a part of a transfer. An error is the end: processes are no longer in step."""
-        peers = self.peers
+    def _send(self, sends: Mapping[int, Sequence[np.ndarray]]) -> None:
+        for i, buffers in sends.items():
+            for one in buffers:
+                self.peers.service.send(i, one.data)
+
+    def _receive(self, receives: Mapping[int, Sequence[np.ndarray]], text: str) -> None:
+        """Receive bytes from processes. An error is the end: processes are no longer in step."""
+        peers, waiting = self.peers, {i: [one.data for one in each if one.size] for i, each in receives.items()}
+
+        def go_on(slice_s: float) -> bool:
+            until = time.monotonic() + slice_s
+            for i, buffers in waiting.items():
+                while buffers:
+                    try:
+                        piece = peers.service.inbox[i].get(timeout=max(0.0, until - time.monotonic()))
+                    except queue.Empty:
+                        return False
+                    if isinstance(piece, str):
+                        peers.check_alive(text)  # a more telling reason
+                        peers.fail(f"Expected {text} to end. Received: {peers.name(i)} has given it up: {piece}")
+                    buffers[0][: len(piece)] = piece
+                    buffers[0] = buffers[0][len(piece) :]
+                    if not buffers[0]:
+                        buffers.pop(0)
+            return True
+
+        def late() -> list[int]:
+            return [i for i, buffers in waiting.items() if buffers and peers.service.inbox[i].empty()]
 
         def check(what: str) -> None:
-            if transfer.lost or peers.silent():  # who has ended may have sent all before
+            gone = peers.gone()
+            if peers.silent() or any(i in gone for i in late()):  # else who has ended has sent all before
                 peers.check_alive(what)
-            if transfer.lost and time.monotonic() - transfer.lost_at > _TOLD_S:
-                ended = peers.names(transfer.lost)
-                peers.fail(f"Expected {what} to end. Received: the end of the connection to {ended}")
 
         try:
             timeouts.wait(
-                functools.partial(transfer.go_on, sends=sends),
+                go_on,
                 call="transfer",
                 what=lambda: text,
                 timeout_s=self.timeout_s,
-                arrived=lambda: f"{peers.names(transfer.waits_for())} not arrived",
+                arrived=lambda: f"{peers.names(late())} not arrived",
                 check=check,
             )
         except BaseException as error:
             if peers.failure is None:
                 peers.failure = ProcessError(f"{type(error).__name__}: {error}")
-            for connection in self._data.values():  # no other process is to wait for this one
-                connection.close()
+            for i in receives:  # no other process is to wait for this one
+                peers.service.stop(i, shortened(str(peers.failure)))
             raise
-
-
-class _Transfer:
-    """Send and receive bytes side by side, so that no two processes wait for each other to read.
-
-    Attributes:
-        lost: the processes whose connections have ended too soon; `lost_at` says when.
-    """
-
-    def __init__(
-        self,
-        connections: Mapping[int, socket.socket],
-        sends: Mapping[int, Sequence[np.ndarray]],
-        receives: Mapping[int, Sequence[np.ndarray]],
-    ) -> None:
-        self._connections = connections
-        # By process, what is left, in order.
-        self._sends, self._receives = (
-            {i: collections.deque(one.data for one in buffers if one.size) for i, buffers in each.items()}
-            for each in (sends, receives)
-        )
-        self.lost: list[int] = []
-        self.lost_at = 0.0
-
-    def receive(self, receives: Mapping[int, Sequence[np.ndarray]]) -> None:
-        """Receive more from processes."""
-        for i, buffers in receives.items():
-            self._receives[i].extend(one.data for one in buffers if one.size and i not in self.lost)
-
-    def waits_for(self) -> list[int]:
-        """Return the processes from which something is to come."""
-        return [i for i, buffers in self._receives.items() if buffers]
-
-    def go_on(self, slice_s: float, *, sends: bool = True) -> bool:
-        """Work for so many seconds; return whether all is received and, if `sends`, all is sent."""
-        until = time.monotonic() + slice_s
-        while self.waits_for() or (sends and any(self._sends.values())):
-            poll, processes = select.poll(), {}
-            for i, connection in self._connections.items():
-                events = select.POLLOUT * bool(self._sends[i]) | select.POLLIN * bool(self._receives[i])
-                if events:
-                    poll.register(connection, events)
-                    processes[connection.fileno()] = i
-            for fd, event in poll.poll(max(0.0, 1e3 * (until - time.monotonic()))):
-                self._advance(processes[fd], event)
-            if time.monotonic() >= until:
-                return False
-        if self.lost:
-            time.sleep(max(0.0, until - time.monotonic()))
-        return not self.lost
-
-    def _advance(self, i: int, event: int) -> None:
-        try:
-            if event & select.POLLOUT:
-                _pass(self._sends[i], self._connections[i].send)
-            if event & ~select.POLLOUT:
-                _pass(self._receives[i], self._connections[i].recv_into)
-        except OSError:
-            self._sends[i].clear()
-            self._receives[i].clear()
-            self.lost, self.lost_at = [*self.lost, i], time.monotonic()
-
-
-def _pass(buffers: collections.deque[memoryview], way: Callable[[memoryview], int]) -> None:
-    """Send or receive a part of the first buffer."""
-    if not buffers:
-        raise ConnectionResetError  # nothing is left but an error, which was reported
-    count = way(buffers[0])
-    if count == 0:
-        raise ConnectionResetError
-    if count < len(buffers[0]):
-        buffers[0] = buffers[0][count:]
-    else:
-        buffers.popleft()
 
 
 def _described(collective: AnyCollective, writes: Buffers) -> str:

@@ -44,26 +44,30 @@ def read_uuids(folder: pathlib.Path = pathlib.Path("/proc/driver/nvidia/gpus")) 
 def left_by(value: str | None, uuids: Sequence[str | None], divided: Collection[int] = ()) -> list[int]:
     """Return the numbers of the GPUs that a value of CUDA_VISIBLE_DEVICES leaves.
 
-    As CUDA reads it: numbers or beginnings of UUIDs, up to the first that names no GPU. CUDA may number different GPUs
-    in another order; the number of GPUs is right.
+    As CUDA reads it: numbers, or beginnings of UUIDs, up to the first that names no GPU, or several; a GPU that is
+    named twice leaves none. Of instances (MIG) a process has the first alone. CUDA may number different GPUs in another
+    order; the number of GPUs is right.
 
     Args:
         value: of the variable; None: it is not set.
         uuids: of all GPUs; None for an unknown UUID.
         divided: numbers of the GPUs that are divided into instances (MIG).
     """
-    everyone = range(len(uuids))
     if value is None:
-        return [*everyone]
+        return [*range(len(uuids))]
     found: list[int] = []
-    for name in map(str.strip, value.split(",")):
-        if name.startswith("MIG-"):
-            named = sorted(divided)
-        elif name.isdecimal():
-            named = [i for i in everyone if i == int(name)]
+    known = [(uuid or "").lower() for uuid in uuids]
+    for name in (one.strip().lower() for one in value.split(",")):
+        if name.startswith("mig-"):
+            of_gpu = name.removeprefix("mig-").partition("/")[0]  # MIG-GPU-<its UUID>/<instance>, by older drivers
+            return found or [i for i in sorted(divided) if of_gpu == known[i] or not of_gpu.startswith("gpu-")][:1]
+        if value.strip()[:1].isdecimal():
+            named = [i for i in range(len(uuids)) if str(i) == name]
         else:
-            named = [i for i in everyone if name and (uuids[i] or "").lower().startswith(name.lower())]
-        if not named:
+            named = [i for i, uuid in enumerate(known) if name and uuid.startswith(name)]
+        if len(named) != 1:
             break
-        found += named[:1]
+        if named[0] in found:
+            return []
+        found += named
     return found

@@ -62,8 +62,8 @@ def cut(
         target: where it is to run.
         results: how the towers' results become those of the step.
         undone: whether a step may have to be undone after all its writes.
-        traceless: whether a step that fails may run again: nothing may be left of it, metrics and random state
-            included.
+        traceless: whether nothing may be left of a step that fails, at any moment of it, metrics and random state
+            included: it may run again, or another process has failed.
         meter: see `compile_segment`.
     """
 

@@ -174,20 +174,24 @@ class Exchanges:
             received.update({bucket.result: (tower, launched, column) for column, bucket in enumerate(call.buckets)})
         return self._passed(launched)
 
-    def agree(self, after: After) -> After:
+    def agree(self, after: After, *, ends: bool = False) -> After:
         """Return the ops that each tower waits for before it writes: all processes have launched the exchanges.
 
         Otherwise an error in one process, which then launches nothing more, would cost the others their weights. The
         hosts meet, and wait for no GPU. They compare a digest of all exchanges, so that a process whose graph has other
         exchanges, or another order, is an error.
+
+        Processes of CPU towers meet when the step `ends`: an error in one of them then undoes it in all.
         """
         count = len(self._called)
-        if not self._enqueues or not self._layout.meets_processes or count == self._agreed:
+        is_due = count != self._agreed if self._enqueues else ends
+        if tf.executing_eagerly() or not self._layout.meets_processes or not is_due:
             return after
         self._agreed = count
         digest = hashlib.blake2b(repr(self._called).encode(), digest_size=4).hexdigest()
         text = f"a step ({count} exchange{'s' * (count > 1)}, program {digest})"
-        return self.meet(after, [agree(self._towers.communicator, text, self.turns).op])
+        with tf.control_dependencies([] if self._enqueues else [one for each in after for one in each]):
+            return self.meet(after, [agree(self._towers.communicator, text, self.turns).op])
 
     def _launch(
         self,

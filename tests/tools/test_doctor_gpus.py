@@ -195,12 +195,24 @@ def test_problem_is_found(case):
         ("1,7,2", [1]),
         ("GPU-2a,gpu-0aa", [2, 0]),
         ("MIG-5f", []),
+        ("0,0", []),
+        ("1,GPU-1", [1]),
+        ("GPU-1,gpu-1AA", []),
+        ("GPU-", []),
+        ("2,GPU-,1", [2]),
     ],
 )
 def test_visible_gpus(value, left):
     """As CUDA reads the variable: up to the first name that it does not know."""
     host = GPUS if value is None else given(GPUS, CUDA_VISIBLE_DEVICES=value)
     assert [gpu.index for gpu in host.visible_gpus] == left
+
+
+def test_visible_instances():
+    """A process has the first alone; older drivers name its GPU."""
+    uuids = ["GPU-0aa", "GPU-1aa", "GPU-2aa"]
+    for value, left in (("MIG-5f,MIG-6f", [1]), ("MIG-GPU-2aa/1/0", [2]), ("MIG-GPU-0aa/1/0", []), ("0,MIG-5f", [0])):
+        assert host_gpus.left_by(value, uuids, divided=[2, 1]) == left
 
 
 def test_variables(tmp_path, monkeypatch):

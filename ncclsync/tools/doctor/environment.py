@@ -12,7 +12,7 @@ EFFECTS = {
     "NCCLSYNC_NCCL_LIBRARY": "the libnccl to use; no other is tried",
     "NCCLSYNC_CUDART_LIBRARY": "the libcudart to use; no other is tried",
     "NCCLSYNC_CUDA_DRIVER_LIBRARY": "the libcuda to use; no other is tried",
-    "NCCLSYNC_SECRET": "what keys the digests of messages between processes",
+    "NCCLSYNC_SECRET": "who has it belongs to the job: connections between processes have keys that follow from it",
     "NCCLSYNC_PROGRESS": "where backups report to `python -m ncclsync run` how far they are",
     "NCCL_ALGO": "overrides NCCL's choice of algorithm; one that does not fit is an error",
     "NCCL_PROTO": "overrides NCCL's choice of protocol; the wrong one may corrupt data",

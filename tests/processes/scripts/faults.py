@@ -29,6 +29,30 @@ def build(width=8):
     return model
 
 
+class Late(keras.Sequential):
+    """Fails after its update, if a row says so: in process 0 alone, which runs what is Python."""
+
+    def train_step(self, data):
+        results = super().train_step(data)
+        checked = tf.numpy_function(self.check, [data[0], self(data[0], training=True)], tf.float32)
+        return {name: value + checked for name, value in results.items()}
+
+    @staticmethod
+    def check(x, _):
+        if (x[:, 0] > 50).any():
+            raise ValueError("late")
+        return np.float32(0)
+
+
+def build_late():
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Dense(8, "relu"), keras.layers.Dropout(0.5), keras.layers.BatchNormalization()]
+    model = Late([keras.Input((6,)), *layers, keras.layers.Dense(5)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"])
+    return model
+
+
 class At(keras.callbacks.Callback):
     """Call something after a batch, in the last process."""
 
@@ -94,7 +118,8 @@ def fit(model, **options):
 
 
 model = nccl_parallel(towers=2, health=Health(timeout_s=60))(build)()
-fit(model, epochs=1)
+if WAY != "late":
+    fit(model, epochs=1)
 if WAY == "raises":
     error = told(lambda: fit(model, callbacks=[At(2, raise_error)]))
     raise error
@@ -136,6 +161,19 @@ if WAY == "label":
     fit(model, epochs=1)  # all go on together
     assert model.towers.divergence() == 0.0
     print(f"[{RANK}] goes on", float(sum(np.abs(w).sum() for w in model.get_weights())), flush=True)
+if WAY == "late":
+    bad = X.copy()
+    bad[31, 0] = 99  # the last row of the second batch: the last tower's
+    late = nccl_parallel(towers=2, health=Health(timeout_s=60))(build_late)()
+    late.train_on_batch(X[:16], Y[:16])
+    for i in range(0, 64, 16):
+        before = [variable.numpy() for variable in late.variables]
+        failed = told(lambda i=i: late.train_on_batch(bad[i : i + 16], Y[i : i + 16]))  # all catch it, and go on
+        same = [np.array_equal(one, other.numpy()) for one, other in zip(before, late.variables, strict=True)]
+        assert all(same) == bool(failed), [one.path for one in late.variables]
+        assert not failed or not any(late.get_metrics_result().values())  # as `train_on_batch` begins
+    assert late.towers.divergence() == 0.0
+    print(f"[{RANK}] goes on", float(sum(np.abs(w).sum() for w in late.get_weights())), flush=True)
 if WAY == "pruned":
     for where, everywhere in (("batch", False), ("epoch", False), ("batch", True)):
         told(lambda where=where, everywhere=everywhere: fit(model, callbacks=[Raises(where, everywhere)]))

@@ -1,0 +1,261 @@
+"""Introduce the processes of a job to each other, by the channel that their launcher has already.
+
+Process 0 tells where it listens, and a key that was made for this run; the others find what it has told. There is a
+function for each launcher. Where a launcher has no channel, as with variables set by hand, all processes know the
+place beforehand, and the key follows from what they share.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import functools
+import importlib.util
+import ipaddress
+import json
+import logging
+import os
+import pathlib
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from ncclsync.communicator.processes import Process
+from ncclsync.errors import NcclSyncError
+
+logger = logging.getLogger("ncclsync")
+
+VARIABLE = "NCCLSYNC_SECRET"
+_LEAST_SECRET = 16  # characters
+_SIOCGIFCONF = 0x8912  # linux/sockios.h
+_ADDRESSES = 64  # of IPv4, at most
+_PMIX = "PMIX_SERVER_TMPDIR"  # Open MPI makes it on each host for a job's processes there
+# They read what process 0 tells, and print it in all.
+_BY_MPI = "import sys; from mpi4py import MPI; print(MPI.COMM_WORLD.bcast(sys.stdin.read()), end='')"
+_BY_STORE = """
+import datetime, sys
+from torch.distributed import TCPStore
+host, port, name = sys.argv[1:]
+store, told = TCPStore(host, int(port), None, False, datetime.timedelta(days=9)), sys.stdin.read()
+store.set(name, told) if told else print(store.get(name).decode(), end="")
+"""
+# What processes of one job share, and others do not.
+_OF_A_RUN = (
+    "PMIX_NAMESPACE",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "SLURM_RESTART_COUNT",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+)
+
+
+class Told(NamedTuple):
+    """Say where process 0 listens.
+
+    Attributes:
+        addresses: names or addresses of its host; it is reached by one of them, at least.
+        port: its port.
+        key: what the job's processes alone know.
+    """
+
+    addresses: list[str]
+    port: int
+    key: str
+
+
+class Introduction(NamedTuple):
+    """Introduce processes to each other.
+
+    Attributes:
+        tell: tells the others, in process 0.
+        find: returns what process 0 has told; None if it has not yet. May be asked again and again. Raises
+            NcclSyncError if it never will.
+        waits_for: what is missing as long as it returns None, for messages.
+        port: at which process 0 is to listen; 0: any.
+        key: what all know already; "": process 0 makes it.
+        forget: removes what was told, when all have joined, or this process has given up.
+    """
+
+    tell: Callable[[Told], None]
+    find: Callable[[], Told | None]
+    waits_for: str
+    port: int = 0
+    key: str = ""
+    forget: Callable[[], None] = lambda: None
+
+
+def introduction(process: Process) -> Introduction:
+    """Return how the processes of this one's launcher are introduced. Raises NcclSyncError if they cannot be."""
+    named = {name: os.environ.get(name, "") for name in _OF_A_RUN}
+    run, is_named = ".".join(filter(None, named.values())), "MASTER_ADDR" in os.environ
+    if process.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return _by_store(process, run)
+    if process.launcher == "Slurm" and not is_named and (process.address is None or not secret()):
+        return _by_files([folder / f".ncclsync.{run}" for folder in (pathlib.Path.home(), pathlib.Path.cwd())])
+    if process.address is not None:
+        return _as_known(process, run)
+    if process.local_size == process.size and _PMIX in os.environ:
+        return _by_files([pathlib.Path(os.environ[_PMIX], f"ncclsync.{run}")])
+    return _by_mpi(process)
+
+
+def secret() -> str:
+    """Return the user's secret for the job, which is added to the key; "" if not set. Raises if it is too short."""
+    given = os.environ.get(VARIABLE, "")
+    if given and len(given) < _LEAST_SECRET:
+        raise NcclSyncError(
+            f"Expected {VARIABLE} to have at least {_LEAST_SECRET} characters. Received: {len(given)}. Set it for all "
+            f"processes by such as: export {VARIABLE}=$(openssl rand -hex 32)"
+        )
+    return given
+
+
+def _as_known(process: Process, run: str) -> Introduction:
+    """Introduce where all know the place: by RANK, MASTER_ADDR and their like, or TF_CONFIG."""
+    host, _, port = str(process.address).rpartition(":")
+    # Not the address: a master may call itself localhost.
+    shared = f"{run} {port} {process.size} {os.environ.get('TF_CONFIG', '') and process.address}"
+    if process.rank == 0 and not secret():
+        logger.warning(
+            "The key of the processes' connections follows from their port: it keeps jobs apart, not strangers out. In "
+            "a network that others use, set for all: export NCCLSYNC_SECRET=$(openssl rand -hex 32)"
+        )
+    told = Told([host.strip("[]")], int(port), shared)
+    return Introduction(lambda told: None, lambda: told, "", told.port, shared)
+
+
+def _by_files(paths: Sequence[pathlib.Path]) -> Introduction:
+    """Introduce by a file that the user alone can read: by mpirun in its folder, by srun in a folder of the user's."""
+
+    written: list[pathlib.Path] = []
+
+    def tell(told: Told) -> None:
+        errors = []
+        for path in paths:
+            try:
+                draft = path.with_name(f"{path.name}.new")
+                draft.unlink(missing_ok=True)
+                draft.touch(0o600)
+                draft.write_text(json.dumps(told))
+                draft.replace(path)
+                written.append(path)
+            except OSError as error:
+                errors.append(str(error))
+        if not written:
+            raise NcclSyncError(
+                f"Expected to write a file by which the other processes find this one. Received: {'; '.join(errors)}. "
+                f"Set {VARIABLE} for all, or let all see a folder"
+            )
+
+    def find() -> Told | None:
+        for path in paths:
+            with contextlib.suppress(OSError, ValueError):  # not written yet
+                if path.stat().st_uid == os.geteuid():
+                    return Told(*json.loads(path.read_text()))
+        return None
+
+    def forget() -> None:
+        for path in written:
+            path.unlink(missing_ok=True)
+
+    return Introduction(
+        tell, find, f"no file {' or '.join(map(str, paths))} of process 0's is seen here", forget=forget
+    )
+
+
+def _by_store(process: Process, run: str) -> Introduction:
+    """Introduce by torchrun's own store, of which a child asks: PyTorch is not to be in this process."""
+    host, _, port = str(process.address).rpartition(":")
+    remedy = "Install torch in this Python, too, or start the processes by RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"
+    return _by_child([_BY_STORE, host, port, f"ncclsync.{run}"], "torchrun's store", remedy)
+
+
+def _by_mpi(process: Process) -> Introduction:
+    """Introduce by a broadcast of MPI, in a child; in this process where MPI runs here: it takes no second one."""
+    remedy = (
+        "Install mpi4py by: pip install 'ncclsync[hosts]'; or name a host and a free port of it by: mpirun -x "
+        "MASTER_ADDR=host -x MASTER_PORT=29500"
+    )
+    if process.launcher != "Open MPI" or importlib.util.find_spec("mpi4py") is None:
+        raise NcclSyncError(
+            f"Expected a way by which {process.size} processes find process 0. Received: none, from "
+            f"{process.launcher} ({process.reason}). {remedy}"
+        )
+    if "mpi4py.MPI" in sys.modules:
+        send = sys.modules["mpi4py.MPI"].COMM_WORLD.bcast
+        return Introduction(send, functools.cache(lambda: Told(*send(None))), "")
+    return _by_child([_BY_MPI], "mpirun's MPI", remedy)
+
+
+def _by_child(command: Sequence[str], what: str, remedy: str) -> Introduction:
+    """Introduce by a child that reads what process 0 tells, and prints it in the others."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(told: str) -> None:
+        started.append(subprocess.Popen([sys.executable, "-c", *command], stdin=-1, stdout=-1, text=True))
+        with contextlib.suppress(OSError):  # it has ended
+            print(told, end="", file=started[0].stdin)
+            assert started[0].stdin is not None
+            started[0].stdin.close()
+
+    @functools.cache
+    def printed() -> str:
+        assert started[0].stdout is not None
+        return started[0].stdout.read()
+
+    def find() -> Told | None:
+        if not started:
+            start("")
+        if started[0].poll() is None:
+            return None
+        try:
+            return Told(*json.loads(printed()))
+        except ValueError:
+            raise NcclSyncError(f"Expected {what} to tell where process 0 is. Received: nothing. {remedy}") from None
+
+    def forget() -> None:
+        for child in started:
+            child.kill()
+
+    waits_for = f"{what} has not told where process 0 is"
+    return Introduction(lambda told: start(json.dumps(told)), find, waits_for, forget=forget)
+
+
+def machine() -> str:
+    """Return what names this machine, unlike all others; two hosts may have one name."""
+    try:
+        return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def own_addresses() -> list[str]:
+    """Return this host's addresses, those of networks first."""
+    place = array.array("B", bytes(40 * _ADDRESSES))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_one:
+        asked = struct.pack("iL", len(place), place.buffer_info()[0])
+        filled, _ = struct.unpack("iL", fcntl.ioctl(any_one, _SIOCGIFCONF, asked))
+    found = [socket.inet_ntoa(place[begin + 20 : begin + 24].tobytes()) for begin in range(0, filled, 40)]
+    with contextlib.suppress(OSError):  # no IPv6
+        for line in pathlib.Path("/proc/net/if_inet6").read_text().splitlines():
+            found.append(str(ipaddress.IPv6Address(bytes.fromhex(line.split()[0]))))
+    hosts = [one for one in dict.fromkeys(found) if not ipaddress.ip_address(one).is_link_local]
+    return sorted(hosts, key=lambda one: ipaddress.ip_address(one).is_loopback)
+
+
+def listen(port: int) -> socket.socket:
+    """Return a socket that listens at all interfaces, of IPv6, too, at a port; 0: any. Raises NcclSyncError."""
+    try:
+        with contextlib.suppress(OSError):
+            return socket.create_server(("", port), family=socket.AF_INET6, backlog=512, dualstack_ipv6=True)
+        return socket.create_server(("", port), backlog=512)  # a host without IPv6
+    except OSError as error:
+        raise NcclSyncError(
+            f"Expected process 0 to listen at port {port}. Received: {error}. Another job, or another program, has the "
+            "port: give each job a port of its own"
+        ) from None

@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -62,13 +63,13 @@ def test_fifteen_minutes_against_the_standin(built_standin, tmp_path):
     variables = {"STANDIN_FOLDER": str(tmp_path), "STANDIN_NCCL": "16,1024", "STANDIN_MEMORY_MB": "600"}
     run(SUITE / "run.py", "--out", tmp_path, "--minutes", "3", **variables, **built_standin.environment)
     summary = (tmp_path / "summary.txt").read_text()
-    parts = dict(one.split("\n", 1) for one in summary.split("== ")[1:])
+    parts = dict(one.split("\n", 1) for one in re.split(r"^== (?=\w)", summary, flags=re.MULTILINE)[1:])
     ctas = [f"matmuls {n}: done" for n in (1, 2, 4, 8, 16, 32)]
     assert [*parts][:-1] == [
         *("memory: done", "little_memory: done", "overhead: done", *ctas),
         *("second_thread: done", "pool_memory: done"),
     ], summary
-    lines = parts["memory: done"].splitlines()
+    lines = parts["memory: done"].strip().splitlines()
     assert lines[:3] == [
         "joined without preflight, MiB taken: 0",
         "after an all-reduce of 16384 bytes, MiB taken: 64",  # two ranks, a tree's two neighbours, 16 channels

@@ -197,7 +197,7 @@ class _Run:
             variables, slots = zip(*pairs, strict=True)
             writes = [id(variable) in self._written for variable in variables]
             is_home = device.endswith(home) or not self._towers.layout.on_gpus
-            waits = after if is_home else () if begins else self.exchanges.turns.last
+            waits = after if is_home else [] if begins else self.exchanges.turns.last or after
             with tf.control_dependencies(waits):
                 # A variable of which slices were written gives its readers copies, unless it is told otherwise.
                 sliced = () if begins else [one for one in variables if id(one) in self._sliced]

@@ -5,6 +5,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -166,13 +167,13 @@ class Conversions(Placer):
     def _learn_rows(self, tensor: tf.Tensor, after: Placement, op: tf.Operation) -> None:
         """Learn that a length of which nothing is known counts rows, since it meets rows: for the next try."""
         each = after.each * max(after.blocks, 1)
-        for given in op.inputs if each and not after.unit else ():
-            unknown = self.axes.unknown(given, after.axis) if self.placed[given.name][0] is tensor else None
-            if unknown is None:
+        for given, name in zip(op.inputs, self.traced.inputs[op.name], strict=False):
+            unknown = self.axes.unknown(given, after.axis) if self.placed[name][0] is tensor else None
+            if unknown is None or not each or after.unit:
                 continue
             results = (made for one in self.traced.ops for made in one.outputs)
             states = ((made.name, self.axes.with_rows(made, unknown, each)) for made in results)
-            self.learned.update([next(one for one in states if one[1] is not None)])
+            self.learned.update(itertools.islice((one for one in states if one[1] is not None), 1))
 
     def reduced(self, tensor: tf.Tensor) -> Placement:
         """See `Placer`."""
@@ -340,7 +341,7 @@ class Conversions(Placer):
             return self.share.begin, self.share.rows, self.share.total
         if unit not in self._extents:
             named = self.traced.tensor(unit)
-            ends = self.placed[unit][1] == PIECE
+            ends = unit in self.placed and self.placed[unit][1] == PIECE
             count = tf.cast(named[-1], tf.int32) if ends else tf.shape(named)[0]
             every = self.exchange(tf.stack([self.share.begin, count])[None], GATHER, op)
             before = tf.where(every[:, 0] < self.share.begin, every[:, 1], 0)

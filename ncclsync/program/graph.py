@@ -144,13 +144,10 @@ class TracedGraph:
 
 def _is_its_first(op: tf.Operation) -> bool:
     """Return whether an op gives its first input: min(n, max(n, m)), as `tf.math.bincount` has for n segments."""
-    other = op.inputs[1].op if op.type == "Minimum" else None
-    return (
-        other is not None
-        and other.type == "Maximum"
-        and other.inputs[0] is op.inputs[0]
-        and op.outputs[0].shape.rank == 0
-    )
+    if op.type != "Minimum" or op.outputs[0].shape.rank != 0 or not op.outputs[0].dtype.is_integer:
+        return False
+    other = op.inputs[1].op
+    return other.type == "Maximum" and other.inputs[0] is op.inputs[0]
 
 
 def _needed(op: tf.Operation) -> list[tf.Operation]:

@@ -315,7 +315,13 @@ def _gather_numbered(call: Call) -> Sequence[Placement] | None:
     """Place what each number takes from a row of the tower, as the gradient of a sum over segments does."""
     params, indices, _ = call.inputs
     by, of, axis = numbered(indices), counted(numbered(params) or params), call.constant(2)
-    if by is None or axis is None or call.op.get_attr("batch_dims") or by.axis or not _stay(call, 1, of.axis == 0):
+    if (
+        by is None
+        or axis is None
+        or call.op.get_attr("batch_dims")
+        or by.axis
+        or not _stay(call, 1, of.axis == 0 and params.kind is Kind.SHARD)
+    ):
         return None
     along = of.kind is Kind.SHARD and rank_of(call, 0) is not None and of.axis == int(axis) % rank_of(call, 0)
     if not along or of.unit or of.blocks > 1 or indices.kind is not Kind.PLACES or params.detail is Detail.MAP:

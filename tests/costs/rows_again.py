@@ -5,6 +5,9 @@ from row_programs import PROGRAMS
 
 PYTHON = "Python gets one device's batch"
 INHERENT = {"numpy function": {"PyFunc": PYTHON}, "py function": {"EagerPyFunc": PYTHON}}
-INHERENT["texts by characters"] = {"UnicodeEncode": "open: a character's string has splits of all characters"}
+SPLIT = "open: the splits of characters' strings are those of all characters"
+INHERENT["texts by characters"] = dict.fromkeys(
+    ("UnicodeEncode", "Equal", "LookupTableFindV2", "RaggedTensorToTensor", "SelectV2"), SPLIT
+)
 for name, program in PROGRAMS.items():
     row(f"again: {name}", runs(program.make, program.batch), INHERENT.get(name))

@@ -39,7 +39,7 @@ OPEN = {
     "RaggedTensorFromVariant RaggedTensorToSparse RaggedTensorToVariant SparseAdd SparseAddGrad SparseConcat "
     "SparseDenseCwiseAdd SparseDenseCwiseDiv SparseDenseCwiseMul SparseSegmentMeanWithNumSegments "
     "SparseSegmentSqrtNWithNumSegments SparseSegmentSumWithNumSegments SparseSlice SparseSparseMaximum "
-    "SparseSparseMinimum SparseTensorDenseAdd",
+    "SparseSparseMinimum SparseTensorDenseAdd UnicodeEncode",
     "a matrix of TensorFlow's own layout": "CSRSparseMatrixToDense CSRSparseMatrixToSparseTensor "
     "DenseToCSRSparseMatrix SparseMatrixMatMul SparseMatrixNNZ SparseMatrixSparseMatMul SparseMatrixTranspose "
     "SparseTensorToCSRSparseMatrix",

@@ -174,7 +174,10 @@ def _place(trace: Any, target: Any, results: Any, **_: Any) -> Any:
         for v in graph.traced.variable_of.values()
         if v.trainable and v.shape.is_fully_defined()
     )
-    gathered = tuple((one.op, one.place, int(one.size.at(ROWS))) for one in costs.wholes)
+    # The gradient of rows that a line gathers is added up for that line's op.
+    of_line = {one.place: one.op for one in costs.wholes if one.kind == "all_gather"}
+    named = ((one, one.op if one.kind == "all_gather" else of_line.get(one.place, one.op)) for one in costs.wholes)
+    gathered = tuple((op, one.place, int(one.size.at(ROWS))) for one, op in named)
     lost = losses_of(costs.step_work(), weights, ROWS, TOWERS)
     ops = frozenset(kind for op in graph.ops for kind in (op.type, *placed.functions.op_types(op)))
     cost = Cost(gathered, alike, weights, len(graph.exchanges), lost, ops=ops)

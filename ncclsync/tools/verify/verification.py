@@ -216,8 +216,9 @@ def _least_precise(model: keras.Model) -> str:
 
 
 def _check_arguments(factory: Any, towers: int, steps: int, batch_size: int, tolerance: float | None) -> None:
-    if not callable(factory):
-        raise TypeError(f"Expected a function that returns a compiled keras.Model. Received: {factory!r}")
+    if not callable(factory) or isinstance(factory, keras.Model):
+        words = "Expected a function that returns a compiled keras.Model, a new one in each call"
+        raise TypeError(f"{words}. Received: {factory!r}")
     for name, value, least in (("towers", towers, 2), ("steps", steps, 1), ("batch_size", batch_size, 1)):
         check_whole(name, value, least)
     if tolerance is not None and not (isinstance(tolerance, (int, float)) and 0 <= tolerance < float("inf")):

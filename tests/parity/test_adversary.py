@@ -88,7 +88,8 @@ MET = {
     "predict_in_a_thread": Program(1, acts=(STEP, ("race", {"rows": 8, "what": "predict"}))),
 }
 
-TOLD = ("generator", "python_writes")  # of the towers' own random numbers; of Python that writes while a step runs
+# Of random numbers and moments of a tower's own; of Python that writes while a step runs.
+TOLD = ("generator", "moments_of_a_mask", "python_writes")
 
 
 @pytest.mark.slow(but=6)

@@ -224,17 +224,17 @@ def alignments(x):
     return tf.cast(loss, x.dtype)[:, None, None]
 
 
-# Results of all rows go back to rows: which ops gather, forward and backward.
+# Results of all rows go back to rows: which ops need rows of all, gathered or added up, forward and backward.
 BACK_TO_ROWS = {
     drawn: set(),
     numbered: set(),
-    scaled_numbers: {"GatherV2"},
+    scaled_numbers: {"GatherV2", "Mul"},
     sorted_rows: {"TopKV2"},
     summed_so_far: {"Cumsum"},
-    shuffled: {"GatherV2"},
+    shuffled: {"GatherV2", "Mul"},
     nested: set(),
     interleaved: set(),
-    alignments: set(),
+    alignments: {"AddV2"},
 }
 LOOPS_OVER_ROWS = (alone, by_number, over_rows_before, of_the_next_row, how_many_before, backwards, all_but_the_last)
 

@@ -104,7 +104,8 @@ class Audit:
         key = id(source), tower
         if key not in self._copies:
             with tf.device(device):  # `begin` copies the value: a read here would add up towers' parts
-                copy = tf.Variable(tf.zeros_like(source), trainable=False, shape=source.shape)
+                zeros = tf.zeros(tf.raw_ops.VariableShape(input=source.handle), source.dtype)
+                copy = tf.Variable(zeros, trainable=False, shape=source.shape)
             self._copies[key] = source, copy
         return self._copies[key][1]
 

@@ -38,7 +38,8 @@ def test_other_secrets(mpirun):
     """Whoever has another secret than the rest is no process of the job."""
     done = mpirun(2, "joining.py", "secrets")
     words = (
-        r"MessageError after \d+ s: .*Received: an end of the connection. Give all processes the same NCCLSYNC_SECRET"
+        r"NcclTimeoutError after \d+ s: .*process 0 not arrived.*a process that does not answer, or not to this job: "
+        "give all its processes the same NCCLSYNC_SECRET"
     )
     assert re.search(words, said(done, 1)), done.stdout + done.stderr
     assert re.search(r"NcclTimeoutError after \d+ s: .*process 1 not arrived", said(done, 0)), done.stdout + done.stderr

@@ -407,7 +407,7 @@ def everything(model):
             held.append(read.numpy().tobytes())
         held.append((replicas.role, getattr(replicas.variable, DECLARED, None)))
     logs = {
-        "pending": set(towers.replicas._pending),
+        "pending": set(towers.replicas._pending.keys),
         "warned": set(towers.session._warned),
         "communicator": towers.communicator.failure,
     }

@@ -10,6 +10,7 @@ import tensorflow as tf
 from parity import assert_close, assert_towers_agree
 
 import ncclsync
+from ncclsync.communicator import buffers, native
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.towers.replicas import Replicas
 
@@ -206,7 +207,9 @@ def test_two_models_that_share_a_variable():
 
 
 def address(variable):
-    return np.asarray(variable.value()).__array_interface__["data"][0]
+    """Return where a variable lies; on a GPU its memory there."""
+    (pointer,) = buffers.Buffers([variable.value()], "value", buffers.HOST | buffers.CUDA, writable=False).pointers
+    return int(native.ffi.cast("uintptr_t", pointer))
 
 
 def test_what_is_held_is_not_copied():

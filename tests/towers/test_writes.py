@@ -249,6 +249,46 @@ def test_nothing_is_sent_if_nobody_writes(monkeypatch):
     assert sent == [1]
 
 
+class LooksUp(keras.layers.Layer):
+    """Take rows of a variable, in a loop too: before that TensorFlow gives it memory of its own, if it is shared."""
+
+    def __init__(self, table, other):
+        super().__init__()
+        self.table, self.other = table, other
+
+    def call(self, x):
+        rows = tf.nn.embedding_lookup(self.table, tf.cast(tf.abs(x), tf.int32))
+        first = lambda i, y: (i + 1, y + tf.gather(self.other, [i])[:, :1])  # noqa: E731
+        return rows + tf.while_loop(lambda i, _: i < 2, first, (0, x))[1][..., None]
+
+
+@pytest.mark.parametrize("trainable", [False, True])
+def test_rows_that_are_looked_up(trainable, monkeypatch):
+    """They are no write, in a step that writes the variable and in one that does not; a write is seen."""
+    sent, refused = [], []
+    send, changed = Replicas._send, Replicas.send_changed
+    monkeypatch.setattr(Replicas, "_send", lambda self, keys: (sent.append(len(keys)), send(self, keys))[1])
+    monkeypatch.setattr(Replicas, "send_changed", lambda self: (refused.append(1), changed(self))[1])
+    table, other = (tf.Variable(tf.ones([9, 4]), trainable=trainable) for _ in range(2))
+
+    def build():
+        layers = [keras.Input((5,)), LooksUp(table, other), keras.layers.Flatten(), keras.layers.Dense(3)]
+        model = keras.Sequential(layers)
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
+        return model
+
+    model = ncclsync.nccl_parallel(towers=2)(build)()
+    for _ in range(2):
+        model.train_on_batch(X, Y)
+        model.predict(X, verbose=0)
+        model.predict(X, verbose=0)
+    assert not sent and not refused
+    raw.AssignAddVariableOp(resource=table.handle, value=tf.ones([9, 4]))
+    model.predict(X, verbose=0)
+    assert sent == [1] and refused
+    assert_towers_agree(model)
+
+
 def test_somebody_who_writes_all_the_time():
     """A thread that writes by raw ops holds up no step, and the towers agree when it ends."""
     run, stop = Run(2), threading.Event()

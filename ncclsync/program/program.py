@@ -125,7 +125,7 @@ class Segment:
         once: whether it runs once for each tower where a tower has several shards; else it runs for each shard.
         unrepeatable: an op of it that must run once, as Python and prints, and its line; "" if there is none.
         written: names of the handles that its function may write to, sorted.
-        sliced: of these the variables of which it may write slices, without the rest.
+        sliced: the variables of which it may write or read slices, without the rest.
         hold: where XLA compiles, returns the values of the written variables (`segment.holding`). The function takes
             them last, and does not use them: if a program of XLA's fails, TensorFlow frees the memory of each variable
             that it was to write, though the variable still points to it, unless something else holds that memory.

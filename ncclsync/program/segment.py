@@ -101,6 +101,10 @@ def compile_segment(
     written = sorted({handle for op in plan.ops for handle in graph.writes[op]})
     whole = ("Assign", "ResourceApply", "Rng")  # begins of types that write all of a variable
     sliced = {n for op in plan.ops if not graph.by_name[op].type.startswith(whole) for n in graph.writes[op]}
+    for op in plan.ops:  # before rows are taken of it, a variable gets memory of its own
+        handles = traced.variable_of.keys() & {*graph.inputs[op]}
+        if handles and any(one.startswith("ResourceGather") for one in graph.functions.op_types(graph.by_name[op])):
+            sliced |= handles
     held = [traced.variable_of[name] for name in written] if plan.jit_compile else []
     signature = [
         [forms[name].specs for name in plan.sources],

@@ -94,8 +94,8 @@ class _Run:
             self.values.append(values | {name: copies[i].handle for name, copies in handles.items()})
         self._audit = audit
         by_name, segments = dict(program.variables), program.segments
-        self._written = {id(by_name[name]) for segment in segments for name in segment.written}
         self._sliced = {id(by_name[name]) for segment in segments for name in segment.sliced}
+        self._let_go = self._sliced | {id(by_name[name]) for segment in segments for name in segment.written}
 
     @property
     def recorded(self) -> list[tf.Operation]:
@@ -177,8 +177,8 @@ class _Run:
             return rollback.end(tf.group(*ended), finite, self._shards.sizes)
 
     def leave(self, done: tf.Operation) -> tf.Operation:
-        """Hold what the step has written to tower 0's variables; see `Replicas.left`."""
-        if not self._written:
+        """Hold what the step has left in tower 0's variables; see `Replicas.left`."""
+        if not self._let_go:
             return done
         found, elsewhere = self._compare([done], begins=False)
         return tf.group(done, *found, *elsewhere)
@@ -195,11 +195,11 @@ class _Run:
         replicas, home = self._towers.replicas, self._towers.layout.devices[0]
         for device, pairs in replicas.watched([one for _, one in self._program.variables]).items():
             variables, slots = zip(*pairs, strict=True)
-            writes = [id(variable) in self._written for variable in variables]
+            writes = [id(variable) in self._let_go for variable in variables]
             is_home = device.endswith(home) or not self._towers.layout.on_gpus
             waits = after if is_home else [] if begins else self.exchanges.turns.last or after
             with tf.control_dependencies(waits):
-                # A variable of which slices were written gives its readers copies, unless it is told otherwise.
+                # A variable of which slices were written or read gives its readers copies, unless it is told otherwise.
                 sliced = () if begins else [one for one in variables if id(one) in self._sliced]
                 shares = [tf.raw_ops.DisableCopyOnRead(resource=one.handle) for one in sliced]
             with tf.control_dependencies([*waits, *shares]):

@@ -159,7 +159,8 @@ def test_rows_that_nobody_knows_before(chains, rows):
         np.testing.assert_allclose(result["sum"], alone["sum"], rtol=1e-6)
         assert chains and max(len(chain.members) for chain in chains) == 3, chains
         count.assign(3)
-        with pytest.raises(tf.errors.InvalidArgumentError, match="Incompatible shapes"):  # as on one device
+        # One device fails where they meet the batch's rows; a tower where it would take its own of them.
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"Incompatible shapes|Expected size\[0\] in \[0, 3\]"):
             towers.run(step, batch)
 
 

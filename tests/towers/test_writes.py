@@ -10,6 +10,7 @@ import tensorflow as tf
 from parity import assert_close, assert_towers_agree
 
 import ncclsync
+from ncclsync.communicator import buffers, native
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.towers.replicas import Replicas
 
@@ -206,18 +207,20 @@ def test_two_models_that_share_a_variable():
 
 
 def address(variable):
-    return np.asarray(variable.value()).__array_interface__["data"][0]
+    """Return where a variable lies; on a GPU its memory there."""
+    (pointer,) = buffers.Buffers([variable.value()], "value", buffers.HOST | buffers.CUDA, writable=False).pointers
+    return int(native.ffi.cast("uintptr_t", pointer))
 
 
 def test_what_is_held_is_not_copied():
     """A step updates its variables where they lie, also those of which it writes slices, and refuses no step."""
-    model = None
 
     def build():
         embedding = keras.layers.Embedding(50, 8)
         layers = [keras.Input((4,), dtype="int32"), embedding, keras.layers.Flatten(), keras.layers.Dense(3)]
         made = keras.Sequential(layers)
-        made.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        # A program of XLA's gives a variable another buffer.
+        made.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
         return made
 
     model = ncclsync.nccl_parallel(towers=2)(build)()
@@ -244,6 +247,46 @@ def test_nothing_is_sent_if_nobody_writes(monkeypatch):
     raw.AssignAddVariableOp(resource=run.frozen.handle, value=tf.ones([5]))
     run.model.fit(X, Y, batch_size=4, verbose=0)
     assert sent == [1]
+
+
+class LooksUp(keras.layers.Layer):
+    """Take rows of a variable, in a loop too: before that TensorFlow gives it memory of its own, if it is shared."""
+
+    def __init__(self, table, other):
+        super().__init__()
+        self.table, self.other = table, other
+
+    def call(self, x):
+        rows = tf.nn.embedding_lookup(self.table, tf.cast(tf.abs(x), tf.int32))
+        first = lambda i, y: (i + 1, y + tf.gather(self.other, [i])[:, :1])  # noqa: E731
+        return rows + tf.while_loop(lambda i, _: i < 2, first, (0, x))[1][..., None]
+
+
+@pytest.mark.parametrize("trainable", [False, True])
+def test_rows_that_are_looked_up(trainable, monkeypatch):
+    """They are no write, in a step that writes the variable and in one that does not; a write is seen."""
+    sent, refused = [], []
+    send, changed = Replicas._send, Replicas.send_changed
+    monkeypatch.setattr(Replicas, "_send", lambda self, keys: (sent.append(len(keys)), send(self, keys))[1])
+    monkeypatch.setattr(Replicas, "send_changed", lambda self: (refused.append(1), changed(self))[1])
+    table, other = (tf.Variable(tf.ones([9, 4]), trainable=trainable) for _ in range(2))
+
+    def build():
+        layers = [keras.Input((5,)), LooksUp(table, other), keras.layers.Flatten(), keras.layers.Dense(3)]
+        model = keras.Sequential(layers)
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
+        return model
+
+    model = ncclsync.nccl_parallel(towers=2)(build)()
+    for _ in range(2):
+        model.train_on_batch(X, Y)
+        model.predict(X, verbose=0)
+        model.predict(X, verbose=0)
+    assert not sent and not refused
+    raw.AssignAddVariableOp(resource=table.handle, value=tf.ones([9, 4]))
+    model.predict(X, verbose=0)
+    assert sent == [1] and refused
+    assert_towers_agree(model)
 
 
 def test_somebody_who_writes_all_the_time():
@@ -305,7 +348,7 @@ def test_a_thread_that_writes_while_a_step_runs(name, caplog):
         layers = [keras.Input((5,)), Midway(write), Scaled(1.0), keras.layers.Dense(5), keras.layers.Dense(3)]
         made = keras.Sequential(layers)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        made.compile(keras.optimizers.SGD(0.1, 0.9), loss, metrics=["accuracy"])
+        made.compile(keras.optimizers.SGD(0.1, 0.9), loss, metrics=["accuracy"], jit_compile=False)  # it runs Python
         return made
 
     backend = tf_compat.backend_variable

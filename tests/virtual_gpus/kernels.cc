@@ -335,11 +335,14 @@ class Delegate : public OpKernel {
     standin_unlock();
     Gpu* gpu = GpuOf(ordinal);
     const double least_s = LeastS(context, ordinal);
-    std::unique_lock<std::recursive_mutex> entry(gpu->entry);
-    if (gpu->facade == nullptr) gpu->facade.reset(new Facade(context->device()));
+    // It only enqueues. XLA enters the stream while it holds the variables of a program.
     if (op_ == "AssignVariableOp" && DataTypeCanUseMemcpy(context->input_dtype(1))) {
       OP_REQUIRES_OK(context, Assign(context, stream));
-    } else if (!can_run_ahead_ || !RunAhead(context, stream, gpu, least_s)) {
+      return;
+    }
+    std::unique_lock<std::recursive_mutex> entry(gpu->entry);
+    if (gpu->facade == nullptr) gpu->facade.reset(new Facade(context->device()));
+    if (!can_run_ahead_ || !RunAhead(context, stream, gpu, least_s)) {
       standin_lock();
       standin_drain(stream);
       standin_unlock();

@@ -17,22 +17,16 @@ sys.path.insert(0, str(ROOT / "csrc"))
 from cffi_build import read_cdef  # noqa: E402
 
 LAUNCHER, GROUP, EXCHANGE = "nccl/launcher.c", "nccl/library.c", "tf/exchange.c"
+RECORD = "ncs_record(cuda, launcher->contexts[rank], stream, arrival->before, failure)"
+WAIT = "ncs_order(cuda, launcher->contexts[rank], stream, launched->end[rank], failure)"
 # By name: the file, what stands there once, and what takes its place.
 MUTATIONS = {
     "none": (LAUNCHER, "", ""),
     "none, by contexts": (LAUNCHER, "", ""),
-    "without the record": (LAUNCHER, "NCS_CUDA(cudaEventRecord, (arrival->before, stream))", "0"),
-    "without the record, by contexts": (
-        LAUNCHER,
-        "NCS_CUDA(cuCtxRecordEvent, (launcher->contexts[rank], arrival->before))",
-        "0",
-    ),
-    "without the wait": (LAUNCHER, "NCS_CUDA(cudaStreamWaitEvent, (stream, launched->end[rank], 0))", "0"),
-    "without the wait, by contexts": (
-        LAUNCHER,
-        "NCS_CUDA(cuCtxWaitEvent, (launcher->contexts[rank], launched->end[rank]))",
-        "0",
-    ),
+    "without the record": (LAUNCHER, RECORD, "0"),
+    "without the record, by contexts": (LAUNCHER, RECORD, "0"),
+    "without the wait": (LAUNCHER, WAIT, "0"),
+    "without the wait, by contexts": (LAUNCHER, WAIT, "0"),
     "buffers let go early": (
         EXCHANGE,
         "  if (arrival != NULL) hand_over(",

@@ -19,13 +19,19 @@ FILES = [
     "towers/test_step_function.py",
 ]
 MANY_SHARDS = "towers/test_many_shards.py"
+WRITES = "towers/test_writes.py"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize(
     "seed, way, chosen",
-    [("1", ["--ahead"], FILES), ("2", ["--ahead"], some(FILES[:1], FILES)), ("3", [], some(FILES[:2], FILES))],
+    [
+        ("1", ["--ahead"], FILES),
+        ("2", ["--ahead"], some(FILES[:1], FILES)),
+        ("3", [], some(FILES[:2], FILES)),
+        ("6", ["--ahead"], [WRITES]),
+    ],
 )
 def test_on_virtual_gpus(on_virtual_gpus, seed, way, chosen):  # noqa: F811
     """They pass as on the CPU, whatever the streams' delays."""

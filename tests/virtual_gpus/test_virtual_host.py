@@ -22,7 +22,7 @@ def on_virtual_gpus(virtual_gpus):
 
     def call(*arguments):
         command = [sys.executable, virtual_gpus, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=850)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

@@ -128,10 +128,12 @@ def _apply_accumulated(
     with keras_optimizers.accumulators_emptied(optimizer):
         apply(optimizer, [reduced.get(i, value) for i, value in enumerate(values)], variables)
     left = {id(accumulators[i]): total for i, total in running.items()}
-    for accumulator in keras_optimizers.accumulators(optimizer):  # an update empties that of a frozen weight, too
-        declare_role(accumulator, Role.PARTIAL)
-        kept = left.get(id(accumulator), accumulator)
-        accumulator.assign(tf.where(updates, tf.zeros_like(kept), kept))
+    of_values = keras_optimizers.overwritten(optimizer, None)  # these hold the batch's, and `apply` has written them
+    for i, accumulator in enumerate(keras_optimizers.accumulators(optimizer)):
+        if i not in of_values:
+            declare_role(accumulator, Role.PARTIAL)
+            kept = left.get(id(accumulator), accumulator)  # an update empties that of a frozen weight, too
+            accumulator.assign(tf.where(updates, tf.zeros_like(kept), kept))
 
 
 def functions_inlined() -> contextlib.AbstractContextManager[None]:

@@ -577,7 +577,7 @@ def _by_samples(call: Call) -> Sequence[Placement] | None:
         whole = letters == "w" or rank_of(call, i) == 0  # without a cell's state, input_c is a scalar
         taken.append(None if letters == "*" else "" if whole else letters)
     results = [
-        None if letters in "w*" or output.shape.rank == 0 else letters
+        None if letters in "w*" or (output.shape.rank == 0 and letters != "+") else letters
         for letters, output in zip(made, op.outputs, strict=False)
     ]
     placed = _by_letters(call, taken, results, SUM)

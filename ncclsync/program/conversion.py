@@ -341,7 +341,8 @@ class Conversions(Placer):
             return self.share.begin, self.share.rows, self.share.total
         if unit not in self._extents:
             named = self.traced.tensor(unit)
-            ends = unit in self.placed and self.placed[unit][1] == PIECE
+            placed = self.traced.argument_placements.get(unit) or self.placed[unit][1]  # the step may not need splits
+            ends = placed == PIECE
             count = tf.cast(named[-1], tf.int32) if ends else tf.shape(named)[0]
             every = self.exchange(tf.stack([self.share.begin, count])[None], GATHER, op)
             before = tf.where(every[:, 0] < self.share.begin, every[:, 1], 0)

@@ -71,10 +71,7 @@ class TracedGraph:
         self.inputs: dict[OpName, tuple[TensorName, ...]] = {}
         self.controls: dict[OpName, tuple[OpName, ...]] = {}
         self._merge_duplicates()
-        writes = {op.name: tf_compat.written_handles(op) for op in self.ops}
-        self.writes = {name: handles & self.role.keys() for name, handles in writes.items()}
-        # Resources beside variables that the step may change, such as a lookup table. All towers share them.
-        self.changed = set[TensorName]().union(*writes.values()) - self.role.keys()
+        self.writes = {op.name: tf_compat.written_handles(op) & self.role.keys() for op in self.ops}
         # No segment computes these ops: their consumers take their inputs instead.
         self.passing = {
             op.name for op in self.ops if op.name in trace.marks or op.type == "IdentityN" or _is_its_first(op)

@@ -93,6 +93,10 @@ class Partition(Conversions):
         self.differing.update(n for n, one in traced.argument_placements.items() if many_shards and not one.whole)
         self._on_gpus = "GPU" in traced.home_device and not tf_compat.is_op_determinism_enabled()
         self._unordered = UNORDERED if self._on_gpus else UNORDERED_ON_CPU
+        # Resources beside variables that the step may change, such as a lookup table. All towers share them. TensorFlow
+        # takes a look into a table for a write.
+        changing = (op for op in traced.ops if self.functions.hides_state(op, REPEATABLE | rules.DRAWS))
+        self._changed = set[TensorName]().union(*map(tf_compat.written_handles, changing)) - traced.role.keys()
         self.warned: list[str] = []
         self.normalized: list[str] = []
         self._exact_marks: set[OpName] = set()  # by choice, that change nothing
@@ -293,7 +297,7 @@ class Partition(Conversions):
         if draws_alike or op.type in PRINTS or self.functions.hides_state(op, REPEATABLE | rules.DRAWS):
             return self._hidden(call)
         finds = op.type.startswith("LookupTable") or self.functions.runs(op)
-        if finds and not self.traced.changed.isdisjoint(self.inputs[op.name]):
+        if finds and not self._changed.isdisjoint(self.inputs[op.name]):
             return self.alike(call)  # another tower would not know whether tower 0 has changed it yet
         unseen = op.type not in rules.SEEDED_DRAWS and self.functions.hides_state(op, REPEATABLE)
         if unseen and all(placed.whole for placed in call.inputs):

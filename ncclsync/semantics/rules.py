@@ -19,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from ncclsync.communicator import native
+from ncclsync.compat.source_lines import user_line
 from ncclsync.semantics.axes import Axes, Rows, passed_on
 from ncclsync.semantics.placements import (
     COUNTER,
@@ -576,7 +577,7 @@ def _by_samples(call: Call) -> Sequence[Placement] | None:
         whole = letters == "w" or rank_of(call, i) == 0  # without a cell's state, input_c is a scalar
         taken.append(None if letters == "*" else "" if whole else letters)
     results = [
-        None if letters in "w*" or output.shape.rank == 0 else letters
+        None if letters in "w*" or (output.shape.rank == 0 and letters != "+") else letters
         for letters, output in zip(made, op.outputs, strict=False)
     ]
     placed = _by_letters(call, taken, results, SUM)
@@ -880,7 +881,8 @@ def _reshaped_literally(call: Call) -> Sequence[Placement] | None:
     if left or count < 2 or after[0] % count:
         return None
     each = int(after[0]) // count
-    call.placer.declared.add((int(after[0]), each))
+    what = f"a reshape to that length, at {user_line(call.op.traceback)}"
+    call.placer.declared.setdefault((int(after[0]), each), what)
     call.require(1, rows((each, *[0] * (after.size - 1))))
     return [shard(0, 1, each)]
 

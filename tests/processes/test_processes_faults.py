@@ -9,7 +9,7 @@ import pytest
 from processes import SCRIPTS, environment, free_port
 
 WORDS = {
-    "raises": ("ValueError after . s: told to fail", r"process 1 on \S+: ValueError: told to fail"),
+    "raises": (r"ValueError after \d+ s: told to fail", r"process 1 on \S+: ValueError: told to fail"),
     "ends": (None, r"process 1 on \S+ has ended"),
     "callback": ("the callback Random to decide the same", "the callback Random to decide the same"),
     "rate": ("the callback RandomRate to decide .* learning rate 0.005 in process 1", "the callback RandomRate"),

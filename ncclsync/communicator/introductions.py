@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ncclsync.communicator.processes import Process
-from ncclsync.errors import NcclSyncError
+from ncclsync.errors import NcclSyncError, install
 
 logger = logging.getLogger("ncclsync")
 
@@ -178,8 +178,8 @@ def _by_store(process: Process, run: str) -> Introduction:
 def _by_mpi(process: Process) -> Introduction:
     """Introduce by a broadcast of MPI, in a child; in this process where MPI runs here: it takes no second one."""
     remedy = (
-        "Install mpi4py by: pip install 'ncclsync[hosts]'; or name a host and a free port of it by: mpirun -x "
-        "MASTER_ADDR=host -x MASTER_PORT=29500"
+        f"Install mpi4py by: {install('hosts')}; or name a host and a free port of it by: mpirun -x MASTER_ADDR=host "
+        "-x MASTER_PORT=29500"
     )
     if process.launcher != "Open MPI" or importlib.util.find_spec("mpi4py") is None:
         raise NcclSyncError(

@@ -9,7 +9,7 @@ import pytest
 from processes import SCRIPTS, environment, free_port
 
 WORDS = {
-    "raises": ("ValueError after . s: told to fail", r"process 1 on \S+: ValueError: told to fail"),
+    "raises": (r"ValueError after \d+ s: told to fail", r"process 1 on \S+: ValueError: told to fail"),
     "ends": (None, r"process 1 on \S+ has ended"),
     "callback": ("the callback Random to decide the same", "the callback Random to decide the same"),
     "rate": ("the callback RandomRate to decide .* learning rate 0.005 in process 1", "the callback RandomRate"),
@@ -32,6 +32,11 @@ WORDS = {
 def lines_of(printed, rank):
     """What a process has printed, in one line."""
     return " ".join(line for line in printed.split("\n") if line.startswith(f"[{rank}]"))
+
+
+def since_signal(done):
+    """Seconds since a process has sent itself one, which mpirun has survived."""
+    return time.time() - float(re.search(r"a signal at (\S+)", done.stdout)[1])
 
 
 @pytest.mark.slow
@@ -117,22 +122,20 @@ def test_busy_process(mpirun):
 @pytest.mark.slow
 def test_stopped_process(mpirun):
     """A process that a signal has stopped is named within 30 s, and all end."""
-    began = time.monotonic()
     done = mpirun(2, "faults.py", "stopped")
     words = r"ProcessError after \d+ s: .*nothing for 10 s from process 1 on \S+, which is stopped, killed or cut off"
     assert re.search(words, lines_of(done.stdout, 0)), done.stdout + done.stderr
     assert done.returncode != 0
-    assert time.monotonic() - began < 60  # with the start of two processes
+    assert since_signal(done) < 45
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.05, 0.4, 1.1])
 def test_killed_process(mpirun, seconds):
     """By kill -9, at any moment: mpirun ends the others, and says which."""
-    began = time.monotonic()
     done = mpirun(2, "faults.py", "killed", seconds)
     assert re.search(r"process rank 1 .*exited on\s+signal 9", done.stderr, re.DOTALL), done.stderr
-    assert time.monotonic() - began < 60
+    assert since_signal(done) < 30
 
 
 @pytest.mark.slow

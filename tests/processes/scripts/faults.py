@@ -7,6 +7,7 @@ import random
 import signal
 import sys
 import threading
+import time
 
 import keras
 import numpy as np
@@ -108,6 +109,12 @@ class StopBetween(keras.callbacks.Callback):
             self.model.stop_training = True
 
 
+def send(signal_number):
+    """Send this process a signal, and say when."""
+    print(f"[{RANK}] a signal at {time.time()}", flush=True)
+    os.kill(os.getpid(), signal_number)
+
+
 def raise_error():
     raise ValueError("told to fail")
 
@@ -205,11 +212,10 @@ if WAY == "writers":
     fit(model, epochs=1)
     assert model.towers.divergence() == 0.0
 if WAY == "stopped":
-    pid = os.getpid()
     if RANK == LAST:
         # Woken after a while, so that the test leaves nothing behind.
-        os.system(f"(sleep 60; kill -9 {pid}) > /dev/null 2>&1 &")
-    told(lambda: fit(model, callbacks=[At(2, lambda: os.kill(pid, signal.SIGSTOP))]))
+        os.system(f"(sleep 60; kill -9 {os.getpid()}) > /dev/null 2>&1 &")
+    told(lambda: fit(model, callbacks=[At(2, lambda: send(signal.SIGSTOP))]))
 if WAY == "busy":
     # One call that keeps Python from running, as a sort of many integers or a long json.loads.
     hold = functools.partial(ctypes.PyDLL(None).sleep, 20)
@@ -219,7 +225,7 @@ if WAY == "busy":
 if WAY == "killed":
     seconds = float(sys.argv[2])
     if RANK == LAST:
-        threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+        threading.Timer(seconds, send, [signal.SIGKILL]).start()
     while True:
         fit(model)
 if WAY == "cut":

@@ -19,8 +19,8 @@ if WAY == "secrets":
 if WAY == "child":
     towers = ncclsync.Towers(1, health=ncclsync.Health(timeout_s=20))
     # As a helper script, or a spawned worker that imports the training script.
-    subprocess.run([sys.executable, __file__, "helper"], timeout=60, check=True)
-    subprocess.run([sys.executable, __file__, "helper apart"], timeout=60, check=True)
+    subprocess.run([sys.executable, __file__, "helper"], timeout=120, check=True)
+    subprocess.run([sys.executable, __file__, "helper apart"], timeout=120, check=True)
     print(f"[{RANK}] towers {len(towers)}, divergence {towers.divergence()}", flush=True)
 if WAY == "helper":
     told(lambda: ncclsync.Towers(1, health=ncclsync.Health(timeout_s=20)))

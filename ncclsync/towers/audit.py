@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.names import TensorName
 from ncclsync.errors import AuditError
 from ncclsync.ops.comparing import EQUAL, first_difference
@@ -103,9 +104,9 @@ class Audit:
     def _copy(self, source: tf.Variable, device: str, tower: int) -> tf.Variable:
         key = id(source), tower
         if key not in self._copies:
-            with tf.device(device):  # `begin` copies the value: a read here would add up towers' parts
-                zeros = tf.zeros(tf.raw_ops.VariableShape(input=source.handle), source.dtype)
-                copy = tf.Variable(zeros, trainable=False, shape=source.shape)
+            (value,) = tf_compat.read_variables([source])  # untracked: another read would add up towers' parts
+            with tf.device(device):  # `begin` copies the value
+                copy = tf.Variable(tf.zeros_like(value), trainable=False, shape=source.shape)
             self._copies[key] = source, copy
         return self._copies[key][1]
 

@@ -178,9 +178,9 @@ class Partition(Conversions):
             if stays is not None:
                 with self.building():
                     tensor = self._own_segments(call, stays)
-            after = self._rows_again(op, call.given[1], output) if placed.whole else None
+            again = not self.undivided and (placed.whole or placed.kind is Kind.PARTIAL)
+            after = self._rows_again(op, call.given[1], output) if again else None
             if placed.kind is Kind.PARTIAL:
-                after = self._rows_again(op, call.given[1], output)
                 if op.type in rules.ELEMENTWISE:
                     after = next((self.rows_of[name] for name in names if name in self.rows_of), None)
                 if after is not None and not after.unit:

@@ -109,7 +109,7 @@ def test_rows_of_a_gradient_that_is_not_finite():
     [
         ({"shares": "fast"}, TypeError, "Expected shares to be a list of ints, 'auto' or None. Received: 'fast'"),
         ({"shares": 3}, TypeError, "Expected shares to be a list of ints"),
-        ({"shares": np.array([3, 1])}, TypeError, "Expected shares to be a list of ints"),
+        ({"shares": np.array([3, 0.5])}, TypeError, "Expected shares to be a list of ints"),
         ({"shares": [1, 0.5]}, TypeError, "Expected shares to be a list of ints"),
         ({"shares": [1, True]}, TypeError, "Expected shares to be a list of ints"),
         ({"shares": []}, ValueError, "Expected each of shares to be from 1 to 1000000"),

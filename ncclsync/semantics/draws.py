@@ -1,7 +1,6 @@
 """Find what a step draws from: generators, whose state is a variable, and states that TensorFlow hides."""
 
 import contextlib
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +15,6 @@ from ncclsync.semantics.roles import mark_random_state
 
 _INSTEAD = "Draw with keras.random or tf.random.stateless_*"
 
-logger = logging.getLogger("ncclsync")
-
 
 def draws_seen() -> contextlib.AbstractContextManager[None]:
     """Mark the state of each `SeedGenerator` that is drawn from while a step is traced."""
@@ -30,14 +27,17 @@ def draws_seen() -> contextlib.AbstractContextManager[None]:
     return tf_compat.methods_wrapped(tf_compat.loaded_classes(keras.random.SeedGenerator), "next", drawing)
 
 
-def check_draws(function: Any, refuses: bool) -> None:
+def check_draws(function: Any, refuses: bool) -> str | None:
     """Refuse, or warn of, random draws in a traced step that no seed repeats.
 
     Args:
         function: the ConcreteFunction.
         refuses: whether what is drawn must not depend on the towers, as with `exact`, `shards`,
-            `on_oom` and `audit_every`. If not, a draw from hidden state is a warning, once per trace: CPU towers draw
-            from one state in any order.
+            `on_oom` and `audit_every`. If not, a draw from hidden state is to be warned of: CPU towers draw from one
+            state in any order.
+
+    Returns:
+        The words of the warning; None: nothing draws from hidden state.
 
     Raises:
         NcclSyncError: for a draw from hidden state, if it `refuses` them.
@@ -59,11 +59,8 @@ def check_draws(function: Any, refuses: bool) -> None:
                 f"shards=, on_oom= or audit_every=. Received: {node.op}, whose state TensorFlow hides, {place}. "
                 f"{_INSTEAD}."
             )
-        logger.warning(
-            "%s, %s, draws from a state that TensorFlow hides: towers that share a device draw from it "
-            "in any order, and those on devices of their own draw the same. %s.",
-            node.op,
-            place,
-            _INSTEAD,
+        return (
+            f"{node.op}, {place}, draws from a state that TensorFlow hides: towers that share a device draw from it "
+            f"in any order, and those on devices of their own draw the same. {_INSTEAD}."
         )
-        return
+    return None

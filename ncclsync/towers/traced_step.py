@@ -132,7 +132,8 @@ class TracedStep(abc.ABC):
         options = self.towers.options
         divides = self.towers.layout.divided is not None or options.on_oom is not None
         repeats = options.exact_random or options.health.audit_every is not None or divides
-        check_draws(traced.function, refuses=repeats)
+        if told := check_draws(traced.function, refuses=repeats):
+            self.towers.session.warn_once(told)
         # Another process may fail at any moment of a step; between GPUs they agree before each write.
         meets_on_host = self.towers.layout.meets_processes and not self.towers.communicator.enqueues
         with tf_compat.unobserved():

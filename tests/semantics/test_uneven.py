@@ -162,7 +162,10 @@ PROGRAMS = {
     "padded": (lambda b, w: tf.gather(w, b["tokens"].to_tensor(2)), ""),
     "padded to a length": (lambda b, w: tf.gather(w, b["tokens"].to_tensor(2, shape=[None, 5])), ""),
     "padded embeddings": (lambda b, w: embedded(b, w).to_tensor(), "GatherV2"),
-    "padded embeddings of a length": (lambda b, w: embedded(b, w).to_tensor(0.5, shape=[None, 5, 2]), "GatherV2"),
+    "padded embeddings of a length": (
+        lambda b, w: embedded(b, w).to_tensor(0.5, shape=[None, 5, 2]),
+        "UnsortedSegmentSum",
+    ),
     "cumulated": (lambda b, w: tf.cumsum(embedded(b, w).flat_values) ** 2, "Cumsum"),
     "how many": (lambda b, w: w * tf.cast(tf.shape(b["ragged"].flat_values)[0], tf.float64), ""),
     "row splits": (lambda b, w: tf.cast(b["ragged"].row_splits, tf.float64)[:, None] * w[:1], ""),

@@ -23,6 +23,7 @@ def program(weight, metric):
         work=StepWork(np.zeros((0, 0, 0)), (), ()),
         rollback=(("m", False), ("w", True)),
         updates=(),
+        last_meeting=0,
         **empty,
     )
 

@@ -1,6 +1,6 @@
 """A collective fails while the host is ahead: who is told, in which words, and what may be relied upon.
 
-Prints "FAULT is well" for each of its arguments; run by test_faults.py.
+Prints "FAULT is well" for each of its arguments; run by test_injected_faults.py.
 """
 
 import ctypes

@@ -1,6 +1,5 @@
 """Ask TensorFlow when a step is to be traced anew, and for which shapes: when Keras, or `tf.function`, would do so."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -30,17 +29,15 @@ class Retracing:
 
     `tf.function` traces them when it would trace Keras': for other dtypes, structures or ranks, and for shapes that it
     then relaxes (`reduce_retracing`). So Python's state is read when one device would read it, whatever it consists of.
+    Tensors of other ranks have functions of their own: TensorFlow would relax them to tensors of no known rank.
     """
 
     def __init__(self, steps_per_execution: Callable[[], int] = lambda: 1, *, keeps_each: bool = True) -> None:
         """Prepare; `keeps_each`: whether the step in a function of several batches has traces of its own."""
         self._made: list[Version] = []
         self._steps = steps_per_execution
-        traced = functools.partial(tf.function, autograph=False, reduce_retracing=True)
-        self._batch = traced(self._trace_batch)
-        self._iterator = traced(self._trace_iterator)
+        self._functions: dict[tuple[Any, ...], Any] = {}
         self._keeps_each = keeps_each
-        self._batches = traced(self._trace_batches)
 
     def __len__(self) -> int:
         """Return how many traces there are."""
@@ -52,17 +49,20 @@ class Retracing:
 
     def of_batch(self, batch: Any) -> Version:
         """Return the trace that TensorFlow takes for a batch, of tensors or specs."""
-        return self._versions(self._batch, batch)[0]
+        return self._versions(self._trace_batch, batch, batch)[0]
 
     def of_batches(self, batches: Sequence[Any]) -> list[Version]:
         """Return the traces of the step for several batches of one call of Keras' `predict_function`."""
-        return self._versions(self._batches, list(batches))
+        return self._versions(self._trace_batches, list(batches), batches)
 
     def of_iterator(self, element_spec: Any) -> Version:
         """Return the trace that TensorFlow takes for an iterator over batches of these specs."""
-        return self._versions(self._iterator, tf.data.IteratorSpec(element_spec))[0]
+        return self._versions(self._trace_iterator, tf.data.IteratorSpec(element_spec), element_spec)[0]
 
-    def _versions(self, function: Any, given: Any) -> list[Version]:
+    def _versions(self, trace: Callable[[Any], Any], given: Any, batch: Any) -> list[Version]:
+        key = (trace, *(leaf.shape.rank for leaf in tf.nest.flatten(fixed_specs(batch)) if hasattr(leaf, "shape")))
+        if (function := self._functions.get(key)) is None:
+            function = self._functions[key] = tf.function(trace, autograph=False, reduce_retracing=True)
         return [self[tf.get_static_value(one)] for one in function.get_concrete_function(given).outputs]
 
     def _note(self, batch: Any, *of_iterator: Any) -> Version:

@@ -180,3 +180,15 @@ def test_a_step_may_be_no_key_of_a_dictionary():
             assert_close(towers.run(step, X[:4]).numpy(), X[:4] * 2)
         assert_close(towers.run(Step(3.0), X[:4]).numpy(), X[:4] * 3)
     assert len(calls) == 2
+
+
+def test_batches_of_other_ranks():
+    """Plain Keras traces tensors of no known rank, which many a layer refuses; towers train each rank as it is."""
+
+    def doubled(x):
+        return x * 2
+
+    with ncclsync.Towers(2) as towers:
+        for shape in ([5, 3], [5, 3, 2], [6, 3, 2], [4, 1], [5]):
+            x = np.arange(np.prod(shape), dtype="float32").reshape(shape)
+            assert float(np.sum(towers.run(doubled, x))) == 2 * x.sum()

@@ -649,7 +649,8 @@ def own_sentence(error: tf.errors.OpError) -> str | None:
 
 def name_lines(error: tf.errors.OpError, calls_of: Callable[[str], str | None]) -> None:
     """Let an error name the lines of the op that failed, given its name in the trace, where TensorFlow knows none."""
-    node = re.search(r"\{\{node (?:\S*/)?segment\w*/(\S+)\}\}", error.message)
+    # A segment is called by an op of its name, or by Python.
+    node = re.search(r"\{\{node (?:(?:\S*/)?segment\w*/)?(\S+)\}\}", error.message)
     calls = calls_of(node[1]) if node else None
     if calls is not None:
         error._message = error.message.replace("<stack traces unavailable>", calls)

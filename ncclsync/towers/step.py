@@ -315,9 +315,9 @@ class TowerStep(TracedStep):
             cause = session.cause_of(error)
             if isinstance(cause, tf.errors.CancelledError) and function and not session.layout.meets_processes:
                 cause = self._find_what_cancelled(function) or cause
+            if isinstance(cause, tf.errors.OpError) and function is not None:
+                tf_compat.name_lines(cause, functools.partial(calls_of, function.program.graph))
             if cause is error:
-                if isinstance(error, tf.errors.OpError) and function is not None:
-                    tf_compat.name_lines(error, functools.partial(calls_of, function.program.graph))
                 raise
             raise cause from (None if isinstance(cause, NonFiniteError) else cause.__cause__ or error)
         finally:

@@ -147,6 +147,6 @@ typedef struct {
   }
 
 extern const ncs_tf_op ncs_tf_all_reduce, ncs_tf_arithmetic, ncs_tf_timestamp;
-extern const ncs_tf_op ncs_tf_arrive, ncs_tf_launch, ncs_tf_deliver, ncs_tf_hold;
+extern const ncs_tf_op ncs_tf_arrive, ncs_tf_pass, ncs_tf_launch, ncs_tf_deliver, ncs_tf_hold;
 
 #endif /* NCCLSYNC_TF_API_H_ */

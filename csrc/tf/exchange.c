@@ -1,4 +1,4 @@
-/* The three kernels by which towers meet without a waiting host thread: arrive and deliver on each tower's device,
+/* The kernels by which towers meet without a waiting host thread: arrive, pass and deliver on each tower's device,
  * launch on the CPU; nccl/launcher.c does the work.
  *
  * A token between them is a tensor in the host's memory whose buffer owns an arrival, or a launched group. If a step
@@ -68,10 +68,10 @@ static void* find_stream(TF_OpKernelContext* context) {
   return ncs_tf.find_stream != NULL ? ncs_tf.find_stream(context) : NULL;
 }
 
-/* ---- All three ---- */
+/* ---- All of them ---- */
 
 typedef struct {
-  int64_t launcher, label, waits, passes;
+  int64_t launcher, label, waits, only_waits;
   int64_t rank;     /* among those here */
   int64_t ranks;    /* of an arrival those of all processes, of a launch those here */
   int64_t number;   /* of the rank, among those of all processes */
@@ -178,6 +178,21 @@ static void compute_arrive(const exchange_kernel* kernel, TF_OpKernelContext* co
 
 NCS_TF_KERNEL(exchange_kernel, arrive)
 
+/* ---- Pass ---- */
+
+/* Its device goes on when the tokens are there. */
+static void read_pass(TF_OpKernelConstruction* context, exchange_kernel* kernel, TF_Status* status) {
+  kernel->ranks = ncs_tf_read_attr(context, "ranks", status);
+}
+
+static void compute_pass(const exchange_kernel* kernel, TF_OpKernelContext* context, TF_Status* status) {
+  (void)kernel;
+  (void)context;
+  (void)status;
+}
+
+NCS_TF_KERNEL(exchange_kernel, pass)
+
 /* ---- Launch ---- */
 
 static void read_launch(TF_OpKernelConstruction* context, exchange_kernel* kernel, TF_Status* status) {
@@ -209,7 +224,7 @@ NCS_TF_KERNEL(exchange_kernel, launch)
 static void read_deliver(TF_OpKernelConstruction* context, exchange_kernel* kernel, TF_Status* status) {
   kernel->rank = ncs_tf_read_attr(context, "rank", status);
   kernel->waits = ncs_tf_read_attr(context, "waits", status);
-  kernel->passes = ncs_tf_read_attr(context, "passes", status);
+  kernel->only_waits = ncs_tf_read_attr(context, "only_waits", status);
 }
 
 static void compute_deliver(const exchange_kernel* kernel, TF_OpKernelContext* context, TF_Status* status) {
@@ -218,8 +233,8 @@ static void compute_deliver(const exchange_kernel* kernel, TF_OpKernelContext* c
   const held* all;
   ncclResult_t result;
   if (launched == NULL) return;
-  if (kernel->passes) {
-    if (kernel->waits) ncs_launched_wait(launched); /* the delivery reports a failure */
+  if (kernel->only_waits) {
+    ncs_launched_wait(launched); /* the delivery reports a failure */
     return;
   }
   all = ncs_launched_get_kept(launched, (int)kernel->rank);
@@ -249,10 +264,17 @@ const ncs_tf_op ncs_tf_launch = {
     "launched: int64",
     create_launch, run_launch, destroy_exchange, 1, NULL};
 
-/* `passes`: it only tells that all towers have arrived; the group is delivered later. */
+const ncs_tf_op ncs_tf_pass = {
+    "NcclsyncPass",
+    {"ranks: int >= 1", NULL},
+    {"tokens: ranks * int64", NULL},
+    NULL,
+    create_pass, run_pass, destroy_exchange, 1, "tokens"};
+
+/* `only_waits`: for the group's end; it is delivered by another op. */
 const ncs_tf_op ncs_tf_deliver = {
     "NcclsyncDeliver",
-    {"rank: int", "waits: int", "passes: int", "T: list(type) >= 0", NULL},
+    {"rank: int", "waits: int", "only_waits: int", "T: list(type) >= 0", NULL},
     {"launched: int64", NULL},
     "results: T",
     create_deliver, run_deliver, destroy_exchange, 1, "launched"};

@@ -29,8 +29,8 @@ static void register_op(const ncs_tf_op* definition, TF_Status* status) {
 }
 
 static const ncs_tf_op* const ops[] = {&ncs_tf_all_reduce, &ncs_tf_arithmetic, &ncs_tf_timestamp,
-                                       &ncs_tf_arrive,     &ncs_tf_launch,     &ncs_tf_deliver,
-                                       &ncs_tf_hold};
+                                       &ncs_tf_arrive,     &ncs_tf_pass,       &ncs_tf_launch,
+                                       &ncs_tf_deliver,    &ncs_tf_hold};
 
 ncclResult_t ncs_tf_register(const char* path, ncs_pool* pool, /*outputs*/ ncs_failure* failure) {
   void *library = dlopen(path, RTLD_LAZY | RTLD_NOLOAD), *found;

@@ -1,4 +1,4 @@
-"""Join the tensors of all towers in one graph, by ops in C that only enqueue: arrive, launch, deliver.
+"""Join the tensors of all towers in one graph, by ops in C that only enqueue: arrive, pass, launch, deliver.
 
 ``csrc/README.md`` has the three steps, ``csrc/nccl/launcher.c`` does the work, ``csrc/tf/exchange.c`` declares the ops.
 None of them runs Python. None waits for a GPU or for another tower, unless it is asked to (`Launched.ended`, `waits`).
@@ -34,18 +34,32 @@ _UNKNOWN = 2**18  # elements, where a shape does not tell
 class Launched:
     """Hold a launched group, in the graph that is being built; `token` is of the op that launches it, on the host."""
 
-    def __init__(self, token: tf.Tensor, columns: Sequence[Sequence[tf.Tensor]], devices: Sequence[str], shapes: Any):
-        self.token = token
+    def __init__(
+        self,
+        arrivals: Sequence[tf.Tensor],
+        token: tf.Tensor,
+        columns: Sequence[Sequence[tf.Tensor]],
+        devices: Sequence[str],
+        shapes: Any,
+    ) -> None:
+        self._arrivals, self.token = arrivals, token
         self._columns, self._devices, self._shapes = columns, devices, shapes
         self._delivered: dict[int, list[tf.Tensor]] = {}
 
+    def arrived(self, tower: int) -> tf.Operation:
+        """Return an op on a tower's device that runs once all towers have arrived; it waits for no GPU and no launch."""
+        return self._pass(tower, self._arrivals)
+
     def passed(self, tower: int) -> tf.Operation:
-        """Return an op on a tower's device that runs once all towers have arrived; it waits for no GPU."""
-        return self._deliver(tower, [], self._devices[tower], passes=1)
+        """Return an op on a tower's device that runs once the group is launched; it waits for no GPU."""
+        return self._pass(tower, [self.token])
+
+    def _pass(self, tower: int, tokens: Sequence[tf.Tensor]) -> tf.Operation:
+        return host_ops.create("NcclsyncPass", tokens, [], {"ranks": len(tokens)}, self._devices[tower])
 
     def ended(self) -> tf.Operation:
         """Return an op on the CPU that ends with the group; it blocks its thread until then."""
-        return self._deliver(0, [], "CPU:0", waits=1, passes=1)
+        return self._deliver(0, [], "CPU:0", waits=1, only_waits=1)
 
     def deliver(self, tower: int, after: Sequence[Any] = (), *, waits: bool = False) -> list[tf.Tensor]:
         """Return the tensors that a tower receives, [B]; later calls return the same tensors.
@@ -66,9 +80,9 @@ class Launched:
         return self._delivered[tower]
 
     def _deliver(
-        self, tower: int, dtypes: list[tf.DType], device: str, *, waits: int = 0, passes: int = 0
+        self, tower: int, dtypes: list[tf.DType], device: str, *, waits: int = 0, only_waits: int = 0
     ) -> tf.Operation:
-        attributes = {"rank": tower, "waits": waits, "passes": passes, "T": dtypes}
+        attributes = {"rank": tower, "waits": waits, "only_waits": only_waits, "T": dtypes}
         return host_ops.create("NcclsyncDeliver", [self.token], dtypes, attributes, device)
 
 
@@ -125,7 +139,7 @@ def launch(
         op = host_ops.create("NcclsyncLaunch", tokens, [tf.int64], own, "CPU:0")
     pairs = zip(columns, collectives, strict=True)
     shapes = [shape_received(collective, column[0].shape, communicator.world_size) for column, collective in pairs]
-    return Launched(op.outputs[0], columns, devices, shapes)
+    return Launched(tokens, op.outputs[0], columns, devices, shapes)
 
 
 def _block(collective: AnyCollective, column: Sequence[tf.Tensor], communicator: Communicator) -> int:

@@ -84,7 +84,8 @@ class Exchanges:
     def meet(self, done: After, anywhere: Sequence[Any] = ()) -> After:
         """Return what each tower waits for to go on after all towers' `done`, and the host's ops `anywhere`."""
         if self._enqueues:
-            return self._passed(self._launch([], [], done, anywhere))
+            launched = self._launch([], [], done, anywhere)
+            return [[launched.passed(tower)] for tower in range(len(done))]
         every = [*anywhere, *(one for each in done for one in each)]
         return [[tf.group(*every)] if every else []] * len(self._layout.devices)
 
@@ -144,15 +145,20 @@ class Exchanges:
         """Return what each tower waits for until all that was exchanged is there, before it writes the first weight.
 
         A failed exchange then leaves all weights as they were. On devices that only enqueue, where the host `waits` for
-        no exchange, towers go on.
+        no exchange, towers go on once all is launched.
         """
         waited = [[*each] for each in after]
+        groups: list[dict[str, device_ops.Launched]] = [{} for _ in after]
         for tower, received in zip(self._layout.tower_places, self._received, strict=True):
             for tensors in received.values():
                 if not isinstance(tensors, tuple):
                     waited[tower] += tensors
                 elif waits:
                     waited[tower] += tensors[1].deliver(tower, after[tower], waits=True)
+                else:
+                    groups[tower][tensors[1].token.name] = tensors[1]
+        for tower, launched in enumerate(groups):
+            waited[tower] += [group.passed(tower) for group in launched.values()]
         return waited
 
     def _enqueue(self, call: _Call) -> After:
@@ -172,7 +178,7 @@ class Exchanges:
                 self.recorded += span.end([launched.ended()])
         for tower, received in zip(self._layout.tower_places, self._received, strict=True):
             received.update({bucket.result: (tower, launched, column) for column, bucket in enumerate(call.buckets)})
-        return self._passed(launched)
+        return [[launched.arrived(tower)] for tower in range(len(call.done))]
 
     def agree(self, after: After, *, ends: bool = False) -> After:
         """Return the ops that each tower waits for before it writes: all processes have launched the exchanges.
@@ -207,9 +213,6 @@ class Exchanges:
         launched = device_ops.launch(columns, *to, done, before, in_place=in_place)
         self.turns.last = [launched.token]
         return launched
-
-    def _passed(self, launched: device_ops.Launched) -> After:
-        return [[launched.passed(tower)] for tower in range(len(self._layout.devices))]
 
     def _run(self, call: _Call) -> list[list[list[tf.Tensor]]]:
         """Join buckets at once; return [s][B] lists of tensors, what each shard receives."""

@@ -3,6 +3,7 @@
 import concurrent.futures
 import itertools
 import os
+import threading
 import time
 
 import numpy as np
@@ -221,6 +222,34 @@ def test_a_launch_that_takes_long_is_warned_of(standin, monkeypatch, caplog):
     words = record.getMessage()
     assert words.startswith("all-reduce 2 (a sum) of 24 bytes (6 × float32) has been pending for 0 s: "), words
     assert "rank 0 (GPU 4), rank 1 (GPU 0) not arrived" in words, words
+
+
+def test_towers_go_on_while_a_launch_takes_long(standin):
+    """Once all have arrived: what follows on their devices does not wait for NCCL to launch the group."""
+    gone_on = threading.Event()
+
+    def note():
+        gone_on.set()
+        return np.int32(0)
+
+    @tf.function(autograph=False)
+    def step(*tensors):
+        launched = device_ops.launch([tensors], communicator, [KINDS["sum"]], CPUS[:2])
+        with tf.control_dependencies([launched.arrived(tower) for tower in range(2)]):
+            noted = tf.numpy_function(note, [], tf.int32)
+        return [noted, *(launched.deliver(tower)[0] for tower in range(2))]
+
+    sent = [unique("float32", tower) for tower in range(2)]
+    with NcclCommunicator([4, 0], timeout_s=30.0, preflight=False) as communicator:
+        communicator.launcher(on_host=True)
+        step(*sent)
+        gone_on.clear()
+        standin.fail("launching:1:0")
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            results = pool.submit(step, *sent)
+            assert gone_on.wait(20) and not results.done()
+            standin.fail("")
+            np.testing.assert_array_equal(results.result()[1], sum(sent))
 
 
 def test_towers_that_send_other_sizes_are_told(joined):

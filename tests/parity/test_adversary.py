@@ -89,7 +89,7 @@ MET = {
 }
 
 # Of random numbers and moments of a tower's own; of Python that writes while a step runs.
-TOLD = ("generator", "moments_of_a_mask", "python_writes")
+TOLD = ("generator", "moments_of_a_mask", "moments_of_a_whole", "python_writes")
 
 
 @pytest.mark.slow(but=6)

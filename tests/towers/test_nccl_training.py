@@ -33,7 +33,7 @@ from ncclsync import (
 from ncclsync.communicator import NcclCommunicator, nvls
 from ncclsync.communicator.buffers import CUDA, HOST
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.ops import gpu_streams
+from ncclsync.ops import gpu_streams, host_ops
 
 X, Y = data(61)
 
@@ -178,6 +178,25 @@ def test_buckets_travel_in_one_group(nccl, tmp_path):
     with pytest.raises(NcclError, match=r"ncclInvalidUsage \(5\).*\(bucket 3 of 5\) of \d+ bytes"):
         model.train_on_batch(X, Y)
     assert_same(arrays(model), before)
+    model.towers.close()
+
+
+def test_segments_wait_for_arrivals_not_for_launches(nccl, monkeypatch):
+    """A tower goes on when all have arrived; only the update follows NCCL's launches, of which each takes host time."""
+    made, create = [], host_ops.create
+    monkeypatch.setattr(host_ops, "create", lambda *given: made.append(create(*given)) or made[-1])
+    model = on_towers(mlp, 2, backend="nccl", bucket_bytes=400)
+    model.train_on_batch(X[:20], Y[:20])
+    arrivals = [op for op in filter(None, made) if op.type == "NcclsyncArrive" and op.inputs]
+    assert len(arrivals) >= 2 * 3  # buckets
+    for arrival in arrivals:
+        queue, met = [arrival], set()
+        while queue:
+            op = queue.pop()
+            if op.name not in met:
+                met.add(op.name)
+                assert op.type != "NcclsyncLaunch" or not op.inputs[0].op.inputs, arrival.name
+                queue += [*(tensor.op for tensor in op.inputs), *op.control_inputs]
     model.towers.close()
 
 

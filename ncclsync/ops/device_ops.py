@@ -47,7 +47,7 @@ class Launched:
         self._delivered: dict[int, list[tf.Tensor]] = {}
 
     def arrived(self, tower: int) -> tf.Operation:
-        """Return an op on a tower's device that runs once all towers have arrived; it waits for no GPU and no launch."""
+        """Return an op on a tower's device that runs once all towers have arrived; it waits for no GPU, no launch."""
         return self._pass(tower, self._arrivals)
 
     def passed(self, tower: int) -> tf.Operation:

@@ -3,7 +3,7 @@
     python own_part.py                    # one process reads all files
     mpirun -np 2 python own_part.py       # each of two reads half of them
 
-The page is own_part.md. For CPU towers of several processes: pip install 'ncclsync[hosts]'
+The page is own_part.md. For CPU towers of several processes: pip install -e '.[hosts]'
 """
 
 import pathlib

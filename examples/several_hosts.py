@@ -4,7 +4,7 @@
     mpirun -np 2 python several_hosts.py       # two, on this host
     mpirun -H a,b python several_hosts.py      # one on each of two hosts
 
-The page is several_hosts.md. Needs scikit-learn; for CPU towers also: pip install 'ncclsync[hosts]'
+The page is several_hosts.md. Needs scikit-learn; for CPU towers also: pip install -e '.[hosts]'
 """
 
 import sys

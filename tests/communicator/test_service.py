@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-zmq = pytest.importorskip("zmq", reason="pip install 'ncclsync[hosts]'")
+zmq = pytest.importorskip("zmq", reason="pip install -e '.[hosts]'")
 
 from ncclsync.communicator import introductions, messages, native, service  # noqa: E402
 from ncclsync.communicator.introductions import Introduction, Told  # noqa: E402

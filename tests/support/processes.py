@@ -22,8 +22,8 @@ def mpirun_path() -> str | None:
 
 def mpirun(count: int, *options: str) -> list[str]:
     """A command that starts so many processes of what follows it; skips the test where there is none."""
-    pytest.importorskip("mpi4py", reason="pip install 'ncclsync[hosts]'")
-    path = mpirun_path() or pytest.skip("no mpirun: pip install 'ncclsync[hosts]'")
+    pytest.importorskip("mpi4py", reason="pip install -e '.[hosts]'")
+    path = mpirun_path() or pytest.skip("no mpirun: pip install -e '.[hosts]'")
     return [path, "-np", str(count), "--allow-run-as-root", "--oversubscribe", *options]
 
 

@@ -443,7 +443,7 @@ def test_towers_that_processes_cannot_share(capsys, monkeypatch):
 @pytest.mark.slow
 def test_step_of_processes(tmp_path):
     """The same towers as two processes, in turns with one; the time is the later one's, of cores the sum."""
-    pytest.importorskip("mpi4py", reason="pip install 'ncclsync[hosts]'")
+    pytest.importorskip("mpi4py", reason="pip install -e '.[hosts]'")
     if missing_mpi():
         pytest.skip(missing_mpi())
     arguments = ("step", "--model", "mlp", "--towers", "2", "--rounds", "1", "--against", "processes", "--no-split")

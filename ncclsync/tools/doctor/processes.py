@@ -9,7 +9,7 @@ from typing import Any
 from ncclsync.communicator.joining import peers_of
 from ncclsync.communicator.peers import Peers
 from ncclsync.communicator.processes import Process
-from ncclsync.errors import NcclSyncError
+from ncclsync.errors import NcclSyncError, install
 from ncclsync.tools.doctor import probes
 from ncclsync.tools.doctor.examination import examine
 from ncclsync.tools.doctor.facts import ERROR, WARNING, AllReduce, Problem, ProcessFacts, Report, from_json
@@ -32,6 +32,7 @@ _DECISIVE = ("ncclsync", "TensorFlow", "Keras")
 _PIP = "Install the same on all hosts: pip install '%s=={}'"
 _REMEDIES = {
     **{name: _PIP % name.lower() for name in _DECISIVE},
+    "ncclsync": f"Install ncclsync {{}} on all hosts, from the same clone: {install()}",
     "Python": "Start all processes with Python {}.",
     "NCCL": "Install the same on all hosts, pip install 'nvidia-nccl-cu12=={}', or name one by NCCLSYNC_NCCL_LIBRARY.",
     "driver": "Install the NVIDIA driver {} on all hosts.",

@@ -39,7 +39,7 @@ TWO_TOWERS = """
 from ncclsync.towers import session
 from ncclsync.towers.placement import Choice
 chosen = session.choose_devices
-session.choose_devices = lambda count, devices, backend, process: (
+session.choose_devices = lambda count, devices, backend, *_: (
     chosen(count, devices, backend) if count or devices else Choice(("CPU:0",) * 2, "cpu", "")
 )
 """

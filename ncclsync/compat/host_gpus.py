@@ -1,7 +1,9 @@
-"""Tell which GPUs a host has, by the kernel's files, and which of them CUDA shows to a process; it cannot hang."""
+"""Tell which GPUs a host has, by the kernel's files, and which of them CUDA shows to a process."""
 
+import ctypes
 import pathlib
 import re
+import uuid
 from collections.abc import Collection, Sequence
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -39,6 +41,32 @@ def read_uuids(folder: pathlib.Path = pathlib.Path("/proc/driver/nvidia/gpus")) 
     """Return the UUIDs of the driver's GPUs, in the order of the PCI bus."""
     files = sorted(folder.glob("*/information"))
     return [found[1] for file in files if (found := _UUID.search(file.read_text(errors="replace")))]
+
+
+def shown_by_cuda(driver: str) -> list[str]:
+    """Return the UUIDs of the GPUs that CUDA shows to this process, in its order; [] if it tells none.
+
+    Args:
+        driver: what to give to ``dlopen`` for CUDA's driver, which is initialised.
+    """
+    try:
+        cuda = ctypes.CDLL(driver)
+    except OSError:  # no driver
+        return []
+    count, device, found = ctypes.c_int(), ctypes.c_int(), []
+    whole, part = (ctypes.c_ubyte * 16)(), (ctypes.c_ubyte * 16)()
+    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+        return []  # no GPU
+    for ordinal in range(count.value):
+        if cuda.cuDeviceGet(ctypes.byref(device), ordinal) or cuda.cuDeviceGetUuid(whole, device):
+            return []
+        name = f"GPU-{uuid.UUID(bytes=bytes(whole))}"
+        # For a part of a GPU (MIG) the newer function returns the part's own UUID.
+        is_new = hasattr(cuda, "cuDeviceGetUuid_v2") and not cuda.cuDeviceGetUuid_v2(part, device)
+        if is_new and bytes(part) != bytes(whole):
+            name = f"MIG-{uuid.UUID(bytes=bytes(part))}"
+        found.append(name)
+    return found
 
 
 def left_by(value: str | None, uuids: Sequence[str | None], divided: Collection[int] = ()) -> list[int]:

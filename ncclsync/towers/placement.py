@@ -7,11 +7,12 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from ncclsync.communicator import Communicator, CpuCommunicator, TcpCommunicator, native, shared
+from ncclsync.communicator.introductions import machine
 from ncclsync.communicator.joining import peers_of
 from ncclsync.communicator.processes import Process, find_process
 from ncclsync.compat import host_gpus, other_libraries
@@ -46,23 +47,50 @@ def own_process(devices: Sequence[str] | None) -> Process | None:
     return process
 
 
+class Seen(NamedTuple):
+    """Say which GPUs a process sees.
+
+    Attributes:
+        machine: what names its machine, unlike all others.
+        uuids: of TensorFlow's GPUs, in their order; [] if CUDA does not tell them.
+    """
+
+    machine: str
+    uuids: list[str]
+
+
+def exchange_seen(process: Process, timeout_s: float | None) -> list[Seen]:
+    """Return [size] what each process sees; joins the processes. Collective; raises NcclSyncError."""
+    ordinals = [int(gpu.name.rpartition(":")[2]) for gpu in _physical_gpus()]  # as CUDA numbers them
+    known = host_gpus.shown_by_cuda(native.cuda_paths()[1]) if ordinals else []
+    uuids = [known[i] for i in ordinals] if max(ordinals, default=0) < len(known) else []
+    own = machine(), uuids
+    return [Seen(*one) for one in peers_of(process, timeout_s).exchange(own, "the GPUs that each process sees")]
+
+
 def choose_devices(
-    towers: int | None, devices: Sequence[str] | None, backend: str | None, process: Process | None = None
+    towers: int | None,
+    devices: Sequence[str] | None,
+    backend: str | None,
+    process: Process | None = None,
+    seen: Sequence[Seen] = (),
 ) -> Choice:
     """Choose devices and backend; log the choice once, at INFO, with the reason.
 
     Args:
         towers, devices, backend: see `TowerOptions`, which has checked them.
         process: this process, if several are joined.
+        seen: [size] what each of them sees; empty if they have not told each other.
 
     Raises:
-        ValueError: they name a device that is not there, or a GPU twice; or the host has GPUs, but fewer than towers.
+        ValueError: they name a device that is not there, or a GPU twice; or the host has GPUs, but fewer than towers;
+            or processes of this host see some GPUs together and others apart.
     """
     gpus = [_short_name(device.name) for device in tf.config.list_logical_devices("GPU")]
     if devices is not None:
         chosen, reason = _named_devices(devices), "as named"
     else:
-        chosen, reason = _first_devices(towers, gpus if process is None else _own_gpus(gpus, towers, process))
+        chosen, reason = _first_devices(towers, gpus if process is None else _own_gpus(gpus, towers, process, seen))
     kinds = {device.split(":")[0] for device in chosen}
     if backend is None:
         backend = "nccl" if kinds == {"GPU"} and (len(chosen) > 1 or process is not None) else "cpu"
@@ -239,16 +267,31 @@ def _hiding() -> str:
     return ""
 
 
-def _own_gpus(gpus: list[str], towers: int | None, process: Process) -> list[str]:
+def _own_gpus(gpus: list[str], towers: int | None, process: Process, seen: Sequence[Seen]) -> list[str]:
     """Return this process' part of the GPUs that it sees: all, unless other processes of the host see the same."""
-    if process.local_size == 1 or len(gpus) <= 1:
+    if process.local_size == 1 or not gpus:
         return gpus
-    count = towers or 1
-    own = gpus[process.local_rank * count : (process.local_rank + 1) * count]
+    mates = [i for i, one in enumerate(seen) if one.machine == seen[process.rank].machine and one.uuids]
+    place, count = process.local_rank, towers or 1
+    if process.rank in mates:
+        own_uuids = seen[process.rank].uuids
+        if not {one for i in mates if i != process.rank for one in seen[i].uuids}.intersection(own_uuids):
+            return gpus
+        if any(set(seen[i].uuids) != set(own_uuids) for i in mates):
+            told = "; ".join(f"process {i} sees {', '.join(seen[i].uuids)}" for i in mates)
+            raise ValueError(
+                f"Expected the processes of a host to see the same GPUs, or each GPUs of its own. Received: {told}. "
+                f"Set {host_gpus.VISIBLE} alike in all, or in none, or name devices="
+            )
+        place = mates.index(process.rank)
+        gpus = [gpus[own_uuids.index(one)] for one in seen[mates[0]].uuids]  # in one order in all
+    elif len(gpus) == 1:
+        return gpus
+    own = gpus[place * count : (place + 1) * count]
     if len(own) < count:
         raise ValueError(
             f"Expected a GPU for each tower of each process on this host. Received: {len(gpus)} GPUs, for process "
-            f"{process.local_rank} on this host with {count} tower(s).{_hiding()} Start fewer processes, or name "
+            f"{place} on this host with {count} tower(s).{_hiding()} Start fewer processes, or name "
             "devices=."
         )
     return own

@@ -21,6 +21,14 @@ WORDS = {
     "stopped": "nothing for 10 s from process {} on {}, which is stopped, killed or cut off",
 }
 
+# Shows a process of mpirun the two GPUs of its number.
+OWN_GPUS = [
+    "sh",
+    "-c",
+    'export CUDA_VISIBLE_DEVICES=$((2 * OMPI_COMM_WORLD_RANK)),$((2 * OMPI_COMM_WORLD_RANK + 1)); exec "$@"',
+    "sh",
+]
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
@@ -37,12 +45,12 @@ def several(virtual_gpus, tmp_path):
             )
         )
 
-    def run(launcher, *arguments, hosts=None):
+    def run(launcher, *arguments, hosts=None, own=False):
         (tmp_path / "standin").mkdir()
         common = environment(STANDIN_FOLDER=str(tmp_path / "standin"))
         if launcher in LAUNCHERS:
-            # Both see all GPUs of the host, and take two each.
-            line = [*LAUNCHERS[launcher](2), *command(4, *arguments)]
+            # Both see all GPUs of the host, and take two each; or each sees two GPUs of its own.
+            line = [*LAUNCHERS[launcher](2), *(OWN_GPUS if own else ()), *command(2 if own else 4, *arguments)]
             started.append(_started(line, common, tmp_path / "log"))
             return started
         port = free_port()
@@ -83,6 +91,11 @@ def alone(virtual_gpus, tmp_path_factory):
 def test_close_to_one_process(several, alone, tmp_path, launcher):
     """Losses, weights and results are equal in both processes; no name of a device has a job."""
     check_equal(several(launcher), alone, tmp_path)
+
+
+def test_close_to_one_process_with_gpus_of_its_own(several, alone, tmp_path):
+    """As `srun --gpus-per-task=2` gives them to each: the UUIDs tell, and each takes both that it sees."""
+    check_equal(several("mpirun", own=True), alone, tmp_path)
 
 
 def check_equal(processes, alone, tmp_path):

@@ -16,9 +16,10 @@ from parity import assert_close, data, mlp, on_towers
 
 from ncclsync import LargeBatch, NcclSyncError, NcclUnavailableError, Towers, nccl_parallel
 from ncclsync.communicator import shared
+from ncclsync.communicator.processes import Process
 from ncclsync.compat import host_gpus
 from ncclsync.towers import placement
-from ncclsync.towers.placement import choose_devices
+from ncclsync.towers.placement import Seen, choose_devices
 
 X, Y = data()
 HAS_GPU = bool(tf.config.list_physical_devices("GPU"))
@@ -407,6 +408,43 @@ def test_choice_follows_the_devices(two_gpus):
     assert choose_devices(1, None, "cpu").backend == "cpu"
     assert choose_devices(None, ["GPU:1", "GPU:0"], None).devices == ("GPU:1", "GPU:0")
     assert choose_devices(None, ["GPU:1", "CPU:0"], None).backend == "cpu"
+
+
+def of_slurm(rank, size):
+    """A process as Slurm starts it, which does not say how many there are on the host."""
+    return Process("Slurm", rank, size, rank, None, None, "")
+
+
+@pytest.mark.parametrize(
+    ("each", "expected"),
+    [
+        # As `srun` shows them: the same to all, in whatever order; or by --gpus-per-task GPUs of its own to each.
+        ([("a", ["u", "v"]), ("a", ["u", "v"])], [["GPU:0"], ["GPU:1"]]),
+        ([("a", ["u", "v"]), ("a", ["v", "u"])], [["GPU:0"], ["GPU:0"]]),
+        ([("a", ["u", "v"]), ("a", ["w", "x"])], [["GPU:0", "GPU:1"]] * 2),
+        ([("a", ["u", "v"]), ("b", ["u", "v"])], [["GPU:0", "GPU:1"]] * 2),  # two machines, such as virtual ones
+        ([("b", ["w", "x"]), ("a", ["u", "v"]), ("a", ["u", "v"])], [["GPU:0", "GPU:1"], ["GPU:0"], ["GPU:1"]]),
+        ([("a", []), ("a", [])], [["GPU:0"], ["GPU:1"]]),  # unknown: by the launcher's numbers
+        ([("a", ["u", "v"]), ("a", ["v", "w"])], "process 0 sees u, v; process 1 sees v, w. Set CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_gpus_of_each_process_of_a_host(two_gpus, each, expected):
+    """What each sees says whether they share their host's GPUs: all that are a process' own, else its part."""
+    seen = [Seen(*one) for one in each]
+    for rank in range(len(each)):
+        given = None, None, None, of_slurm(rank, len(each)), seen
+        if isinstance(expected, str):
+            with pytest.raises(ValueError, match=re.escape(expected)):
+                choose_devices(*given)
+        else:
+            assert list(choose_devices(*given).devices) == expected[rank]
+
+
+def test_more_processes_than_gpus_of_a_host(two_gpus):
+    """Of three that see the same two GPUs, the third has none."""
+    seen = [Seen("a", ["u", "v"])] * 3
+    with pytest.raises(ValueError, match=r"Expected a GPU for each tower of each process.*process 2 on this host"):
+        choose_devices(None, None, None, of_slurm(2, 3), seen)
 
 
 def joined_with(monkeypatch, choice):

@@ -5,7 +5,6 @@ of JSON. So the facts of a process that dies are kept.
 """
 
 import contextlib
-import ctypes
 import dataclasses
 import importlib
 import importlib.metadata
@@ -18,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -207,26 +205,10 @@ def reduce_known(tell: Tell, backend: str, devices: Sequence[int], timeout_s: fl
 def _gpus(tell: Tell) -> None:
     """Ask CUDA for the UUIDs of the GPUs that it shows, in its order."""
     from ncclsync.communicator.native import cuda_paths
+    from ncclsync.compat import host_gpus
 
     tell(stage="asking CUDA for its GPUs", gpus=[])
-    try:
-        cuda = ctypes.CDLL(cuda_paths()[1])
-    except OSError:  # no driver
-        return
-    count, device, found = ctypes.c_int(), ctypes.c_int(), []
-    whole, part = (ctypes.c_ubyte * 16)(), (ctypes.c_ubyte * 16)()
-    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
-        return  # no GPU
-    for ordinal in range(count.value):
-        if cuda.cuDeviceGet(ctypes.byref(device), ordinal) or cuda.cuDeviceGetUuid(whole, device):
-            return
-        name = f"GPU-{uuid.UUID(bytes=bytes(whole))}"
-        # For a part of a GPU (MIG) the newer function returns the part's own UUID.
-        is_new = hasattr(cuda, "cuDeviceGetUuid_v2") and not cuda.cuDeviceGetUuid_v2(part, device)
-        if is_new and bytes(part) != bytes(whole):
-            name = f"MIG-{uuid.UUID(bytes=bytes(part))}"
-        found.append(name)
-    tell(gpus=found)
+    tell(gpus=host_gpus.shown_by_cuda(cuda_paths()[1]))
 
 
 def known_answer(communicator: Any) -> str:

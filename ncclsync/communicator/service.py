@@ -29,7 +29,7 @@ import zmq
 import zmq.utils.z85
 
 from ncclsync.communicator import messages, timeouts
-from ncclsync.communicator.introductions import VARIABLE, Introduction, Told, listen, machine, own_addresses, secret
+from ncclsync.communicator.introductions import VARIABLE, Introduction, Told, here, listen, own_addresses, secret
 from ncclsync.communicator.messages import MessageError
 from ncclsync.errors import NcclSyncError
 
@@ -326,7 +326,7 @@ class _Process0:
         if refused:
             self._write(address, b"refused", refused.encode())
             return
-        self._write(address, b"welcome", messages.written((self._path, machine())))
+        self._write(address, b"welcome", messages.written((self._path, here())))
         if joins:
             is_new = rank not in self._owners
             self._owners[rank], self._members[rank], self._ranks[address] = own, address, rank
@@ -369,7 +369,7 @@ class _Other:
             # Within a host by the Unix socket, which needs no keys.
             path, where = search.answer
             key, main = search.key, search.endpoint
-            if where == machine() and _is_reached(path):
+            if where == here() and _is_reached(path):
                 key, main = "", f"ipc://{path}"
             self._main = _socket(self._context, zmq.DEALER, key)
             self._main.connect(main)

@@ -7,12 +7,11 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
 from ncclsync.communicator import Communicator, CpuCommunicator, TcpCommunicator, native, shared
-from ncclsync.communicator.introductions import machine
 from ncclsync.communicator.joining import peers_of
 from ncclsync.communicator.processes import Process, find_process
 from ncclsync.compat import host_gpus, other_libraries
@@ -47,25 +46,15 @@ def own_process(devices: Sequence[str] | None) -> Process | None:
     return process
 
 
-class Seen(NamedTuple):
-    """Say which GPUs a process sees.
+def exchange_gpus(process: Process, timeout_s: float | None) -> list[list[str]]:
+    """Return for each process the UUIDs of TensorFlow's GPUs, in their order; [] if CUDA does not tell them.
 
-    Attributes:
-        machine: what names its machine, unlike all others.
-        uuids: of TensorFlow's GPUs, in their order; [] if CUDA does not tell them.
+    Joins the processes. Collective; raises NcclSyncError.
     """
-
-    machine: str
-    uuids: list[str]
-
-
-def exchange_seen(process: Process, timeout_s: float | None) -> list[Seen]:
-    """Return [size] what each process sees; joins the processes. Collective; raises NcclSyncError."""
     ordinals = [int(gpu.name.rpartition(":")[2]) for gpu in _physical_gpus()]  # as CUDA numbers them
     known = host_gpus.shown_by_cuda(native.cuda_paths()[1]) if ordinals else []
-    uuids = [known[i] for i in ordinals] if max(ordinals, default=0) < len(known) else []
-    own = machine(), uuids
-    return [Seen(*one) for one in peers_of(process, timeout_s).exchange(own, "the GPUs that each process sees")]
+    own = [known[i] for i in ordinals] if max(ordinals, default=0) < len(known) else []
+    return peers_of(process, timeout_s).exchange(own, "the GPUs that each process sees")
 
 
 def choose_devices(
@@ -73,18 +62,18 @@ def choose_devices(
     devices: Sequence[str] | None,
     backend: str | None,
     process: Process | None = None,
-    seen: Sequence[Seen] = (),
+    seen: Sequence[Sequence[str]] = (),
 ) -> Choice:
     """Choose devices and backend; log the choice once, at INFO, with the reason.
 
     Args:
         towers, devices, backend: see `TowerOptions`, which has checked them.
         process: this process, if several are joined.
-        seen: [size] what each of them sees; empty if they have not told each other.
+        seen: [size] the UUIDs of the GPUs that each of them sees; empty if they have not told each other.
 
     Raises:
         ValueError: they name a device that is not there, or a GPU twice; or the host has GPUs, but fewer than towers;
-            or processes of this host see some GPUs together and others apart.
+            or processes see some GPUs together and others apart.
     """
     gpus = [_short_name(device.name) for device in tf.config.list_logical_devices("GPU")]
     if devices is not None:
@@ -267,26 +256,24 @@ def _hiding() -> str:
     return ""
 
 
-def _own_gpus(gpus: list[str], towers: int | None, process: Process, seen: Sequence[Seen]) -> list[str]:
+def _own_gpus(gpus: list[str], towers: int | None, process: Process, seen: Sequence[Sequence[str]]) -> list[str]:
     """Return this process' part of the GPUs that it sees: all, unless other processes of the host see the same."""
-    if process.local_size == 1 or not gpus:
+    own_uuids = seen[process.rank] if seen else ()
+    if process.local_size == 1 or (len(gpus) <= 1 and not own_uuids):
         return gpus
-    mates = [i for i, one in enumerate(seen) if one.machine == seen[process.rank].machine and one.uuids]
     place, count = process.local_rank, towers or 1
-    if process.rank in mates:
-        own_uuids = seen[process.rank].uuids
-        if not {one for i in mates if i != process.rank for one in seen[i].uuids}.intersection(own_uuids):
+    if own_uuids:
+        mates = [i for i, one in enumerate(seen) if not set(one).isdisjoint(own_uuids)]
+        if len(mates) == 1:
             return gpus
-        if any(set(seen[i].uuids) != set(own_uuids) for i in mates):
-            told = "; ".join(f"process {i} sees {', '.join(seen[i].uuids)}" for i in mates)
+        if any(set(seen[i]) != set(own_uuids) for i in mates):
+            told = "; ".join(f"process {i} sees {', '.join(seen[i])}" for i in mates)
             raise ValueError(
                 f"Expected the processes of a host to see the same GPUs, or each GPUs of its own. Received: {told}. "
                 f"Set {host_gpus.VISIBLE} alike in all, or in none, or name devices="
             )
         place = mates.index(process.rank)
-        gpus = [gpus[own_uuids.index(one)] for one in seen[mates[0]].uuids]  # in one order in all
-    elif len(gpus) == 1:
-        return gpus
+        gpus = [gpus[own_uuids.index(one)] for one in seen[mates[0]]]  # in one order in all
     own = gpus[place * count : (place + 1) * count]
     if len(own) < count:
         raise ValueError(

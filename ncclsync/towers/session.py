@@ -28,7 +28,7 @@ from ncclsync.towers.placement import (
     choose_devices,
     connect,
     device_models,
-    exchange_seen,
+    exchange_gpus,
     keep_quiet,
     make_target,
     own_process,
@@ -79,7 +79,7 @@ class Session:
             # The number of an op's threads may change the order of its sums: it must not depend on the towers.
             divided = options.shards is not None and all(is_cpu(str(one)) for one in options.devices or ())
             share_cores(*((options.shards, None) if divided else (options.towers, options.devices)), process)
-        seen = () if process is None else exchange_seen(process, health.timeout_s)
+        seen = () if process is None else exchange_gpus(process, health.timeout_s)
         choice = choose_devices(options.towers, options.devices, options.backend, process, seen)
         devices, self.backend = choice.devices, choice.backend
         options.check_towers(len(devices))

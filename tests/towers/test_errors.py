@@ -19,7 +19,7 @@ from ncclsync.communicator import shared
 from ncclsync.communicator.processes import Process
 from ncclsync.compat import host_gpus
 from ncclsync.towers import placement
-from ncclsync.towers.placement import Seen, choose_devices
+from ncclsync.towers.placement import choose_devices
 
 X, Y = data()
 HAS_GPU = bool(tf.config.list_physical_devices("GPU"))
@@ -419,18 +419,17 @@ def of_slurm(rank, size):
     ("each", "expected"),
     [
         # As `srun` shows them: the same to all, in whatever order; or by --gpus-per-task GPUs of its own to each.
-        ([("a", ["u", "v"]), ("a", ["u", "v"])], [["GPU:0"], ["GPU:1"]]),
-        ([("a", ["u", "v"]), ("a", ["v", "u"])], [["GPU:0"], ["GPU:0"]]),
-        ([("a", ["u", "v"]), ("a", ["w", "x"])], [["GPU:0", "GPU:1"]] * 2),
-        ([("a", ["u", "v"]), ("b", ["u", "v"])], [["GPU:0", "GPU:1"]] * 2),  # two machines, such as virtual ones
-        ([("b", ["w", "x"]), ("a", ["u", "v"]), ("a", ["u", "v"])], [["GPU:0", "GPU:1"], ["GPU:0"], ["GPU:1"]]),
-        ([("a", []), ("a", [])], [["GPU:0"], ["GPU:1"]]),  # unknown: by the launcher's numbers
-        ([("a", ["u", "v"]), ("a", ["v", "w"])], "process 0 sees u, v; process 1 sees v, w. Set CUDA_VISIBLE_DEVICES"),
+        (["uv", "uv"], [["GPU:0"], ["GPU:1"]]),
+        (["uv", "vu"], [["GPU:0"], ["GPU:0"]]),
+        (["uv", "wx"], [["GPU:0", "GPU:1"]] * 2),
+        (["wx", "uv", "uv"], [["GPU:0", "GPU:1"], ["GPU:0"], ["GPU:1"]]),
+        (["", ""], [["GPU:0"], ["GPU:1"]]),  # unknown: by the launcher's numbers
+        (["uv", "vw"], "process 0 sees u, v; process 1 sees v, w. Set CUDA_VISIBLE_DEVICES"),
     ],
 )
 def test_gpus_of_each_process_of_a_host(two_gpus, each, expected):
     """What each sees says whether they share their host's GPUs: all that are a process' own, else its part."""
-    seen = [Seen(*one) for one in each]
+    seen = [[*uuids] for uuids in each]
     for rank in range(len(each)):
         given = None, None, None, of_slurm(rank, len(each)), seen
         if isinstance(expected, str):
@@ -442,7 +441,7 @@ def test_gpus_of_each_process_of_a_host(two_gpus, each, expected):
 
 def test_more_processes_than_gpus_of_a_host(two_gpus):
     """Of three that see the same two GPUs, the third has none."""
-    seen = [Seen("a", ["u", "v"])] * 3
+    seen = [["u", "v"]] * 3
     with pytest.raises(ValueError, match=r"Expected a GPU for each tower of each process.*process 2 on this host"):
         choose_devices(None, None, None, of_slurm(2, 3), seen)
 

@@ -125,7 +125,7 @@ def dataset(towers):
             return {"total": self.total.result(), "rows": tf.shape(x)[0]}
 
     keras.utils.set_random_seed(2)
-    model = nccl_parallel(towers=towers)(Model)()
+    model = nccl_parallel(towers=towers)(lambda: Model())()
     model.compile(keras.optimizers.RMSprop(0.01))
     data = tf.data.Dataset.from_tensor_slices((IMAGES, LABELS)).shuffle(61, seed=3).batch(13)
     with model.towers:

@@ -186,6 +186,7 @@ except NcclError as error:
     )
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize(
     "fail, streams, ranks",
     [

@@ -230,6 +230,7 @@ def test_preflight_finds_a_corrupt_path(standin, size):
     comm.close()
 
 
+@pytest.mark.slow
 def test_preflight_of_two_processes(standin):
     """The process whose rank receives something else knows it; the other one cannot, and waits for it in vain."""
     standin.fail("corrupt:1:3")

@@ -34,7 +34,7 @@ def check(name):
     costs.check(name)
 
 
-@pytest.mark.slow(but=24)
+@pytest.mark.slow(but=12)
 @pytest.mark.parametrize("name", parameters(OWN))
 def test_row(name):
     """A layer, a loss, a metric, a loop or a small program: all that its step has is listed."""

@@ -4,6 +4,7 @@ import collections
 
 import keras
 import numpy as np
+import pytest
 from many_variables import Scales
 from models import program_of
 from parity import on_towers
@@ -27,6 +28,7 @@ def counted(weights):
     return [collections.Counter(one for one in each if one not in ("Const", "Identity")) for each in types]
 
 
+@pytest.mark.slow
 def test_ops_of_each_weight():
     """The ops of a segment grow by few with each weight: it is read once forward, and updated with its moments."""
     fewer, more = counted(10), counted(30)

@@ -24,6 +24,7 @@ def change(weights, others):
     return np.linalg.norm(np.concatenate([(a - b).ravel() for a, b in zip(weights, others, strict=True)]))
 
 
+@pytest.mark.slow
 def test_training_is_close_to_uncompressed():
     """After 40 steps the weights are within 2 % of the way they have gone, and the towers are equal."""
     keras.utils.set_random_seed(4)

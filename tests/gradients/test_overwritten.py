@@ -47,7 +47,7 @@ def scaled():
     return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=4.0)
 
 
-@pytest.mark.slow(but=4)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("layer", [Top, float8])
 @pytest.mark.parametrize(
     "optimizer, options",

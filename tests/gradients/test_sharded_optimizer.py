@@ -244,6 +244,7 @@ def test_two_optimizers():
     assert len(model.towers.replicas.sharding._sharded) == 2
 
 
+@pytest.mark.slow
 def test_failed_step_changes_nothing():
     """A label that one tower cannot use: weights and state are as before, and training goes on."""
     model, alone = on_towers(mlp, 3, shard_optimizer=True), mlp()
@@ -258,6 +259,7 @@ def test_failed_step_changes_nothing():
     assert_close(state(model), state(alone))
 
 
+@pytest.mark.slow
 def test_skipped_step_changes_nothing():
     """With on_nonfinite="skip" the parts are undone on the tower that holds them."""
     x = X.copy()
@@ -289,6 +291,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
     """What cannot be divided is told before anything has changed, and by name."""
@@ -346,6 +349,7 @@ def test_a_function_cannot_read_what_is_divided():
         read()
 
 
+@pytest.mark.slow
 def test_beside_check_numerics():
     """Checks that TensorFlow adds to every op are no part of an update: the numbers are those without."""
     expected = on_towers(lambda: mlp(decaying()), 2)

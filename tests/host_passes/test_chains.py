@@ -300,6 +300,7 @@ def test_a_result_that_is_the_same_in_each_block(chains):
     assert [chain.members for chain in chains] == [("BroadcastTo", "mul")]
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_gradients_of_what_broadcasts(monkeypatch, chains, rows):
     """A gradient, too, is that of TensorFlow's own ops; of one row too."""

@@ -60,7 +60,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("towers", [2, 3])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_one_cut_two_ways(name, towers, monkeypatch):

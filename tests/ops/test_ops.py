@@ -56,6 +56,7 @@ def test_indexed_slices_become_dense():
     np.testing.assert_array_equal(ops.all_reduce([slices], "sum")[0], [[2.0], [0.0], [5.0]])
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("slices, dense", [(1, False), (24, False), (25, True), (90, True)])
 def test_rule_for_sparse_gradients(slices, dense, as_on_gpus, monkeypatch):
     """Gathered or added up, whichever moves fewer bytes: 5 * `slices` of 12 + 4, or 2 * 80 rows of 12."""
@@ -195,6 +196,7 @@ COLLECTIVES = {
 }
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_gradient_through_a_collective(name):
     """It is one device's, to which a collective is nothing: with respect to variables and to the rows."""
@@ -322,6 +324,7 @@ def joined_by(patch):
     return joined
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("metrics", [None, ["accuracy"]])
 def test_one_collective_per_step(metrics, as_on_gpus, monkeypatch):
     """A step of a model with four variables makes one all-reduce: gradients and metrics in one bucket."""

@@ -92,7 +92,7 @@ MET = {
 TOLD = ("generator", "moments_of_a_mask", "moments_of_a_whole", "python_writes")
 
 
-@pytest.mark.slow(but=6)
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("name", MET)
 def test_what_was_met_in_the_field(name):
     """It is as on one device, or a warning tells it."""

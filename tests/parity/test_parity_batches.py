@@ -144,7 +144,7 @@ CASES |= {
 }
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "towers"), spread(CASES))
 def test_batches(name, towers):
     """Same numbers as on one device."""

@@ -290,7 +290,7 @@ CASES = {
 }
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name, towers", spread(CASES))
 def test_callback(name, towers):
     """What a callback is told, what it writes to files, and what it does to the training."""

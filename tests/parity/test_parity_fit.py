@@ -51,6 +51,7 @@ def test_compile_option(name):
     assert_towers_agree(model)
 
 
+@pytest.mark.slow
 def test_steps_per_execution_leaves_no_batch_behind():
     """A number of batches that is no multiple of steps_per_execution trains on every batch once."""
 
@@ -95,6 +96,7 @@ def test_uncompiled_model_is_compiled_after_the_decorator():
     assert_close(run(model), run(factory()))
 
 
+@pytest.mark.slow
 def test_small_buckets():
     """The bucket size changes how gradients travel, not what arrives."""
     model = on_towers(mlp, 3, bucket_bytes=100)
@@ -129,6 +131,7 @@ def test_update_by_hand():
     assert_towers_agree(model)
 
 
+@pytest.mark.slow
 def test_where_tensorflow_runs_functions_eagerly():
     """`tf.config.run_functions_eagerly` is for one's own functions: towers run their graphs."""
     weights = []

@@ -425,6 +425,7 @@ def test_metric(name, towers):
     check(CASES[name], towers)
 
 
+@pytest.mark.slow
 def test_every_metric_of_keras_is_in_a_row():
     """A class that Keras adds is missed here, not in somebody's training."""
     found = {"Mean", "Sum", "Accuracy"}  # in Tracking and OwnComputeMetrics

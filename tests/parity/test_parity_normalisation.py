@@ -199,7 +199,7 @@ OTHER = {
 }
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name, towers", spread(SYNCHRONISED))
 def test_synchronized(name, towers):
     """`BatchNormalization(synchronized=True)`: outputs, gradients, weights and moving statistics."""
@@ -230,6 +230,7 @@ def test_exact_is_for_own_steps_too():
     assert not layer.synchronized
 
 
+@pytest.mark.slow
 def test_forward_derivatives():
     """A step may ask for forward derivatives, which pass through the moments of the batch."""
 
@@ -273,6 +274,7 @@ WHOLES = {
 }
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("name", WHOLES)
 def test_whole_inputs(name, exact, caplog):
@@ -303,6 +305,7 @@ def test_whole_inputs(name, exact, caplog):
     assert_close(layer.get_weights(), alone.get_weights())
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("synchronized", [True, False])
 def test_forward_derivatives_of_gradients(synchronized):
     """Before the weight that an accumulator follows, the way there has no forward derivatives, but the way back has."""
@@ -338,6 +341,7 @@ def test_other_normalisation(name, towers):
     check(OTHER[name], towers)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("batch, towers", [(10, 4), (9, 4), (2, 4), (1, 3), (61, 8)])
 def test_plain_batch_normalisation(batch, towers):
     """Each shard by its own statistics; the moving ones by the mean over the samples; finite in a shard of

@@ -174,6 +174,7 @@ def test_clipped_weight():
     np.testing.assert_allclose(model.get_weights()[0], [[0.0]], atol=1e-6)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("towers", [2, 4])
 def test_tf_36224_batch_norm_and_a_last_batch_of_one_row(towers):
     """Finite, where a replica without rows made every weight NaN without an error."""
@@ -184,6 +185,7 @@ def test_tf_36224_batch_norm_and_a_last_batch_of_one_row(towers):
     assert_towers_agree(model)
 
 
+@pytest.mark.slow
 def test_every_tower_has_its_share():
     """Not one device that trains while `num_model_replicas` says two, as keras.distribution does here."""
     model = nccl_parallel(towers=4)(classifier(relu, cls=RowsPerTower))()

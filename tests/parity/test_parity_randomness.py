@@ -446,6 +446,7 @@ def test_layers_that_mix_samples(name):
     check(Case(build, predict_images, 1e-4, INVARIANT), 3)
 
 
+@pytest.mark.slow
 def test_shuffles_and_draws_that_do_not_depend_on_the_samples():
     """All towers draw the same."""
     case = on_samples(lambda n, x, seed: keras.random.shuffle(tf.range(12.0), seed=seed))

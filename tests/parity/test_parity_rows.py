@@ -13,7 +13,7 @@ def trained(call, step, batch):
     return [losses, *(variable.numpy() for part in step.parts for variable in part.trainable_variables)]
 
 
-@pytest.mark.slow(but=6)
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("towers", [2, 3, 4])
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.filterwarnings("ignore:Exact, but")

@@ -56,6 +56,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("towers", [2, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_smoke(name, towers):
@@ -63,7 +64,7 @@ def test_smoke(name, towers):
     check(CASES[name], towers)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_smoke_by_xla(name, monkeypatch):
     """The same where XLA compiles, as Keras has it by default on GPUs; `NCCLSYNC_JIT=1` does so for all tables."""

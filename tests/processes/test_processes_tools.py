@@ -66,6 +66,7 @@ def test_doctor_says_which_process_lacks():
     assert report["processes"] == [] and report["joint_all_reduce"] is None
 
 
+@pytest.mark.slow
 def test_bench_between_processes(mpirun, tmp_path):
     """ncclsync, a copy and MPI's own all-reduce, in turns, right; the ratios to MPI; one table."""
     arguments = ["--sizes", "4B,1MiB", "--rounds", "2", "--against", "mpi", "--json", tmp_path / "out.json"]

@@ -94,6 +94,7 @@ def test_much_that_is_received(caplog):
     assert float(line[2]) > 5 and "Instead, compare each row with fewer others" in message
 
 
+@pytest.mark.slow
 def test_much_that_is_computed_alike(caplog):
     """The factor of a matrix of rows by rows, and its gradient; of few rows it is no warning."""
     (message,) = warnings_of(with_factor(), np.tile(X, (40, 1)), caplog)[0]
@@ -122,6 +123,7 @@ def trained(layer, caplog, kind=keras.Model, loss="mse", metrics=None):
     return [message for record in caplog.records if (message := record.getMessage()).startswith("Exact, but")]
 
 
+@pytest.mark.slow
 def test_a_layer_of_the_users_own_has_a_line(caplog, monkeypatch):
     """Of its `call`, not of `fit`."""
     monkeypatch.setattr(step, "MOST_LOST", 0.0)

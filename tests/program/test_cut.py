@@ -59,6 +59,7 @@ def test_plain_step_is_two_segments(as_on_gpus):
     assert sorted(e.shape.num_elements() for e in sums if e.shape.rank) == [5, 16, 5 * 16, 12 * 16]
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("factory", [gan, two_parts])
 def test_two_optimizers_are_three_segments(factory, as_on_gpus):
     """One collective for each optimizer, whose updates the next segment uses; what the step returns travels
@@ -162,6 +163,7 @@ def test_evaluation_writes_no_weight():
     assert len(program.segments) == 2
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name, momentum", [("Adam", {}), ("SGD", {}), ("SGD", {"momentum": 0.9})])
 def test_a_table_of_which_rows_are_read_does_not_travel(name, momentum):
     """Its sparse gradient does: as many rows as there are slices, or as the table has if those are fewer."""
@@ -193,6 +195,7 @@ def test_metric_reads_are_global_and_state_is_folded_into_tower_0():
     assert {float(v.numpy()) for v in states if "count" in v.name} == {24.0}
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("towers", [2, 5])
 def test_python_of_a_step_runs_once(towers, monkeypatch):
     """However many towers and batches: a step is traced as Keras does it, for a size, and for all other sizes."""

@@ -85,7 +85,7 @@ def trained(made):
     return logs, made.get_weights(), made.predict(X, verbose=0), made.evaluate(X, Y, sample_weight=weights, verbose=0)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options, place",
     [

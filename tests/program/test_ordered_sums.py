@@ -89,6 +89,7 @@ def train():
             model.towers.close()
 
 
+@pytest.mark.slow
 def test_every_sum_that_runs_is_of_two(tmp_path):
     """TensorFlow writes each function's graph when it has optimised it, if it is told to before it starts."""
     asked = {"TF_DUMP_GRAPH_PREFIX": str(tmp_path), "TF_DUMP_GRAPH_NAME_FILTER": "*", "TF_DUMP_GRAPH_GROUPS": "main"}
@@ -103,6 +104,7 @@ def test_every_sum_that_runs_is_of_two(tmp_path):
     assert sums["in order", 2] > 20 and sums["as written", 2] > 20, sums
 
 
+@pytest.mark.slow
 def test_towers_keep_the_same_bits():
     """Before, two of three towers differed after almost every step."""
     for seed in range(3):

@@ -71,6 +71,7 @@ def train():
         assert len(runs) == 1, build
 
 
+@pytest.mark.slow
 def test_towers_and_runs_keep_the_same_bits():
     """TensorFlow takes the number of threads before it starts."""
     subprocess.run([sys.executable, __file__], check=True, env=os.environ | {"TF_NUM_INTRAOP_THREADS": "4"})

@@ -186,6 +186,7 @@ def test_steps(towers, size):
     check(STEPS, towers, size)
 
 
+@pytest.mark.slow
 def test_one_row_is_broadcast():
     check(STRETCHED, 2, 1)
 

@@ -49,7 +49,7 @@ class Together(Reading):
         return logs
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("cls", [Reading, Writing, Together])
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_what_follows_the_update(cls, optimizer):
@@ -103,7 +103,7 @@ BY_BUCKETS = {
 }
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BY_BUCKETS)
 def test_each_bucket_updates_its_own_variables(name, as_on_gpus):
     """A segment for each of several buckets, all after the last exchange; no variable is in two, and no rollback.
@@ -126,6 +126,7 @@ def test_each_bucket_updates_its_own_variables(name, as_on_gpus):
     assert len(set(written)) == len(written) > len(trained) / 2 and program.rollback == ()
 
 
+@pytest.mark.slow
 def test_an_op_that_needs_all_gradients_keeps_the_update_in_one_segment(as_on_gpus):
     """As a norm of all of them does."""
 

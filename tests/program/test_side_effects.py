@@ -226,6 +226,7 @@ def test_a_costly_line_is_warned_of_once(caplog, monkeypatch):
     model.towers.close()
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("how", ["branch", "callable", "loop"])
 def test_effects_within_a_loop_or_a_branch_happen_once(tmp_path, how, caplog):
     """`tf.summary` under `record_if`, and Python in a loop: as often as on one device, with its results; no warning."""

@@ -23,7 +23,7 @@ COUPLED = [name for name, made in harness.PROGRAMS.items() if made.coupled]
 
 
 @pytest.mark.programs
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("name", "towers"), ONE_BY_ONE)
 def test_program(name, towers):
     """All that a program leaves is one device's, or the program is warned of."""

@@ -239,6 +239,7 @@ BACK_TO_ROWS = {
 LOOPS_OVER_ROWS = (alone, by_number, over_rows_before, of_the_next_row, how_many_before, backwards, all_but_the_last)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     "function", [*LOOPS_OVER_ROWS, vectorized, within_rows, *BACK_TO_ROWS], ids=lambda one: one.__name__
 )
@@ -348,6 +349,7 @@ def _left(x):
     return tf.reduce_sum(tf.stack(made) ** 2, [1, 2])
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("rows", [7, 30, 32, 900, 2048])
 @pytest.mark.parametrize("step", [_hardest, _capped, _decided, _counted, _divided, _as_long, _masked, _left])
 def test_a_longer_batch_than_was_asked_about(step, rows):
@@ -382,6 +384,7 @@ class _Asking(keras.layers.Layer):
         return sums[:, None] + ends + tf.reduce_mean(tf.math.top_k(frames[:, 0], 9)[0])
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("length", [1, 6, 9, 40, 600])
 def test_lengths_over_time_that_a_condition_asks_for(length):
     """What an open length decides is not known before a batch comes."""
@@ -411,6 +414,7 @@ class _Comparing(keras.layers.Layer):
         return tf.add_n([tf.cond(one, lambda: x - tf.reduce_mean(x, 0), lambda: 2 * x) for one in asked])
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("size", [(9, 4), (4, 9), (5, 5)])
 def test_lengths_of_two_axes_that_a_condition_asks_for(size):
     """Open lengths that are equal where they are inferred may differ: H - W is not 0."""

@@ -121,6 +121,7 @@ def test_a_count_in_a_seed_is_of_all_rows(invariant):
     assert_close(seeds, alone[1], 0.0, "the seed of tower 0")
 
 
+@pytest.mark.slow
 def test_one_number_is_one():
     def draw(x, seed, g):
         return x[:, 0] * 0 + tf.cast(random.stateless_uniform([], seed, 0, rows(x), tf.int32), x.dtype)
@@ -143,6 +144,7 @@ WHOLE = {
 }
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", WHOLE)
 def test_what_follows_a_draw_in_a_loop_or_a_branch_is_by_rows(name):
     """One device's numbers; and the loop or the branch alone, with its gradient, is computed alike on all towers."""

@@ -47,6 +47,7 @@ def train(towers, make, between=lambda: None, **options):
     return [losses, *model.get_weights()], model
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", ["StateVar", "StateVariance", "seed_generator_state", "seed_generator_state_1"])
 def test_a_weight_named_like_random_state(name):
     """It is a weight."""
@@ -84,6 +85,7 @@ def of_a_given_variable():
     return Apply(lambda x: x + generator.uniform(tf.shape(x)))
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("make", [owned, in_a_closure, of_tensorflow, of_a_given_variable])
 def test_draws_of_rows(make, caplog):
     """Each tower draws its own, which a warning tells, and towers agree; with exact=True they draw one device's."""
@@ -118,6 +120,7 @@ def own_seed_without_generator():
     return Apply(draw)
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("make", [noise_on_weights, coin_for_each_batch, own_seed_without_generator])
 @pytest.mark.parametrize("options", [{}, {"exact": True}])
 def test_draws_that_are_exact_by_default(make, options, caplog):

@@ -191,7 +191,7 @@ def results_of(call, batch, w):
     return [*outputs, tf.convert_to_tensor(tape.gradient(total, w))]
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_uneven_rows(lengths):
     """Forward, and backward to what is trained: equal to one device."""
@@ -289,6 +289,7 @@ def gradient_of_scale(mask):
     return tape.gradient(loss, SCALE)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("towers", [2, 3])
 def test_what_is_computed_of_numbers(towers):
     """Of rows and places: equal to one device."""

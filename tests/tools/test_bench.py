@@ -125,7 +125,7 @@ def test_names_are_those_of_the_models():
     assert tuple(MODELS) == training.MODEL_NAMES
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_fit_their_data(name):
     """Every model takes its data, whole batches of them, and tells as many classes as there are."""
@@ -192,6 +192,7 @@ def flat(model):
     return np.concatenate([weight.ravel() for weight in model.get_weights()])
 
 
+@pytest.mark.slow
 def test_a_failed_process_is_told():
     """Its error is the driver's; so is its death."""
     with (
@@ -465,6 +466,7 @@ def test_start(tmp_path):
     assert set(found["rows"][1]["ratios"]) == {"one tower"}
 
 
+@pytest.mark.slow
 def test_start_ends_with_the_step():
     """Not with `fit`, which may wait for TensorFlow's thread that tunes datasets. By XLA if that is asked for."""
 

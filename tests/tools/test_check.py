@@ -281,7 +281,7 @@ SABOTAGES = {
 }
 
 
-@pytest.mark.slow(but=8)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", SABOTAGES)
 def test_a_false_rule_is_caught(name, monkeypatch):
     sabotage, program = SABOTAGES[name]
@@ -414,7 +414,7 @@ def everything(model):
     return held, logs, tf.config.experimental.tensor_float_32_execution_enabled(), keras.config.floatx()
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("fails", [False, True], ids=["passes", "fails"])
 @pytest.mark.parametrize("name", KINDS)
 def test_a_check_leaves_no_trace(name, fails, monkeypatch):
@@ -463,7 +463,7 @@ def test_few_rows_are_repeated():
 # False alarms.
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("seed", range(MODELS))
 def test_no_false_alarm(seed):
     model, batch = generate(seed)

@@ -49,6 +49,7 @@ needs_no_gpu = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @needs_no_gpu
 def test_machine_without_gpu():
     """It says so, checks the CPU backend, is healthy; the screen and --json tell the same."""
@@ -69,6 +70,7 @@ def test_machine_without_gpu():
     assert reduced["seconds"] > 0
 
 
+@pytest.mark.slow
 @needs_no_gpu
 def test_processes_that_training_refuses():
     """Of a launcher that joins none, or one whose variables contradict each other: an error, as training says it."""
@@ -238,6 +240,7 @@ def test_gpus_without_tensorflow(gpu_host):
     assert "No module named 'tensorflow'" in report.host.choice.reason
 
 
+@pytest.mark.slow
 def test_a_single_gpu(gpu_host):
     """Numbers are copied to it and back, and it sends itself some."""
     one = {"frameworks": {"tensorflow_error": "No module named 'tensorflow'"}, "CUDA_VISIBLE_DEVICES": "2"}
@@ -247,6 +250,7 @@ def test_a_single_gpu(gpu_host):
     assert (failed.ok, failed.kind) == (False, "raised") and "cudaMemcpy returned" in failed.error
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("fail", "kind", "words", "told"),
     [
@@ -269,6 +273,7 @@ def test_all_reduce_that_fails(gpu_host, fail, kind, words, told):
     assert f"error: {report.problems[0].text}" in screen
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("environ", "expected", "words"),
     [

@@ -61,6 +61,7 @@ def planned(tmp_path, monkeypatch, capsys):
     return run
 
 
+@pytest.mark.slow
 def test_a_model_is_measured_and_predicted(planned, tmp_path):
     """A row for one GPU and for each number of them; the gradients' bytes; all of it as JSON too."""
     arguments = ["--gpus", "2,64", "--link", "pcie", "--batch-size", "8", "--rounds", "2", "--json", "out.json"]
@@ -145,6 +146,7 @@ def test_command_line_that_is_not_understood(planned, arguments, message):
     assert message in err and "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_traffic_of_a_traced_program():
     """Small buckets, last layer first; a synchronised normalisation's own stages; rows of an embedding."""
 

@@ -123,7 +123,7 @@ ENDS = {
 }
 
 
-@pytest.mark.slow(but=3)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("end", ENDS)
 def test_script_ends_as_without_supervisor(script, run, tmp_path, end):
     """The same output, traceback and exit code; it is not started again."""

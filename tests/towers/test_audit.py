@@ -63,7 +63,7 @@ def fit(model, **options):
     return model.fit(X, y, **{"batch_size": 10, "epochs": 2, "verbose": 0, "shuffle": False, **options}).history
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "towers"), paired([*KINDS], [3, 2, 5]))
 def test_nothing_else_is_different(deterministic, kind, towers):
     """Every other step audited: the bits of weights, optimizer, history and metrics, and no alarm."""
@@ -116,7 +116,7 @@ class Once(keras.Model):
         return logs
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "towers", "options"),
     [
@@ -211,7 +211,7 @@ def caught(towers, *, shards=None, **options):
     return found.value
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [1, 0])
 @pytest.mark.parametrize("towers", [3, 2, 4])
 def test_a_wrong_tower_is_named(break_calls, towers, wrong):
@@ -240,7 +240,7 @@ def test_one_wrong_computation_is_found(break_calls, towers):
         assert error.step == 4  # the call of two steps that has the third
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [1, 6])
 @pytest.mark.parametrize("towers", [3, 2])
 def test_one_wrong_shard_of_several_is_found(break_calls, towers, wrong):
@@ -286,6 +286,7 @@ def test_every_audit_is_made(deterministic, monkeypatch, callback, length):
     model.towers.close()
 
 
+@pytest.mark.slow
 def test_callbacks_count_audited_steps(deterministic, tmp_path):
     """`Timeline` numbers every step, and `Throughput` has the rows of each whose time it counts."""
     throughput, sums = Throughput(), []

@@ -55,6 +55,7 @@ def both(ratio=7, drop=True):
     return tf.data.Dataset.zip(pairs, tf.data.Dataset.from_tensor_slices(MORE).batch(5 * ratio, drop_remainder=drop))
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("joined", "towers"), [(False, 3), (True, 2)])
 def test_labelled_and_unlabelled(joined, towers):
     """In fit and train_on_batch; the rows of each are on their towers alone where no op joins them."""
@@ -70,7 +71,7 @@ def test_labelled_and_unlabelled(joined, towers):
 SIZES = ((4, 9), (1, 9), (6, 2), (3, 26), (5, 1), (4, 4), (5, 7))
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("joined", "towers", "options"),
     [
@@ -184,6 +185,7 @@ OPS = {
 }
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", OPS)
 def test_ops_of_both(name):
     """One device's result, or a failure as there: a tower's rows alone may fit where the batch's do not.

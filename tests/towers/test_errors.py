@@ -66,6 +66,7 @@ def copied(model, how, folder):
     return copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("how", ["clone", "file", "deepcopy", "pickle"])
 def test_a_copy_that_trains_on_one_device_says_so(how, tmp_path, caplog):
     """Once, and not where it only predicts, nor on towers."""
@@ -102,6 +103,7 @@ def test_model_that_has_towers_already():
     assert len(build().towers) == 2
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("towers", [1, 3])
 def test_model_whose_towers_were_closed(towers):
     """It trains on new towers as on one device; building that fails leaves it its own methods."""
@@ -124,6 +126,7 @@ def test_model_whose_towers_were_closed(towers):
     np.testing.assert_allclose(alone.predict(X, verbose=0), model.predict(X, verbose=0), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_ends_with_the_towers_of_a_model():
     """A recipe does not stay for new towers; a method that the user has replaced does."""
     recipe = LargeBatch(reference_batch_size=1, warmup_epochs=0)

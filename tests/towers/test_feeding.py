@@ -81,7 +81,7 @@ def told(model, dataset, stop_after=None, **options):
     return callback.means
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_per_execution", [1, 3])
 def test_training_is_the_same(fed, monkeypatch, steps_per_execution):
     """`fit` and `evaluate`, with a last batch that is smaller."""

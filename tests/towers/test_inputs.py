@@ -185,6 +185,7 @@ def test_data_of_unknown_length(length, steps, options):
     assert_towers_agree(model)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 def test_data_of_unknown_length_are_warned_of(caplog):
     """Once, since Keras differs; where the length is known, or an update does not look at `iterations`, not at all."""
@@ -241,6 +242,7 @@ ENTRIES = {
 }
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("kind", "entry"), [(InAModel, name) for name in ENTRIES] + [(keras.Sequential, "fit")])
 def test_python_that_reads_the_number_of_rows(kind, entry, caplog):
     """Every entry computes what one device does, and a warning names the line, and says what to write."""

@@ -174,7 +174,7 @@ def assert_same_bits(run, shards, towers):
         assert_close(first, trained(run.build(), run))
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "towers"), paired([*RUNS], some([(1, 2), (1, 4), (1, 8)], [(1, 2, 4, 8)])))
 def test_any_number_of_towers_trains_to_the_same_bits(name, towers):
     """Weights, optimizer, history, metrics and predictions; and to those of one device."""
@@ -332,7 +332,7 @@ def test_a_validation_batch_that_does_not_fit_is_divided():
     model.towers.close()
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("is_fed", [True, False])
 @pytest.mark.parametrize("options", [{"steps_per_execution": 2}, {}, {"watched": True}])
 def test_one_of_many_batches_that_does_not_fit_is_divided(monkeypatch, is_fed, options):
@@ -377,6 +377,7 @@ def test_what_cannot_be_divided_further_is_the_error(caplog, rows, shards, batch
     model.towers.close()
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("options", [{"on_oom": "split"}, {"shards": 4}])
 def test_a_skipped_step_counts_in_metrics(options):
     """Also where a step is undone as a whole if it does not fit the memory."""
@@ -410,6 +411,7 @@ def test_explain_tells_of_shards():
     model.towers.close()
 
 
+@pytest.mark.slow
 def test_a_step_is_explained_as_it_will_run_after_a_split():
     """Also one that was traced before another step did not fit: its program, and its last batch, in more shards."""
     model = on_towers(mlp, 2, on_oom="split")

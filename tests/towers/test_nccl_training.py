@@ -469,6 +469,7 @@ def test_op_determinism_that_comes_too_late(nccl, monkeypatch, caplog):
     model.towers.close()
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_resuming_tells_what_equal_bits_take(nccl, monkeypatch, caplog, tmp_path, deterministic):
     """On GPUs; where it is not given."""

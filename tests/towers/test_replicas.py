@@ -138,6 +138,7 @@ def flip(variable, bit=12):
     word[0] ^= 1 << bit
 
 
+@pytest.mark.slow(but=1)
 def test_a_flipped_bit_is_seen(program):
     """`divergence` tells it, `check_every` names the tower, and the next step's weights are others."""
     model, alone = on_towers(mlp, 3), mlp()

@@ -94,7 +94,7 @@ def given_lists(model):
         yield model.fit(X, Y, batch_size=size, shuffle=False, verbose=0).history["loss"]
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("calls", "arguments"),
     [(lengths, {}), (rows, {}), (kinds, {}), (given_lists, {"steps_per_execution": 3})],

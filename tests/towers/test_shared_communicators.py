@@ -41,6 +41,7 @@ def kept(found):
     return {name: count for name, count in found.alive().items() if name != "memory"}
 
 
+@pytest.mark.slow
 def test_models_in_a_row_have_one_communicator(nccl):
     """Dropped, replaced or kept beside each other: NCCL starts once, and what there is is as after the first."""
     before = kept(nccl)

@@ -172,7 +172,7 @@ def run_here(train, batch):
     return tf.function(train, autograph=False)(tuple(map(tf.convert_to_tensor, batch)))
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("sharded", [(), (1,), (0, 1)])
 def test_run_beside_fit(sharded):
     """Two loops and `fit` on one model and its one optimizer, whose state some towers divide."""

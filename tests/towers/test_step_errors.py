@@ -108,7 +108,7 @@ STEPS = {
 }
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     "name, row",
     # Row 39 is the last tower's, row 20 the first's, which then has made a part of its writes.
@@ -142,6 +142,7 @@ def test_fit_with_a_bad_label(name, row):
     assert_towers_agree(model)
 
 
+@pytest.mark.slow
 def test_on_batch_with_a_bad_label():
     """`train_on_batch` and `test_on_batch` fail alike; neither changes a weight."""
     model, alone = on_towers(mlp, 4), mlp()
@@ -193,6 +194,7 @@ def test_evaluate_with_a_bad_label():
     assert_towers_agree(model)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("factory", [mlp, two_parts])
 def test_steps_per_execution_with_a_bad_label(factory):
     """Of three steps in one execution the second fails: the first one stays, the second leaves no trace."""
@@ -236,7 +238,7 @@ def test_error_while_tracing():
     assert_towers_agree(model)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("factory, steps", [(mlp, 1), (two_parts, 3)])
 def test_error_of_the_data(factory, steps):
     """A generator that raises at its third batch: that error, and the two steps before stay."""
@@ -404,6 +406,7 @@ def test_gradients_accumulated_by_hand(towers):
     assert_towers_agree(model)
 
 
+@pytest.mark.slow
 def test_keyboard_interrupt_in_a_callback():
     """Interrupted between two steps, a model trains on from there."""
 
@@ -513,6 +516,7 @@ class Log(float):
         return 1.0
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("where", ["destructor", "before a wait", "log"])
 def test_ctrl_c_that_is_lost_between_steps(where):
     """It ends `fit` within some batches, once, also a long wait of Python's; the towers are equal, and train on."""
@@ -547,6 +551,7 @@ class Table(collections.abc.Mapping):
         return len(self.held)
 
 
+@pytest.mark.slow
 def test_logs_of_any_type():
     """What is no number is logged as it is, of a model on towers and, from then on, of any other."""
     table, models = Table("a", 1.0), [on_towers(mlp, 2), mlp()]
@@ -647,6 +652,7 @@ ENTRIES = {
 }
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("way", "words"), [("C", "Expected the towers' tensors"), ("Python", "Expected no unlucky")])
 def test_our_sentence_comes_first(way, words):
     """By whatever entry a graph runs: ours is raised, TensorFlow's text is below it, and the model trains on."""

@@ -185,7 +185,7 @@ def tf_checkpoint(model, tmp_path):
     checkpoint.read(path).assert_consumed()
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", WRITES)
 def test_write_reaches_all_towers(name, fresh_pair, tmp_path):
     """However Python writes: the next step on all towers starts from what it wrote."""

@@ -107,6 +107,7 @@ WRITES = {
 }
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     "towers, options",
     [(2, {}), (3, {"exact": True}), (2, {"shard_optimizer": True}), (2, {"shards": 5}), (2, {"on_oom": "split"})],
@@ -154,6 +155,7 @@ def counted(run, rows=4):
     return tf.data.Dataset.from_tensor_slices((X, Y)).batch(rows).map(write).with_options(options)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("options, compile_options", [({}, {}), ({"exact": True}, {"steps_per_execution": 2})])
 def test_a_dataset_that_writes(options, compile_options):
     """Before single steps; and in `fit`, where the step itself takes the batch (one device may read before)."""
@@ -262,6 +264,7 @@ class LooksUp(keras.layers.Layer):
         return rows + tf.while_loop(lambda i, _: i < 2, first, (0, x))[1][..., None]
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("trainable", [False, True])
 def test_rows_that_are_looked_up(trainable, monkeypatch):
     """They are no write, in a step that writes the variable and in one that does not; a write is seen."""
@@ -325,6 +328,7 @@ class Midway(keras.layers.Layer):
         return tf.ensure_shape(tf.py_function(run, [x], x.dtype), x.shape)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", ["rate", "kernel", "frozen", "frozen raw", "reset"])
 def test_a_thread_that_writes_while_a_step_runs(name, caplog):
     """Nobody waits. Before the next step, tower 0's values are on all towers, as one device could have left them."""
@@ -369,6 +373,7 @@ def test_a_thread_that_writes_while_a_step_runs(name, caplog):
             np.testing.assert_array_equal(copy, weight, err_msg=weight.path)
 
 
+@pytest.mark.slow
 def test_predict_and_evaluate_beside_fit():
     """No thread reads a copy that another one empties to send it; all go on, and the towers agree."""
     run, failed, stop = Run(3), [], threading.Event()
@@ -440,6 +445,7 @@ class Counts(keras.layers.Layer):
         return x * found[:, None] + look(zeros)[:, None]
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("in_a_loop", [False, True])
 @pytest.mark.parametrize("towers", [2, 5])
 def test_a_table_that_a_step_reads_and_writes(towers, in_a_loop):

@@ -209,7 +209,7 @@ CROSSING = [
 ]
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("name", "towers"), CROSSING)
 def test_tensors_cross_segments(name, towers, caplog):
     """Towers meet between a loop, a branch or a mask and its gradient, and train as one device does by XLA."""
@@ -322,7 +322,7 @@ def has_ragged_rows(x, scale):
 REFUSED = [looks_up, takes_from_an_iterator, summarises, prints, runs_python, has_words, has_ragged_rows]
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("function", REFUSED)
 def test_what_xla_refuses_it_refuses_on_towers(function):
     """Tables, iterators, files, Python, strings and ragged rows: XLA names the op that it does not compile."""
@@ -369,7 +369,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name, monkeypatch):
     """Every option gives with XLA what it gives without: one device's numbers, or what rounding leaves of them."""

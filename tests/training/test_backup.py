@@ -109,7 +109,7 @@ def killed(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("towers, batch_size", [(2, 8), (3, 8), (1, 11)])
 def test_killed_run_goes_on_at_the_sample(killed, whole, towers, batch_size, tmp_path):
     """Each sample once per epoch; the weights of the run that was not killed, on two towers bit for bit."""

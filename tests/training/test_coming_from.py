@@ -79,7 +79,7 @@ def test_each_library_has_its_programs():
         assert before != after and ast.parse(before) and ast.parse(after)
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program_after(name, monkeypatch, tmp_path):
     """It trains on several towers, to the weights of the same program on one device."""
@@ -192,6 +192,7 @@ def test_several_processes(monkeypatch, name):
     Towers(2).close()
 
 
+@pytest.mark.slow
 def test_batch_size_of_one_process():
     """A stateful RNN has a state for each sample of the global batch; a process' share of it does not fit."""
 

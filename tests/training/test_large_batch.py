@@ -238,6 +238,7 @@ def test_files_are_plain(tmp_path):
     assert configs["scaled"] == configs["plain"]
 
 
+@pytest.mark.slow
 def test_never_twice_and_one_warm_up(tmp_path):
     """Neither a second fit, nor a new object, another batch size or a file scales or warms up again."""
     model = line(momentum())

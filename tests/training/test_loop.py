@@ -151,6 +151,7 @@ def test_bad_argument(step, batch, error, message):
         towers.run(step, batch)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_batch_without_rows(count):
     """As on one device: the mean of nothing is NaN, its sum 0; rows are none; updates are what they are."""

@@ -56,6 +56,7 @@ def built(kind, **options):
     return build() if options.get("towers") == 0 else nccl_parallel(**{"towers": 2, **options})(build)()
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("kind", [TwoTowers, TowersAsProperty])
 def test_a_models_own_towers_stay(kind, caplog):
     """A model that calls its halves towers trains as on one device; `towers_of` returns the Towers."""
@@ -210,7 +211,7 @@ class Scaled(keras.layers.Layer):
         return x * self.factor * self.factors["at"][0]
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["trainable", "attribute", "within", "activation"])
 def test_changes_that_keras_sees_are_seen(change):
     """Of `trainable`, or an attribute, without `compile`: when Keras traces anew, for the second shape without rows."""

@@ -98,6 +98,7 @@ def test_loaded_samples_are_batched():
     assert sorted(batch[0].numpy()) == [0, 1, 4, 9]
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("loads", [True, False])
 @pytest.mark.parametrize("towers, batch_size", [(4, 5), (4, 8), (3, 11), (4, 2), (2, 1)])
 def test_rows_of_some_towers(loads, towers, batch_size):
@@ -160,6 +161,7 @@ def test_towers_divide_the_order(towers):
     assert [sum(part is not None for part in step) for step in seen] == [towers, towers, 1]
 
 
+@pytest.mark.slow
 def test_fit_trains_in_that_order():
     """As one device on the arrays in the order of each pass; a second fit goes on with the next pass."""
     model, alone = on_towers(mlp, 3), mlp()
@@ -220,6 +222,7 @@ def test_no_such_place():
     assert one.upcoming == (0, 0)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     "duplicate",
     [lambda data: pickle.loads(pickle.dumps(data)), copy.deepcopy, copy.copy],

@@ -238,6 +238,7 @@ def wrapping():
     return model
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("build", [mlp, wrapping])
 def test_two_watchers_of_one_tower(tmp_path, build):
     """Both see the steps, and leave plain Keras' function where it was, also if the model's class has wrapped it."""

@@ -46,6 +46,7 @@ def test_doctor_sees_what_training_sees(on_virtual_gpus):
     assert {one["code"] for one in report["problems"]} == {"nccl-other", "nvml-error"}
 
 
+@pytest.mark.slow
 def test_host_runs_ahead(on_virtual_gpus):
     """A call returns before its kernels have run, and a buffer that is let go too early is read as another one."""
     options = ["--ahead", "--kernel-ms", "20", "--gpus", "1"]

@@ -137,7 +137,7 @@ class Service:
             raise NcclSyncError(f"Expected process 0 to be reached. Received: {why}")
 
     def close(self) -> None:
-        """End, once what was posted is sent, within a second."""
+        """End: process 0 once what was posted is sent, within a second."""
         self._post("end")
         self._thread.join(2 * _LINGER_S)
 
@@ -265,7 +265,7 @@ class _Process0:
             self._write(address, b"lost", b"it has ended")
         self._remove()
         self._listener.detach()  # ZeroMQ closes it
-        _end(self._context, self.sockets)
+        _end(self._context, self.sockets, _LINGER_S)
 
     def _hear(self, rank: int, what: str, number: int, value: Any) -> None:
         """Do what a process asks."""
@@ -402,8 +402,8 @@ class _Other:
         return {0: bool(int(self._pulse.get(zmq.EVENTS)) & zmq.POLLOUT)}
 
     def close(self) -> None:
-        """End."""
-        _end(self._context, self.sockets)
+        """End, without waiting: what was to be sent has reached process 0 (`Peers.end`), or process 0 is not there."""
+        _end(self._context, self.sockets, 0)
 
 
 class _Search:
@@ -553,8 +553,8 @@ def _is_reached(path: str) -> bool:
         return bool(path) and raw.connect_ex(path) == 0
 
 
-def _end(context: zmq.Context, sockets: Sequence[zmq.Socket]) -> None:
-    """Close sockets once all is sent, or after a while."""
+def _end(context: zmq.Context, sockets: Sequence[zmq.Socket], within_s: float) -> None:
+    """Close sockets once all is sent, or after so many seconds."""
     for one in sockets:
-        one.close(int(1e3 * _LINGER_S))
+        one.close(int(1e3 * within_s))
     context.term()

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
@@ -169,9 +170,8 @@ def velocities(optimizer: keras.Optimizer) -> list[tf.Variable]:
 
 
 def decays(optimizer: keras.Optimizer, variable: Any) -> bool:
-    """Return whether an optimizer decays a weight, apart from its update."""
-    value = tf_compat.backend_variable(variable)
-    return optimizer.weight_decay is not None and optimizer._use_weight_decay(value)
+    """Return whether an optimizer decays a weight, apart from its update, where it has a `weight_decay`."""
+    return optimizer._use_weight_decay(tf_compat.backend_variable(variable))
 
 
 def exclude_from_weight_decay(optimizer: keras.Optimizer, variables: Sequence[Any]) -> None:
@@ -211,4 +211,14 @@ def twin_of(optimizer: keras.Optimizer) -> keras.Optimizer:
     twin = type(optimizer).from_config(optimizer.get_config())
     twin._iterations, twin._learning_rate = optimizer._iterations, optimizer._learning_rate
     twin._clip_gradients = lambda gradients: gradients
+    follow(twin, optimizer)
     return twin
+
+
+def follow(twin: keras.Optimizer, optimizer: keras.Optimizer) -> bool:
+    """Give a twin the plain values that its optimizer holds now, as `momentum`; return whether any is another one."""
+    plain = (bool, int, float, str, type(None), np.ndarray, np.generic, tf.Tensor)
+    found = {name: one for name, one in vars(optimizer).items() if isinstance(one, plain)}
+    changed = {n: one for n, one in found.items() if n not in ("built", "_lock") and vars(twin).get(n, ...) is not one}
+    vars(twin).update(changed)
+    return bool(changed)

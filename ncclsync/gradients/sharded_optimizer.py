@@ -210,6 +210,9 @@ class OptimizerSharding:
                 sharded = _Sharded(optimizer, weights, copies, self)
             self._sharded[id(optimizer)] = sharded
             weakref.finalize(optimizer, self._sharded.pop, id(optimizer), None).atexit = False
+        elif keras_optimizers.follow(sharded.twin, optimizer):  # a new trace sees what was changed
+            with tf.init_scope():
+                _check(optimizer, weights)
         if not sharded.takes(weights):
             raise ValueError(
                 "Expected, with shard_optimizer, the same weights in every update of an optimizer. Received: "

@@ -40,12 +40,13 @@ NORMALISES = (
 DRAWS = ("each tower draws random numbers of its own, not those that one device draws", "@nccl_parallel(exact=True)")
 
 
-def say_inexact(found: Sequence[Inexact], of: str) -> str:
+def say_inexact(found: Sequence[Inexact], of: str, what: str = "Training") -> str:
     """Say in one message what is inexact by choice; "" if nothing is.
 
     Args:
         found: with the causes `NORMALISES` and `DRAWS`.
         of: "tower" or "shard".
+        what: is so.
     """
     words = (
         (DRAWS, "draws other random numbers on each {}", "draws one device's"),
@@ -56,7 +57,7 @@ def say_inexact(found: Sequence[Inexact], of: str) -> str:
         if places := [one.where for one in found if one.reason == reason]:
             does.append(f"{here.format(of)} ({', '.join(places)})")
             instead.append(exactly)
-    return f"Training {' and '.join(does)}, as under MirroredStrategy; exact=True {' and '.join(instead)}" * bool(does)
+    return f"{what} {' and '.join(does)}, as under MirroredStrategy; exact=True {' and '.join(instead)}" * bool(does)
 
 
 def find_inexact(model: keras.Model, exact_batch_norm: bool = False, exact_random: bool = False) -> tuple[Inexact, ...]:

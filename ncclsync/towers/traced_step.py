@@ -108,8 +108,7 @@ class TracedStep(abc.ABC):
                 f"on_oom cannot undo {' and '.join([*lines][:3])}: it happens again where a step that does not fit "
                 "the memory runs again. Move it out of the step"
             )
-        if self.trains:
-            self._warn_of_inexact(program)
+        self._warn_of_inexact(program)
         return program
 
     def _trace_and_cut(self, source: Source, specs: Any, meter: Meter | None, opened: Opened = ()) -> Program:
@@ -166,14 +165,15 @@ class TracedStep(abc.ABC):
 
     def _warn_of_inexact(self, program: Program) -> None:
         """Warn of why the step is not exact: by the model, or by lines that draw or normalise."""
-        layout, found = self.towers.layout, [*self.find_inexact()]
+        layout, found = self.towers.layout, [*self.find_inexact()] if self.trains else []
         if not program.normalized:  # its layers have all rows on every tower
             found = [part for part in found if part.reason != NORMALISES[0]]
         known = {part.reason for part in found}
         for lines, cause in ((program.draws, DRAWS), (program.normalized, NORMALISES)) if layout.shards > 1 else ():
             if lines and cause[0] not in known:
                 found.append(Inexact(" and ".join(lines[:3]), *cause))
-        if text := say_inexact(found, "shard" if layout.divided else "tower"):
+        what = "Training" if self.trains else "Evaluation or prediction"
+        if text := say_inexact(found, "shard" if layout.divided else "tower", what):
             self.towers.session.warn_once(text)
 
     def readers(self) -> dict[str, Callable[[Observer], tf.Tensor | None]]:

@@ -874,7 +874,6 @@ def test_decays():
     optimizer.exclude_from_weight_decay(var_names=["b"])
     _, weights = built(optimizer)
     assert [keras_optimizers.decays(optimizer, weight) for weight in weights] == [True, False]
-    assert not keras_optimizers.decays(*(lambda o, w: (o, w[0]))(*built(keras.optimizers.SGD())))
 
 
 def test_slots_and_scalars():
@@ -897,6 +896,9 @@ def test_twin_of():
     assert float(twin.learning_rate) == 0.25
     keras_optimizers.apply_gradients(twin, [tf.fill(weight.shape, 4.0) for weight in weights], weights)
     assert abs(float(twin._momentums[0][0, 0]) - 0.4) < 1e-6 and float(optimizer._momentums[0][0, 0]) == 0
+    assert not keras_optimizers.follow(twin, optimizer)
+    optimizer.beta_1 = 0.5
+    assert keras_optimizers.follow(twin, optimizer) and twin.beta_1 == 0.5 and twin.built
 
 
 NOT_TRIED = {"Optimizer", "LossScaleOptimizer", "MultiOptimizer"}

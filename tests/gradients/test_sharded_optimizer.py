@@ -244,6 +244,31 @@ def test_two_optimizers():
     assert len(model.towers.replicas.sharding._sharded) == 2
 
 
+class Damped(keras.optimizers.SGD):
+    """Has a field that its config lacks."""
+
+    def __init__(self, learning_rate=0.1, damp=1.0, **arguments):
+        super().__init__(learning_rate, **arguments)
+        self.damp = damp
+
+    def update_step(self, gradient, variable, learning_rate):
+        """See Keras."""
+        super().update_step(gradient * self.damp, variable, learning_rate)
+
+
+def test_fields_are_seen_when_a_step_is_traced():
+    """What is changed in an optimizer before a new trace is seen by it, as on one device."""
+    found = []
+    for towers in (1, 2):
+        model = on_towers(lambda: mlp(Damped(damp=0.5)), towers, shard_optimizer=True)
+        model.train_on_batch(X[:8], Y[:8])
+        model.optimizer.damp, model.optimizer.weight_decay = 0.25, 0.3
+        model.make_train_function(force=True)
+        model.train_on_batch(X[:8], Y[:8])
+        found.append(state(model))
+    assert_close(*found)
+
+
 @pytest.mark.slow
 def test_failed_step_changes_nothing():
     """A label that one tower cannot use: weights and state are as before, and training goes on."""

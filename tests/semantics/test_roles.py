@@ -128,3 +128,18 @@ def test_draws_that_are_exact_by_default(make, options, caplog):
     (expected, _), (found, _) = train(0, make), train(3, make, **options)
     assert_close(found, expected)
     assert "draws random numbers" not in caplog.text
+
+
+def test_draws_of_a_step_that_does_not_train(caplog):
+    """A prediction that draws, as where dropout is always on, is told, too; with exact=True it draws one device's."""
+
+    def build():
+        return keras.Sequential([keras.Input((5,)), in_a_closure()])
+
+    plain, found = build(), []
+    for exact in (True, False):
+        model = ncclsync.nccl_parallel(towers=3, exact=exact)(build)()
+        found.append(model.predict_on_batch(X))
+    assert_close(found[0], plain.predict_on_batch(X))
+    assert np.any(found[0] != found[1])
+    assert caplog.text.count("Evaluation or prediction draws other random numbers on each tower") == 1

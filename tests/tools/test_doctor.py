@@ -406,3 +406,20 @@ def test_bad_arguments(arguments, capsys):
         cli.main(["doctor", *arguments])
     assert end.value.code == 2
     assert capsys.readouterr().out == ""
+
+
+def test_a_runtime_of_cuda_13_is_found(built_standin):
+    """Where there is none of CUDA 12, as ncclsync itself looks for it; else both errors are told."""
+    found = libraries._read(["libcudart.so.none", built_standin.cudart], "cudaRuntimeGetVersion")
+    assert found.version == "12.9"
+    found = libraries._read(["libcudart.so.none", "libcudart.so.nil"], "cudaRuntimeGetVersion")
+    assert "so.none" in found.error and "so.nil" in found.error
+
+
+def test_the_runtimes_that_doctor_looks_for(monkeypatch):
+    """Are those of ncclsync: a variable decides alone."""
+    monkeypatch.delenv("NCCLSYNC_CUDART_LIBRARY", raising=False)
+    names = [os.path.basename(path) for path in libraries._runtimes()]
+    assert {"libcudart.so.12", "libcudart.so.13"} <= set(names) and names.index("libcudart.so.12") == 0
+    monkeypatch.setenv("NCCLSYNC_CUDART_LIBRARY", "libcudart.so.99")
+    assert libraries._runtimes() == ["libcudart.so.99"]

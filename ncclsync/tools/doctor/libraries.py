@@ -8,7 +8,7 @@ import os
 import pathlib
 import re
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ncclsync.tools.doctor.facts import Libraries, Library
 
@@ -37,8 +37,8 @@ def read_libraries() -> Libraries:
         nccl=_read_nccl(),
         nccl_copies=tuple(Library(_version(path, "ncclGetVersion"), path, _built_with(path)) for path in nccl_files()),
         nccl_packages=tuple(f"{name} {version}" for name in _NCCL_PACKAGES if (version := installed(name))),
-        cuda_runtime=_read("cuda_runtime", "cudaRuntimeGetVersion", "NCCLSYNC_CUDART_LIBRARY"),
-        cudnn=_read("cudnn", "cudnnGetVersion"),
+        cuda_runtime=_read(_runtimes(), "cudaRuntimeGetVersion"),
+        cudnn=_read([*wheel_files("cudnn", _LOADS["cudnn"]), _LOADS["cudnn"]], "cudnnGetVersion"),
         missing=tuple(file for package, file in _LOADS.items() if not (wheel_files(package, file) or _load(file))),
         driver_cuda=_version(os.environ.get("NCCLSYNC_CUDA_DRIVER_LIBRARY") or "libcuda.so.1", "cuDriverGetVersion"),
     )
@@ -96,15 +96,28 @@ def _read_nccl() -> Library:
     return Library(version, path, _built_with(path))
 
 
-def _read(package: str, function: str, variable: str = "") -> Library:
-    """Load a library of `_LOADS`, or the file that a variable names, and ask its function for the version."""
-    file = _LOADS[package]
-    path = os.environ.get(variable) or next(iter(wheel_files(package, file)), file)
+def _runtimes() -> list[str]:
+    """Return where ncclsync looks for CUDA's runtime, of 12 or 13, in order of preference."""
+    from ncclsync.errors import NcclSyncError
+
     try:
-        ctypes.CDLL(path)
-    except OSError as error:
-        return Library(error=str(error))
-    return Library(_version(path, function), _loaded(path))
+        from ncclsync.communicator.native import cuda_paths
+    except NcclSyncError:  # the C extension is missing
+        return [_LOADS["cuda_runtime"]]
+    return cuda_paths()[0]
+
+
+def _read(paths: Sequence[str], function: str) -> Library:
+    """Load the first of these libraries that can be loaded, and ask its function for the version."""
+    errors = []
+    for path in paths:
+        try:
+            ctypes.CDLL(path)
+        except OSError as error:
+            errors.append(str(error))
+        else:
+            return Library(_version(path, function), _loaded(path))
+    return Library(error="; ".join(errors))
 
 
 def _loaded(library: str) -> str:

@@ -164,7 +164,8 @@ def place(
             if placed.learned.keys() != learned.keys():
                 learned = placed.learned
                 continue
-            fault = None if undivided else _mismatch(placed)
+            # Where a variable fixes the rows, the step is traced again, with these left open.
+            fault = None if undivided or placed.variables_of_rows() else _mismatch(placed)
             if fault is None:
                 return placed
             if fault.op.name in faulty or len(faulty) == _MOST_FAULTY:

@@ -34,7 +34,9 @@ class ShapeMismatch(Exception):
 def find_mismatch(placed: Partition) -> Fault | None:
     """Return the fault of the first op of which a tower's tensors have other shapes than their placements say."""
     sizes: Iterable[tuple[int, int]] = _SIZES
-    if totals := {length // each for length, each in placed.declared}:  # the only batches that the step takes
+    given = ((placed.traced.tensor(name), one) for name, one in placed.traced.argument_placements.items())
+    totals = {tensor.shape[0] for tensor, one in given if one.kind is Kind.SHARD and not one.unit} - {None}
+    if totals := totals | {length // each for length, each in placed.declared}:  # the only batches that the step takes
         total = max(totals)
         sizes = [(total // n, n) for n in range(2, total + 1) if total % n == 0][:1]
     for rows, towers in sizes:
@@ -55,8 +57,10 @@ class _Tower:
         self._sources: dict[TensorName, str] = {}  # the output of a node that stands for a tensor
         # What a tensor on towers stands for, and how it is placed.
         self._stands: dict[TensorName, tuple[TensorName, Placement]] = {}
+        given = placed.traced.argument_placements
+        self._stands.update((name, (name, placement)) for name, placement in given.items() if towers > 1)
         for name, (tensor, placement) in placed.placed.items():
-            self._stands[tensor.name] = name, placement
+            self._stands.setdefault(tensor.name, (name, placement))
         for (name, _, after), tensor in placed.converted.items():
             if name in self._stands:
                 self._stands.setdefault(tensor.name, (self._stands[name][0], after))
@@ -102,7 +106,7 @@ class _Tower:
 
     def _add(self, op: tf.Operation) -> None:
         """Ask for the shapes of an op's results."""
-        if not op.outputs or self._placed.functions.runs(op) or tf_compat.calls_functions(op):
+        if not op.outputs or op.type == "Const" or tf_compat.calls_functions(op) or self._placed.functions.runs(op):
             return
         inputs = [self._source(name) for name in self._inputs[op.name]]
         is_traced = op.name in self._placed.traced.nodes
@@ -193,5 +197,5 @@ class _Tower:
         if placement.kind is Kind.SHARD:
             count = shape[placement.axis]
             own = placement.each * placement.blocks * self._rows or (count and count * self._rows // total)
-            shape[placement.axis] = None if placement.unit else own
+            shape[placement.axis] = None if placement.unit or count == 1 else own  # one row is broadcast
         return shape

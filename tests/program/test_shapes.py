@@ -82,6 +82,21 @@ def test_what_one_device_refuses_is_no_fault():
         assert_close(towers.run(pairs, X[:6]), pairs(X[:6]))
 
 
+def test_batches_of_one_size():
+    """A step that fixes the number of rows, by Python or by a variable, is compared for that number."""
+    state = tf.Variable(X[:6] + 1, trainable=False)
+
+    def by_python(x):
+        return tf.stack([x[i] * i for i in range(x.shape[0])]) - x
+
+    def by_variable(x):
+        return (x + state) / tf.reduce_sum(x * state)
+
+    for step in (by_python, by_variable):
+        with ncclsync.Towers(3) as towers:
+            assert_close(towers.run(step, X[:6]), step(tf.constant(X[:6])))
+
+
 def test_comparing_fails(hidden, monkeypatch, caplog):
     """A step runs, and a warning asks to report it."""
     monkeypatch.delattr(tf_compat, "infer_shapes")
@@ -101,4 +116,4 @@ def test_most_shapes_are_compared(monkeypatch):
     with ncclsync.Towers(3) as towers:
         towers.run(step, X)
     assert len(counts) == len(shapes._SIZES)
-    assert all(compared >= 6 for _, compared in counts)
+    assert all(compared >= 5 for _, compared in counts)

@@ -24,6 +24,7 @@ from ncclsync.program.phases import divide
 from ncclsync.program.program import Bucket, Exchange, Program, Results, Target
 from ncclsync.program.schedule import Schedule, schedule
 from ncclsync.program.segment import SegmentPlan, compile_segment
+from ncclsync.program.shapes import find_mismatch
 from ncclsync.program.trace import Trace
 from ncclsync.program.updates import find_updates
 from ncclsync.semantics.placing import is_unrepeatable, told_fault
@@ -31,6 +32,9 @@ from ncclsync.semantics.roles import Role, declare_role, role_of
 
 # So many ops a tower runs at most: for each of the trace's, and beside these.
 _MOST_FOLD, _MOST_MORE = 16, 5_000
+
+# Ops that are made whole for their shapes, each by a new try, before the step is.
+_MOST_FAULTY = 4
 
 # Ops that may fail by the numbers that they are given.
 _RAISING = frozenset(
@@ -152,15 +156,33 @@ def place(
     """Partition a trace; see `cut` and `Partition`."""
     shared: set[int] = set()
     learned: dict[TensorName, Any] = {}
+    faulty: dict[OpName, str] = {}
     while True:
         traced = TracedGraph(trace, home_device, same_seeds, shared)
         try:
-            placed = Partition(traced, results, exact, many_shards, undivided, learned).run()
-            if placed.learned.keys() == learned.keys():
+            placed = Partition(traced, results, exact, many_shards, undivided, learned, faulty).run()
+            if placed.learned.keys() != learned.keys():
+                learned = placed.learned
+                continue
+            # Where a variable fixes the rows, the step is traced again, with these left open.
+            fault = None if undivided or placed.variables_of_rows() else _mismatch(placed)
+            if fault is None:
                 return placed
-            learned = placed.learned
+            if fault.op.name in faulty or len(faulty) == _MOST_FAULTY:
+                raise fault
+            faulty[fault.op.name] = told_fault(fault.cause, fault.op)
         except Unshared as found:
             shared |= {id(traced.variable_of[handle]) for handle in found.handles}
+
+
+def _mismatch(placed: Partition) -> Fault | None:
+    """Return what `find_mismatch` does; if it fails itself, a warning says so, and the step runs."""
+    try:
+        return find_mismatch(placed)
+    except Exception as fault:  # of any kind: of a TensorFlow that is not known yet
+        told = told_fault(fault, None, "has towers whose shapes were not compared with one device's")
+        placed.warned.append(f"Exact, as far as is known: {told}")
+        return None
 
 
 def _check_size(graph: StepGraph) -> None:

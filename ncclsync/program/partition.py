@@ -29,7 +29,7 @@ from ncclsync.semantics import rules
 from ncclsync.semantics.axes import Rows
 from ncclsync.semantics.functions import BRANCHES, LOOPS
 from ncclsync.semantics.placements import LOCAL, MEAN, REPLICATE, SEEDED, SUM, Kind, Placement
-from ncclsync.semantics.placing import PRINTS, REPEATABLE, Found, Refused, local_of
+from ncclsync.semantics.placing import COMPUTED_WHOLE, PRINTS, REPEATABLE, Found, Refused, local_of
 from ncclsync.semantics.roles import Role
 from ncclsync.semantics.rules import Call
 from ncclsync.semantics.unordered import ADDS_SLICES, UNORDERED, UNORDERED_ON_CPU, added_up
@@ -77,6 +77,7 @@ class Partition(Conversions):
         many_shards: bool = False,
         undivided: bool = False,
         learned: Mapping[TensorName, Any] = types.MappingProxyType({}),
+        faulty: Mapping[OpName, str] = types.MappingProxyType({}),
     ) -> None:
         """Take a step.
 
@@ -87,8 +88,11 @@ class Partition(Conversions):
             many_shards: see `Target`.
             undivided: whether every tower computes the whole batch: no op's rule is asked.
             learned: see `Conversions`.
+            faulty: ops that are not divided, and the fault for which they are not, in words.
         """
         super().__init__(traced, learned)
+        self._faulty = faulty
+        self.functions.faults += map(COMPUTED_WHOLE.format, faulty.values())
         self._results, self._exact, self.undivided = results, exact, undivided
         self.differing.update(n for n, one in traced.argument_placements.items() if many_shards and not one.whole)
         self._on_gpus = "GPU" in traced.home_device and not tf_compat.is_op_determinism_enabled()
@@ -302,7 +306,8 @@ class Partition(Conversions):
         unseen = op.type not in rules.SEEDED_DRAWS and self.functions.hides_state(op, REPEATABLE)
         if unseen and all(placed.whole for placed in call.inputs):
             return self.alike(call)
-        made = self._undivided_at(call) if self.undivided else self.place(call)
+        whole = self.undivided or op.name in self._faulty
+        made = self._undivided_at(call) if whole else self.place(call)
         adds = self._on_gpus and self.functions.runs(op)
         unordered = self._unordered.union(ADDS_SLICES if adds else ())
         if self._computes_alike(call) and not unordered.isdisjoint(self.functions.op_types(op)):
@@ -347,7 +352,7 @@ class Partition(Conversions):
     # Ops that are made whole.
 
     def _undivided_at(self, call: Call) -> list[Placement]:
-        """Place an op of a step of which every tower computes all: without its rule, and without its lengths."""
+        """Place an op of which every tower computes all: without its rule, and without its lengths."""
         if all(placed.whole for placed in call.inputs):
             return [REPLICATE] * len(call.op.outputs)
         if not any(placed.kind is Kind.LOCAL for placed in call.inputs):

@@ -101,10 +101,12 @@ class Axes:
         self._bodies: dict[tuple[OpName, str], tuple[Any, Axes]] = {}
         self._kernels = kernels or Kernels()
 
-    def lengths(self, tensor: tf.Tensor) -> tuple[Length, ...] | None:
-        """Return what each axis is; None if the rank is not known."""
+    def lengths(self, tensor: tf.Tensor, *, asks: bool = True) -> tuple[Length, ...] | None:
+        """Return what each axis is; None if the rank is not known. Without `asks` nothing new is inferred."""
         if tensor.shape.is_fully_defined():
             return tuple(tensor.shape.as_list())
+        if not asks and tensor.name not in self._states:
+            return None if tensor.shape.rank is None else tuple(tensor.shape.as_list())
         shapes = self._shapes(tensor)
         return None if shapes is None else tuple(map(length_of, zip(*shapes, strict=True)))
 

@@ -49,6 +49,7 @@ REPEATABLE = rules.names("""
 """)
 NUMBERS = (Kind.PIECE, Kind.PLACES, Kind.INDICES)  # of what a tower has: its rows' differ
 PRINTS = frozenset({"Print", "PrintV2"})
+COMPUTED_WHOLE = "Exact, but every tower computes that op whole: {}"
 
 
 def is_unrepeatable(op: tf.Operation, functions: Functions) -> bool:
@@ -64,8 +65,8 @@ class Refused(Found):
     """A function cannot be run by each tower for its own rows."""
 
 
-def told_fault(fault: Exception, op: tf.Operation | None) -> str:
-    """Say that ncclsync could not divide an op, or any of a step, by a fault of its own.
+def told_fault(fault: Exception, op: tf.Operation | None, what: str = "could not be divided among towers") -> str:
+    """Say that ncclsync could not divide an op, or any of a step, by a fault of its own; or what else it could not do.
 
     Raises:
         Exception: the fault, if NCCLSYNC_FAULTS in the environment is "raise", as in ncclsync's own tests.
@@ -73,10 +74,7 @@ def told_fault(fault: Exception, op: tf.Operation | None) -> str:
     if os.environ.get("NCCLSYNC_FAULTS") == "raise":
         raise fault
     where = "the step" if op is None else f"{op.type}, at {user_line(op.traceback)},"
-    return (
-        f"{where} could not be divided among towers, by a fault of ncclsync's own ({type(fault).__name__}: {fault}). "
-        "Please report this line"
-    )
+    return f"{where} {what}, by a fault of ncclsync's own ({type(fault).__name__}: {fault}). Please report this line"
 
 
 class Placer(abc.ABC):
@@ -143,7 +141,7 @@ class Placer(abc.ABC):
         except (Found, NcclSyncError):
             raise
         except Exception as fault:  # of any kind: of the rules', of the inference of shapes, or of their conversions
-            self.functions.faults.append(f"Exact, but every tower computes that op whole: {told_fault(fault, call.op)}")
+            self.functions.faults.append(COMPUTED_WHOLE.format(told_fault(fault, call.op)))
             call.begin_anew()
             return self.whole(call)
 

@@ -140,12 +140,15 @@ def _all(call: Call, placement: Placement) -> list[Placement]:
     return [placement] * len(call.op.outputs)
 
 
+def as_many_rows(one: Placement, other: Placement) -> bool:
+    """Return whether two shards have as many rows, as far as that is known."""
+    return len({placed.each * max(placed.blocks, 1) for placed in (one, other)} - {0}) < 2
+
+
 def same_rows(one: Placement, other: Placement) -> bool:
     """Return whether two shards have as many rows, of one unit and in the same order, along their axes."""
-    counts = {placed.each * max(placed.blocks, 1) for placed in (one, other)} - {0}
-    return (
-        one.unit == other.unit and len(counts) < 2 and (one.blocks == other.blocks or 0 in (one.blocks, other.blocks))
-    )
+    ordered = one.blocks == other.blocks or 0 in (one.blocks, other.blocks)
+    return one.unit == other.unit and ordered and as_many_rows(one, other)
 
 
 def together(one: Placement, other: Placement) -> Placement | None:
@@ -211,7 +214,8 @@ def _by_letters(
                 placed = counted(placed)  # whose rows are not alike
                 call.require(i, placed.at(axis))
         elif not same_rows(one, placed):
-            if not call.spares(i):
+            # One device refuses other numbers of rows; a tower with one row would broadcast it.
+            if not call.spares(i) or not as_many_rows(one, placed):
                 return None
             call.require(i, placed.at(axis))
     others = [REPLICATE if letters is None or reduced is None else reduced for letters in made]

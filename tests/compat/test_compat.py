@@ -1164,6 +1164,27 @@ def test_describe_handle():
     assert shapes[0].rank is None and shapes[1] == [3, 2]
 
 
+def test_infer_shapes():
+    """TensorFlow infers what the caller does not see, and compares it; the error names the node."""
+    with tf.Graph().as_default() as graph:
+        x = tf.compat.v1.placeholder(tf.float32, [6, 2], name="x")
+        tf.reshape(x, [tf.shape(x)[0] // 2, -1], name="y")
+    definition = graph.as_graph_def()
+    (y,) = (node for node in definition.node if node.name == "y")
+    for lengths in ([3, 4], [None, 4], None):
+        del y.attr["_output_shapes"].list.shape[:]
+        y.attr["_output_shapes"].list.shape.add().CopyFrom(tf.TensorShape(lengths).as_proto())
+        tf_compat.infer_shapes(definition)
+    y.attr["_output_shapes"].list.shape[0].CopyFrom(tf.TensorShape([3, 5]).as_proto())
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"Node 'y' has .* 4 and 5"):
+        tf_compat.infer_shapes(definition)
+    sums = definition.node.add(name="z", op="AddV2", input=["x:0", "y:0"])
+    sums.attr["T"].type = tf.float32.as_datatype_enum
+    y.attr["_output_shapes"].list.shape[0].CopyFrom(tf.TensorShape([3, 4]).as_proto())
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"6 and 3 for '\{\{node z\}\}"):
+        tf_compat.infer_shapes(definition)
+
+
 def test_open_rows():
     """What is read from a variable in a graph has no known first length there, also in a loop; the variable has."""
     variable = tf.Variable(tf.zeros([3, 2]))

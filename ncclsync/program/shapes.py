@@ -1,0 +1,201 @@
+"""Compare the shapes that TensorFlow infers for a tower's part of a step with those that placements say.
+
+Where a rule is wrong, or what is put in, a tower's number of rows meets the batch's. TensorFlow's own shape functions
+know nothing of placements. They are asked once for all that a tower computes, for batches of two sizes. Left out is
+what has the same shapes as on one device: what all towers compute alike, and element-wise ops of one input. The results
+of loops and branches are taken to be as they are placed.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.compat.names import OpName, TensorName, op_name
+from ncclsync.ops import CollectiveKind
+from ncclsync.program.partition import Fault, Partition
+from ncclsync.program.program import Exchange
+from ncclsync.semantics import rules
+from ncclsync.semantics.axes import Rows
+from ncclsync.semantics.placements import REPLICATE, Kind, Placement
+
+# A tower's rows, and on how many towers: many rows, which ops may divide; and one row, which may be broadcast.
+_SIZES = ((840, 3), (1, 2))
+_LARGE = 1024  # elements of a constant of which the shape alone is taken
+_COMPARED = (Kind.REPLICATE, Kind.PARTIAL, Kind.SHARD, Kind.COUNTS)
+
+
+class ShapeMismatch(Exception):
+    """A tower's tensor has another shape than its placement says."""
+
+
+def find_mismatch(placed: Partition) -> Fault | None:
+    """Return the fault of the first op of which a tower's tensors have other shapes than their placements say."""
+    sizes: Iterable[tuple[int, int]] = _SIZES
+    given = ((placed.traced.tensor(name), one) for name, one in placed.traced.argument_placements.items())
+    totals = {tensor.shape[0] for tensor, one in given if one.kind is Kind.SHARD and not one.unit} - {None}
+    if totals := totals | {length // each for length, each in placed.declared}:  # the only batches that the step takes
+        total = max(totals)
+        sizes = [(total // n, n) for n in range(2, total + 1) if total % n == 0][:1]
+    for rows, towers in sizes:
+        fault = _Tower(placed, rows, towers).fault()
+        # What TensorFlow refuses in the trace, too, one device refuses.
+        if fault is not None and _Tower(placed, rows * towers, 1).takes_batch():
+            return fault
+    return None
+
+
+class _Tower:
+    """Infer the shapes of what one of several towers computes."""
+
+    def __init__(self, placed: Partition, rows: int, towers: int) -> None:
+        self._placed, self._rows, self._towers = placed, rows, towers
+        self._graph = tf.compat.v1.GraphDef(versions=placed.traced.definition.versions)
+        self._inputs: Mapping[OpName, Sequence[TensorName]] = placed.inputs
+        self._sources: dict[TensorName, str] = {}  # the output of a node that stands for a tensor
+        # What a tensor on towers stands for, and how it is placed.
+        self._stands: dict[TensorName, tuple[TensorName, Placement]] = {}
+        given = placed.traced.argument_placements
+        self._stands.update((name, (name, placement)) for name, placement in given.items() if towers > 1)
+        for name, (tensor, placement) in placed.placed.items():
+            self._stands.setdefault(tensor.name, (name, placement))
+        for (name, _, after), tensor in placed.converted.items():
+            if name in self._stands:
+                self._stands.setdefault(tensor.name, (self._stands[name][0], after))
+
+    def takes_batch(self) -> bool:
+        """Return whether TensorFlow finds shapes for the step as it was traced."""
+        self._inputs = self._placed.traced.inputs
+        self._stands.clear()
+        try:
+            self._infer(self._placed.traced.ops)
+        except tf.errors.OpError:
+            return False
+        return True
+
+    def fault(self) -> Fault | None:
+        """Compare all shapes; see `find_mismatch`."""
+        try:
+            self._infer([op for op in self._placed.ops if self._is_asked(op)])
+        except tf.errors.OpError as error:
+            named = re.search(r"\{\{node (\S+?)\}\}|Node '(\S+?)' has", error.message)
+            name = OpName(named[1] or named[2] if named else "")
+            words = f"{error.message}, for {self._rows} of {self._rows * self._towers} rows"
+            return Fault(self._asking(name), ShapeMismatch(words))
+        return None
+
+    def _infer(self, ops: Sequence[tf.Operation]) -> None:
+        for op in ops:
+            if op.name not in self._placed.traced.placeholders:
+                self._add(op)
+        tf_compat.infer_shapes(self._graph)
+
+    def _is_asked(self, op: tf.Operation) -> bool:
+        """Return whether an op takes what towers have apart, or was put in, or computes a shape."""
+        if op.name in self._placed.local or op.name not in self._placed.traced.nodes:
+            return True
+        return all(output.dtype in (tf.int32, tf.int64) and (output.shape.rank or 0) < 2 for output in op.outputs)
+
+    def _asking(self, name: OpName) -> tf.Operation:
+        """Return the op of the trace for which this one was put in, or itself."""
+        ops, traced = self._placed.ops, self._placed.traced
+        at = next((i for i, op in enumerate(ops) if op.name == name), 0)
+        return next((op for op in ops[at:] if op.name in traced.nodes and op.name not in traced.placeholders), ops[-1])
+
+    def _add(self, op: tf.Operation) -> None:
+        """Ask for the shapes of an op's results."""
+        if not op.outputs or op.type == "Const" or tf_compat.calls_functions(op) or self._placed.functions.runs(op):
+            return
+        inputs = [self._source(name) for name in self._inputs[op.name]]
+        is_traced = op.name in self._placed.traced.nodes
+        if is_traced and op.type in rules.UNARY and op.inputs[0].dtype == op.outputs[0].dtype:
+            self._sources[op.outputs[0].name] = inputs[0]
+            return
+        node = self._node(op.name)
+        node.input[:] = inputs
+        shapes = [self._lengths(output.name) if self._towers > 1 else None for output in op.outputs]
+        if shapes.count(None) < len(shapes):  # which TensorFlow compares
+            node.attr["_output_shapes"].list.shape.extend(tf.TensorShape(one).as_proto() for one in shapes)
+        self._sources.update((output.name, output.name) for output in op.outputs)
+
+    def _node(self, name: OpName) -> Any:
+        node = self._graph.node.add()
+        node.CopyFrom(self._placed.nodes[name])
+        node.device, node.input[:] = "", []
+        node.attr.pop("_class", None)
+        return node
+
+    def _source(self, name: TensorName) -> str:
+        if name not in self._sources:
+            exchange = self._placed.exchanges.get(name)
+            self._sources[name] = self._given(name) if exchange is None else self._exchanged(exchange)
+        return self._sources[name]
+
+    def _given(self, name: TensorName) -> str:
+        """Stand for a tensor for whose shape TensorFlow is not asked."""
+        traced = self._placed.traced
+        tensor, share = traced.tensor(name), traced.trace.share
+        numbers = {share.rows.name: self._rows, share.total.name: self._rows * self._towers}
+        if name in numbers:
+            return self._constant(numbers[name])
+        if tensor.op.type == "Const" and (tensor.shape.num_elements() or 0) <= _LARGE:
+            return f"{self._node(tensor.op.name).name}:0"
+        if name not in traced.variable_of:
+            return self._unknown(tensor.dtype, self._lengths(name))
+        node, variable = self._new("VarHandleOp"), traced.variable_of[name]
+        node.attr["dtype"].type = variable.dtype.as_datatype_enum
+        node.attr["shape"].shape.CopyFrom(variable.shape.as_proto())
+        return f"{node.name}:0"
+
+    def _new(self, op_type: str) -> Any:
+        return self._graph.node.add(name=f"{self._placed.traced.free_prefix}_{len(self._graph.node)}", op=op_type)
+
+    def _unknown(self, dtype: tf.DType, shape: Any) -> str:
+        node = self._new("Placeholder")
+        node.attr["dtype"].type = dtype.as_datatype_enum
+        node.attr["shape"].shape.CopyFrom(tf.TensorShape(shape).as_proto())
+        return f"{node.name}:0"
+
+    def _constant(self, value: int) -> str:
+        node = self._new("Const")
+        node.attr["dtype"].type = tf.int32.as_datatype_enum
+        node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, tf.int32))
+        return f"{node.name}:0"
+
+    def _exchanged(self, exchange: Exchange) -> str:
+        """Stand for an exchange whose towers send as many rows each."""
+        source, kind, dtype = self._source(exchange.source), exchange.collective.kind, exchange.dtype
+        of_one_shape = kind in (CollectiveKind.ALL_REDUCE, CollectiveKind.BROADCAST)
+        if of_one_shape and (exchange.shape.rank or 0) > 1:
+            return source
+        inputs = []
+        if of_one_shape:  # its numbers, which may say a shape, are others
+            inputs = [self._unknown(tf.bool, []), source, source]
+        elif kind == CollectiveKind.ALL_GATHER and exchange.when is None:
+            inputs = [source] * self._towers + [self._constant(0)]
+        if not inputs:
+            return self._unknown(dtype, exchange.shape)
+        node = self._graph.node.add(name=op_name(exchange.result), op="SelectV2" if of_one_shape else "ConcatV2")
+        node.input[:] = inputs
+        node.attr["T"].type = dtype.as_datatype_enum
+        if not of_one_shape:
+            node.attr["N"].i, node.attr["Tidx"].type = self._towers, tf.int32.as_datatype_enum
+        return f"{node.name}:0"
+
+    def _lengths(self, name: TensorName) -> list[int | None] | None:
+        """Return a tower's shape of a tensor, as far as it is known by what it stands for and by its placement."""
+        if name not in self._stands and op_name(name) not in self._placed.traced.nodes:  # it was put in
+            return None
+        stands, placement = self._stands.get(name, (name, REPLICATE))
+        lengths = self._placed.axes.lengths(self._placed.traced.tensor(stands), asks=False)
+        if lengths is None or placement.kind not in _COMPARED:
+            return None
+        total = self._rows * self._towers
+        shape = [one.each * total or None if isinstance(one, Rows) else one for one in lengths]
+        if placement.kind is Kind.SHARD:
+            count = shape[placement.axis]
+            own = placement.each * placement.blocks * self._rows or (count and count * self._rows // total)
+            shape[placement.axis] = None if placement.unit or count == 1 else own  # one row is broadcast
+        return shape

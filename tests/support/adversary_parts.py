@@ -49,8 +49,6 @@ class Program:
     compiled: tuple[tuple[str, Any], ...] = ()
     options: tuple[tuple[str, Any], ...] = ()
     acts: tuple[Part, ...] = ()
-    rows: int = 8
-    length: int = 4
     jit: Any = False
 
     def parts(self):
@@ -70,13 +68,14 @@ class World:
         dials: plain values that layers read when they are traced.
         found: (label, value) of all that must be equal.
         plain: False once what is found depends on the moment at which a thread ran.
+        eagerly: whether steps are not traced.
     """
 
     def __init__(self, seed):
         self.rng = np.random.default_rng(seed)
-        self.model = self.step = self.data = None
+        self.model = self.step = self.data = self.beside = None
         self.own, self.early, self.dials, self.found, self.errors = {}, {}, {"global": 1.0}, [], []
-        self.plain = True
+        self.plain, self.eagerly = True, False
 
     def keep(self, label, value):
         """Note a value that must be equal."""
@@ -95,6 +94,11 @@ class World:
     def batch(self, rows, length=4):
         """Inputs and labels."""
         return self.data(rows, length), self.rng.integers(0, CLASSES, rows)
+
+    def training_batch(self, rows, length=4):
+        """The same, for a step that may take further rows beside them."""
+        x, y = self.batch(rows, length)
+        return ((x, self.data(self.beside(rows), length)), y) if self.beside else (x, y)
 
     def target(self, name):
         """The tf.Variable that a write is about; None if the program has none of this sort."""
@@ -140,8 +144,8 @@ class Fn(layers.Layer):
         return shape
 
 
-def run(program: Program, towers: int = 0) -> World:
-    """Run a program on towers, or, for 0, on one device; return what it leaves.
+def run(program: Program, towers: int = 0, eagerly: bool = False) -> World:
+    """Run a program on towers, or, for 0, on one device, also without tracing its steps; return what it leaves.
 
     Raises:
         AssertionError: towers hold other numbers than each other.
@@ -150,6 +154,7 @@ def run(program: Program, towers: int = 0) -> World:
     keras.backend.clear_session()
     keras.utils.set_random_seed(program.seed)
     w = World(program.seed)
+    w.eagerly = eagerly
 
     def made(kind, chosen, *arguments):
         return PARTS[kind][chosen[0]][0](w, *arguments, **chosen[1])
@@ -163,13 +168,15 @@ def run(program: Program, towers: int = 0) -> World:
         updates_metrics = program.step[0] == "keras_step" and program.loss[0] == "cross_entropy"
         metrics = (list(program.metrics) if updates_metrics else []) or None
 
+        how = {"run_eagerly": True} if eagerly else {"jit_compile": program.jit}
+
         def compile_model():
-            model.compile(optimizer, loss, metrics=metrics, jit_compile=program.jit, **dict(program.compiled))
+            model.compile(optimizer, loss, metrics=metrics, **how, **dict(program.compiled))
 
         w.compile = compile_model
         compile_model()
         optimizer.build(model.trainable_variables)
-        _trace_early(w)
+        _trace_early(w, program)
         return model
 
     asked = dict(program.options)
@@ -181,8 +188,8 @@ def run(program: Program, towers: int = 0) -> World:
     try:
         for name, arguments in program.acts:
             PARTS["act"][name][0](w, **arguments)
-        # A write is seen by a step.
-        w.keep("last", w.model.train_on_batch(*w.batch(program.rows, program.length), return_dict=True))
+        if not program.acts:
+            train(w, rows=8, length=4, times=1)
         w.keep("weights", {f"{i} {v.path}": v for i, v in enumerate(w.model.variables)})
         w.keep("optimizer", {f"{i} {v.path}": v for i, v in enumerate(w.model.optimizer.variables)})
         own = {key: value for key, value in w.own.items() if isinstance(value, tf.Variable)}
@@ -197,9 +204,10 @@ def run(program: Program, towers: int = 0) -> World:
     return w
 
 
-def _trace_early(w: World) -> None:
+def _trace_early(w: World, program: Program) -> None:
     """Functions that write variables, and draw, traced before there are towers."""
-    for target in ("weight", "bias", "state", "rate", "slot", "own"):
+    uses = [(arguments.get("how"), arguments.get("target")) for _, arguments in program.acts]
+    for target in {target for how, target in uses if how in ("early", "early_map")} - {None}:
         if w.target(target) is not None:
 
             def write(*row, target=target):
@@ -209,7 +217,7 @@ def _trace_early(w: World) -> None:
             w.early[target] = tf.function(write)
             w.early[target].get_concrete_function()
             w.early[f"dataset of {target}"] = tf.data.Dataset.range(1).map(write)
-    if (generator := w.own.get("generator")) is not None:
+    if (generator := w.own.get("generator")) is not None and ("early", None) in uses:
         w.early["draw"] = tf.function(lambda: generator.normal([2]))
         w.early["draw"].get_concrete_function()
 
@@ -277,7 +285,7 @@ def images(w, normal, pool):
     inputs = keras.Input((5, 5, 2))
     x = layers.Conv2D(4, 3, padding="same")(inputs)
     x = layers.Activation("relu")(layers.GroupNormalization(2)(x) if normal else x)
-    x = layers.MaxPooling2D()(x) if pool == "max" else layers.AveragePooling2D()(x)
+    x = layers.MaxPooling2D()(x) if pool == "max" else layers.AveragePooling2D(2)(x)
     return inputs, layers.Dense(WIDTH)(layers.Flatten()(x))
 
 
@@ -688,6 +696,99 @@ def asserted(w, x):
     return Fn(f)(x)
 
 
+def _sequence(layer):
+    return lambda x: layer(layers.Reshape((WIDTH, 1))(x))
+
+
+def _image(layer):
+    return lambda x: layer(layers.Reshape((WIDTH, 2, 1))(layers.Dense(2 * WIDTH)(x)))
+
+
+def _volume(layer):
+    return lambda x: layer(layers.Reshape((2, 2, WIDTH, 1))(layers.Dense(4 * WIDTH)(x)))
+
+
+def _pair(layer):
+    return lambda x: layer([x, layers.Dense(WIDTH)(x)])
+
+
+# Layers of Keras' that no other part has, as they take vectors, sequences, images or two tensors.
+KERAS_LAYERS = {
+    "gru": lambda: _sequence(layers.GRU(3, return_sequences=True, recurrent_dropout=0.2, dropout=0.2, seed=1)),
+    "lstm": lambda: _sequence(layers.LSTM(3, go_backwards=True, unroll=True)),
+    "stacked": lambda: _sequence(layers.RNN(layers.StackedRNNCells([layers.GRUCell(2), layers.LSTMCell(3)]))),
+    "bidirectional": lambda: _sequence(layers.Bidirectional(layers.GRU(2, return_sequences=True))),
+    "ConvLSTM1D": lambda: lambda x: layers.ConvLSTM1D(2, 2)(layers.Reshape((2, WIDTH, 1))(layers.Dense(2 * WIDTH)(x))),
+    "time": lambda: _sequence(layers.TimeDistributed(layers.BatchNormalization())),
+    "Conv1D": lambda: _sequence(layers.Conv1D(4, 3, dilation_rate=2, padding="causal")),
+    "SeparableConv1D": lambda: _sequence(layers.SeparableConv1D(2, 3, depth_multiplier=2)),
+    "Conv1DTranspose": lambda: _sequence(layers.Conv1DTranspose(2, 3, strides=2)),
+    "DepthwiseConv1D": lambda: _sequence(layers.DepthwiseConv1D(2, depth_multiplier=2)),
+    "pool": lambda: _sequence(layers.AveragePooling1D(2, padding="same")),
+    "up": lambda: _sequence(layers.UpSampling1D(2)),
+    "pad": lambda: _sequence(layers.ZeroPadding1D((1, 2))),
+    "crop": lambda: _sequence(layers.Cropping1D((1, 1))),
+    "dropout_1d": lambda: _sequence(layers.SpatialDropout1D(0.4, seed=1)),
+    "attention": lambda: (
+        lambda x: layers.MultiHeadAttention(2, 2, dropout=0.1, seed=1)(
+            *[layers.Reshape((WIDTH, 1))(x)] * 2, use_causal_mask=True
+        )
+    ),
+    "grouped": lambda: lambda x: layers.GroupQueryAttention(2, 4, 2)(*[layers.Reshape((WIDTH, 1))(x)] * 2),
+    "additive": lambda: lambda x: layers.AdditiveAttention()([layers.Reshape((WIDTH, 1))(x)] * 2),
+    "Conv2D": lambda: _image(layers.Conv2D(4, 2, strides=2, padding="same")),
+    "Conv2DTranspose": lambda: _image(layers.Conv2DTranspose(2, 2, strides=2, use_bias=False)),
+    "DepthwiseConv2D": lambda: _image(layers.DepthwiseConv2D(2, depth_multiplier=3)),
+    "SeparableConv2D": lambda: _image(layers.SeparableConv2D(2, 2)),
+    "global_max": lambda: _image(layers.GlobalMaxPooling2D()),
+    "up_2d": lambda: _image(layers.UpSampling2D(2, interpolation="bilinear")),
+    "dropout_2d": lambda: _image(layers.SpatialDropout2D(0.4, seed=1)),
+    "norm_2d": lambda: _image(layers.BatchNormalization(axis=1, synchronized=True)),
+    "resize": lambda: _image(layers.Resizing(3, 3)),
+    "flip": lambda: _image(layers.RandomFlip(seed=1)),
+    "crop_2d": lambda: _image(layers.CenterCrop(2, 2)),
+    "Conv3D": lambda: _volume(layers.Conv3D(2, 2)),
+    "pool_3d": lambda: _volume(layers.GlobalAveragePooling3D()),
+    "EinsumDense": lambda: layers.EinsumDense("ab,bc->ac", 4, bias_axes="c"),
+    "dot": lambda: _pair(layers.Dot(1, normalize=True)),
+    "multiply": lambda: _pair(layers.Multiply()),
+    "maximum": lambda: _pair(layers.Maximum()),
+    "concatenate": lambda: _pair(layers.Concatenate(0)),
+    "prelu": lambda: layers.PReLU(),
+    "softmax": lambda: layers.Softmax(),
+    "permute": lambda: lambda x: layers.Permute((2, 1))(layers.RepeatVector(3)(x)),
+    "spectral": lambda: layers.SpectralNormalization(layers.Dense(4)),
+    "lora": lambda: lambda x: _lora(layers.Dense(4), x),
+    "discretized": lambda: lambda x: layers.Embedding(5, 3)(layers.Discretization([-0.5, 0.0, 0.5, 1.0])(x)),
+    "hashed": lambda: (
+        lambda x: layers.Embedding(4, 3)(layers.Hashing(4)(layers.Discretization([-0.5, 0.0, 0.5, 1.0])(x)))
+    ),
+    "category": lambda: lambda x: layers.CategoryEncoding(5, "multi_hot")(layers.Discretization([-0.5, 0.0, 0.5])(x)),
+    "normalization": lambda: layers.Normalization(mean=0.1, variance=2.0),
+    "scaled": lambda: layers.Rescaling(0.5, 0.1),
+    "activity": lambda: layers.ActivityRegularization(0.01, 0.02),
+    "group_norm": lambda: _image(layers.GroupNormalization(1, axis=-1)),
+    "noise": lambda: layers.GaussianNoise(0.1, seed=2),
+    "constraint": lambda: layers.Dense(4, activation="selu", kernel_constraint="max_norm"),
+}
+
+
+def _lora(layer, x):
+    y = layer(x)
+    layer.enable_lora(2)
+    return y
+
+
+@part("body", name=tuple(KERAS_LAYERS))
+def keras_layer(w, x, name):
+    """A layer of Keras'."""
+    y = KERAS_LAYERS[name]()(x)
+    if name == "concatenate":
+        y = Fn(lambda y: y)(y)
+        return x + 0.1 * layers.Dense(WIDTH)(keras.ops.mean(y, axis=0, keepdims=True))
+    return layers.Dense(WIDTH)(layers.Flatten()(y))
+
+
 @part("body", op=tuple(range(400)))
 def census_op(w, x, op):
     """An op of the op table, of the features and of constants, among the examples of rows of numbers."""
@@ -811,6 +912,338 @@ def conditional(w):
     return Conditional
 
 
+def two_weights(model):
+    """The first layers' variables, and the last layer's."""
+    last = model.layers[-1].trainable_variables
+    return [v for v in model.trainable_variables if all(v is not other for other in last)], last
+
+
+def descend(tape, loss, variables, rate=0.1):
+    """A step of gradient descent by hand."""
+    for v, g in zip(variables, tape.gradient(loss, variables), strict=True):
+        if g is not None:
+            v.assign_sub(rate * tf.convert_to_tensor(g))
+
+
+@part("step")
+def two_optimizers(w):
+    """The last layer by an optimizer of its own, twice for each step of the others."""
+
+    class Two(keras.Model):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            self.second = keras.optimizers.Adam(0.02)
+            self.second.build(two_weights(self)[1])
+
+        def train_step(self, data):
+            x, y = data[:2]
+            first, last = two_weights(self)
+            for _ in range(2):
+                with tf.GradientTape() as tape:
+                    loss = self.compute_loss(x, y, self(x, training=True))
+                self.second.apply(tape.gradient(loss, last), last)
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+            descend(tape, loss, first)
+            return {"loss": loss}
+
+    return Two
+
+
+@part("step")
+def adversarial(w):
+    """A critic that tells true rows from made ones, and what fools it; each has its own tape."""
+
+    class Adversarial(keras.Model):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            self.critic = keras.Sequential([layers.Dense(4, activation="tanh"), layers.Dense(1)])
+            self.critic.build((None, CLASSES))
+            self.second = keras.optimizers.RMSprop(0.02)
+            self.second.build(self.critic.trainable_variables)
+
+        def train_step(self, data):
+            x, y = data[:2]
+            true = one_hot(y, tf.zeros([], tf.float64))
+            with tf.GradientTape(persistent=True) as tape:
+                made = self(x, training=True)
+                of_true, of_made = self.critic(true), self.critic(made)
+                critic_loss = tf.reduce_mean(tf.nn.softplus(-of_true)) + tf.reduce_mean(tf.nn.softplus(of_made))
+                loss = tf.reduce_mean(tf.nn.softplus(-of_made)) + self.compute_loss(x, y, made)
+            own = [v for v in self.trainable_variables if all(v is not c for c in self.critic.trainable_variables)]
+            gradients = tape.gradient(critic_loss, self.critic.trainable_variables)
+            self.second.apply(gradients, self.critic.trainable_variables)
+            descend(tape, loss, own)
+            return {"loss": loss, "critic": critic_loss, "fooled": tf.reduce_mean(tf.cast(of_made > 0, tf.float64))}
+
+    return Adversarial
+
+
+@part("step", drop=(0.0, 0.3))
+def contrastive(w, drop):
+    """Two views of each row, noisy by a seed of the steps, against all others of the batch."""
+
+    class Contrastive(keras.Model):
+        def train_step(self, data):
+            x = data[0]
+            seed = tf.stack([tf.cast(self.optimizer.iterations, tf.int32), 3])
+            with tf.GradientTape() as tape:
+                views = [self(x, training=True) for _ in range(2)]
+                noise = tf.random.stateless_uniform(tf.shape(views[0]), seed, dtype=views[0].dtype)
+                views[1] = tf.where(noise < drop, tf.zeros_like(noise), views[1])
+                a, b = (tf.math.l2_normalize(each + 0.01, -1) for each in views)
+                rows = tf.shape(a)[0]
+                logits = tf.concat([a, b], 0) @ tf.transpose(tf.concat([a, b], 0)) * 5.0
+                logits -= 1e9 * tf.eye(2 * rows, dtype=logits.dtype)
+                wanted = tf.concat([tf.range(rows, 2 * rows), tf.range(rows)], 0)
+                loss = tf.reduce_mean(losses.sparse_categorical_crossentropy(wanted, logits, from_logits=True))
+            self.optimizer.apply_gradients(
+                zip(tape.gradient(loss, self.trainable_variables), self.trainable_variables, strict=True)
+            )
+            return {"loss": loss}
+
+    return Contrastive
+
+
+@part("step", confident=(0.3, 0.4))
+def teacher(w, confident):
+    """A teacher, the average of the weights, says the labels where it is sure of them."""
+
+    class Student(keras.Model):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            self.average = [tf.Variable(v, trainable=False) for v in self.trainable_variables]
+
+        def train_step(self, data):
+            x, y = data[:2]
+            said, _ = self.stateless_call(self.average, self.non_trainable_variables, x, training=False)
+            said = tf.nn.softmax(said)
+            sure = tf.reduce_max(said, -1) > confident
+            with tf.GradientTape() as tape:
+                found = self(x, training=True)
+                each = losses.sparse_categorical_crossentropy(tf.argmax(said, -1), found, from_logits=True)
+                masked = tf.boolean_mask(each, sure)
+                loss = tf.math.divide_no_nan(tf.reduce_sum(masked), tf.cast(tf.size(masked), masked.dtype))
+                loss += self.compute_loss(x, y, found)
+            descend(tape, loss, self.trainable_variables)
+            for average, v in zip(self.average, self.trainable_variables, strict=True):
+                average.assign(0.9 * average + 0.1 * tf.convert_to_tensor(v))
+            return {"loss": loss, "sure": tf.reduce_sum(tf.cast(sure, tf.float64))}
+
+    return Student
+
+
+@part("step", second_order=(True, False))
+def meta(w, second_order):
+    """Descends on the even rows, and learns from the odd rows' loss there."""
+
+    class Meta(keras.Model):
+        def train_step(self, data):
+            x, y = data[:2]
+            with tf.GradientTape() as outer:
+                with tf.GradientTape() as inner:
+                    loss = tf.reduce_mean(
+                        losses.sparse_categorical_crossentropy(y, self(x, training=False), from_logits=True)
+                        * tf.cast(tf.range(tf.shape(y)[0]) % 2 == 0, tf.float64)
+                    )
+                gradients = inner.gradient(loss, self.trainable_variables)
+                gradients = [tf.convert_to_tensor(g) for g in gradients]
+                if not second_order:
+                    gradients = [tf.stop_gradient(g) for g in gradients]
+                fast = [v - 0.3 * g for v, g in zip(self.trainable_variables, gradients, strict=True)]
+                found, _ = self.stateless_call(fast, self.non_trainable_variables, x, training=False)
+                each = losses.sparse_categorical_crossentropy(y, found, from_logits=True)
+                wanted = tf.reduce_sum(each[1::2]) / tf.cast(tf.maximum(tf.shape(each)[0] // 2, 1), each.dtype)
+            descend(outer, wanted, self.trainable_variables)
+            return {"loss": loss, "after": wanted}
+
+    return Meta
+
+
+@part("step", radius=(0.05,))
+def sharpness(w, radius):
+    """SAM: climbs within the step, takes the gradient there, goes back, descends."""
+
+    class Sharpness(keras.Model):
+        def train_step(self, data):
+            x, y = data[:2]
+            variables = self.trainable_variables
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+            gradients = [tf.convert_to_tensor(g) for g in tape.gradient(loss, variables)]
+            steps = [radius * g / (tf.linalg.global_norm(gradients) + 1e-9) for g in gradients]
+            for v, e in zip(variables, steps, strict=True):
+                v.assign_add(e)
+            with tf.GradientTape() as tape:
+                there = self.compute_loss(x, y, self(x, training=True))
+            gradients = tape.gradient(there, variables)
+            for v, e in zip(variables, steps, strict=True):
+                v.assign_sub(e)
+            self.optimizer.apply_gradients(zip(gradients, variables, strict=True))
+            return {"loss": loss, "there": there}
+
+    return Sharpness
+
+
+@part("step", period=(2, 3))
+def lookahead(w, period):
+    """Slow weights, which are met after some steps, in a branch."""
+
+    class Lookahead(keras.Model):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            self.slow = [tf.Variable(v, trainable=False) for v in self.trainable_variables]
+            self.count = tf.Variable(0, trainable=False)
+
+        def train_step(self, data):
+            x, y = data[:2]
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+
+            def meet():
+                for slow, v in zip(self.slow, self.trainable_variables, strict=True):
+                    slow.assign_add(0.5 * (tf.convert_to_tensor(v) - slow))
+                    v.assign(slow.read_value())
+                return 1.0
+
+            met = tf.cond(tf.equal(self.count.assign_add(1) % period, 0), meet, lambda: 0.0)
+            return {"loss": loss, "met": met}
+
+    return Lookahead
+
+
+@part("step")
+def bank(w):
+    """A bank of the last outputs, written at a pointer that goes round, and compared with."""
+
+    class Bank(keras.Model):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            self.bank = tf.Variable(tf.ones([10, CLASSES], tf.float64), trainable=False)
+            self.pointer = tf.Variable(0, trainable=False)
+
+        def train_step(self, data):
+            x, y = data[:2]
+            with tf.GradientTape() as tape:
+                found = self(x, training=True)
+                near = found @ tf.transpose(self.bank)
+                loss = self.compute_loss(x, y, found) + 0.1 * tf.reduce_mean(tf.reduce_logsumexp(near, -1))
+            self.optimizer.apply_gradients(
+                zip(tape.gradient(loss, self.trainable_variables), self.trainable_variables, strict=True)
+            )
+            rows = tf.minimum(tf.shape(found)[0], 10)
+            where = (self.pointer + tf.range(rows)) % 10
+            self.bank.assign(tf.tensor_scatter_nd_update(self.bank, where[:, None], found[:rows]))
+            self.pointer.assign((self.pointer + rows) % 10)
+            return {"loss": loss, "pointer": tf.identity(self.pointer)}
+
+    return Bank
+
+
+@part("step")
+def unlabelled(w):
+    """Rows without labels beside those with labels, of another number."""
+    w.beside = lambda rows: 2 * rows + 1
+
+    class Unlabelled(keras.Model):
+        def train_step(self, data):
+            (x, other), y = data[:2]
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+                said = tf.nn.softmax(self(other, training=True))
+                loss += 0.1 * tf.reduce_mean(tf.reduce_sum(said * said, -1))
+            self.optimizer.apply_gradients(
+                zip(tape.gradient(loss, self.trainable_variables), self.trainable_variables, strict=True)
+            )
+            return {"loss": loss}
+
+    return Unlabelled
+
+
+@part("step", shuffle=("generator", "stateless"))
+def mixed(w, shuffle):
+    """Mixup within the step: with rows of another order, by a number drawn for the batch."""
+    generator = w.generator() if shuffle == "generator" else None
+
+    class Mixed(keras.Model):
+        def train_step(self, data):
+            x, y = data[:2]
+            seed = tf.stack([tf.cast(self.optimizer.iterations, tf.int32), 5])
+            if generator is not None:
+                part, order = generator.uniform((), dtype=tf.float64), generator.uniform([tf.shape(y)[0]])
+            else:
+                part = tf.random.stateless_uniform((), seed, dtype=tf.float64)
+                order = tf.random.stateless_uniform([tf.shape(y)[0]], seed)
+            order = tf.argsort(order, stable=True)
+            with tf.GradientTape() as tape:
+                found = self(keras.tree.map_structure(lambda a: mix(a, order, part), x), training=True)
+                one = losses.sparse_categorical_crossentropy(y, found, from_logits=True)
+                other = losses.sparse_categorical_crossentropy(tf.gather(y, order), found, from_logits=True)
+                loss = tf.reduce_mean(part * one + (1.0 - part) * other)
+            descend(tape, loss, self.trainable_variables)
+            return {"loss": loss, "part": part}
+
+    def mix(a, order, part):
+        return part * tf.cast(a, part.dtype) + (1.0 - part) * tf.cast(tf.gather(a, order), part.dtype)
+
+    return Mixed
+
+
+@part("step")
+def input_penalty(w):
+    """A penalty on the gradient of the outputs by the inputs."""
+
+    class InputPenalty(keras.Model):
+        def train_step(self, data):
+            x, y = tf.convert_to_tensor(data[0]), data[1]
+            with tf.GradientTape() as outer:
+                with tf.GradientTape() as inner:
+                    inner.watch(x)
+                    found = self(x, training=True)
+                by_x = inner.gradient(found, x)
+                norm = tf.sqrt(tf.reduce_sum(tf.square(by_x), list(range(1, len(by_x.shape)))) + 1e-6)
+                loss = self.compute_loss(x, y, found) + 0.1 * tf.reduce_mean(tf.square(norm - 1.0))
+            descend(outer, loss, self.trainable_variables)
+            return {"loss": loss, "norm": tf.reduce_max(norm)}
+
+    return InputPenalty
+
+
+@part("step", how=("compute_loss", "compute_metrics", "test_step", "jacobian"))
+def overridden(w, how):
+    """Methods of Keras' that a model overrides."""
+
+    class Overridden(keras.Model):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            self.seen = keras.metrics.Mean(name="seen")
+
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            loss = super().compute_loss(x, y, y_pred, sample_weight)
+            if how == "compute_loss":
+                self.seen.update_state(ops.max(y_pred, axis=-1))
+                loss += 0.1 * ops.mean(ops.logsumexp(y_pred, axis=0))
+            if how == "jacobian":
+                loss += 0.01 * ops.mean(ops.square(ops.max(y_pred, axis=0) - ops.min(y_pred, axis=0)))
+            return loss
+
+        def compute_metrics(self, x, y, y_pred, sample_weight=None):
+            if how == "compute_metrics":
+                self.seen.update_state(ops.std(y_pred))
+            return {**super().compute_metrics(x, y, y_pred, sample_weight), "seen": self.seen.result()}
+
+        def test_step(self, data):
+            if how != "test_step":
+                return super().test_step(data)
+            x, y = data[:2]
+            found = self(x, training=False)
+            return {"most": tf.reduce_max(found), "loss": self.compute_loss(x, y, found)}
+
+    return Overridden
+
+
 # Losses.
 
 
@@ -912,7 +1345,7 @@ LENGTHS = (4, 4, 3, 5, 7, 1)
 def train(w, rows, length, times):
     """`train_on_batch`."""
     for _ in range(times):
-        w.keep("train", w.model.train_on_batch(*w.batch(rows, length), return_dict=True))
+        w.keep("train", w.model.train_on_batch(*w.training_batch(rows, length), return_dict=True))
 
 
 @part("act", how=("train", "test", "predict"))
@@ -1013,7 +1446,8 @@ def own_loop(w, rows, length):
             return loss
 
         towers = getattr(model, "towers", None)
-        w.step = tf.function(step, reduce_retracing=True) if towers is None else lambda batch: towers.run(step, batch)
+        traced = step if w.eagerly else tf.function(step, reduce_retracing=True)
+        w.step = traced if towers is None else lambda batch: towers.run(step, batch)
     batch = w.batch(rows, length)
     w.keep("own_loop", w.step(keras.tree.map_structure(as_tensor, batch)))
 

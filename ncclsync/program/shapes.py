@@ -108,6 +108,9 @@ class _Tower:
         """Ask for the shapes of an op's results."""
         if not op.outputs or op.type == "Const" or tf_compat.calls_functions(op) or self._placed.functions.runs(op):
             return
+        pairs = zip(op.inputs, self._inputs[op.name], strict=True)
+        if any(one.dtype == tf.variant and name not in self._sources for one, name in pairs):
+            return  # what is within is known by the op alone that has made it
         inputs = [self._source(name) for name in self._inputs[op.name]]
         is_traced = op.name in self._placed.traced.nodes
         if is_traced and op.type in rules.UNARY and op.inputs[0].dtype == op.outputs[0].dtype:
@@ -194,6 +197,8 @@ class _Tower:
             return None
         total = self._rows * self._towers
         shape = [one.each * total or None if isinstance(one, Rows) else one for one in lengths]
+        if 0 in shape:  # a result that was not asked for, as of SVD
+            return None
         if placement.kind is Kind.SHARD:
             count = shape[placement.axis]
             own = placement.each * placement.blocks * self._rows or (count and count * self._rows // total)

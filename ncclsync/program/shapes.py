@@ -17,6 +17,7 @@ from ncclsync.compat.names import OpName, TensorName, op_name
 from ncclsync.ops import CollectiveKind
 from ncclsync.program.partition import Fault, Partition
 from ncclsync.program.program import Exchange
+from ncclsync.program.schedule import ancestors
 from ncclsync.semantics import rules
 from ncclsync.semantics.axes import Rows
 from ncclsync.semantics.placements import REPLICATE, Kind, Placement
@@ -45,6 +46,24 @@ def find_mismatch(placed: Partition) -> Fault | None:
         if fault is not None and _Tower(placed, rows * towers, 1).takes_batch():
             return fault
     return None
+
+
+def _needed(placed: Partition) -> set[OpName]:
+    """Return the ops that a tower runs; in place of others copies were put in."""
+    graph = placed.graph
+    results = [graph.origin(name)[0] for name, _ in graph.outputs]
+    return ancestors(graph, [*graph.must_run, *graph.folds, *results], graph.inputs)
+
+
+def _may_count(tensor: tf.Tensor) -> bool:
+    """Return whether a tensor's numbers may say a shape."""
+    return tensor.dtype in (tf.int32, tf.int64) and (tensor.shape.rank or 0) < 2
+
+
+def _is_as_long(op: tf.Operation) -> bool:
+    """Return whether nobody can tell an op's result from its input, if shapes are all that counts."""
+    one, other = op.inputs[0], op.outputs[0]
+    return one.dtype == other.dtype and other.shape.rank != 0 and not _may_count(other)  # a number may say a length
 
 
 class _Tower:
@@ -78,7 +97,8 @@ class _Tower:
     def fault(self) -> Fault | None:
         """Compare all shapes; see `find_mismatch`."""
         try:
-            self._infer([op for op in self._placed.ops if self._is_asked(op)])
+            needed = _needed(self._placed)
+            self._infer([op for op in self._placed.ops if op.name in needed and self._is_asked(op)])
         except tf.errors.OpError as error:
             named = re.search(r"\{\{node (\S+?)\}\}|Node '(\S+?)' has", error.message)
             name = OpName(named[1] or named[2] if named else "")
@@ -96,7 +116,7 @@ class _Tower:
         """Return whether an op takes what towers have apart, or was put in, or computes a shape."""
         if op.name in self._placed.local or op.name not in self._placed.traced.nodes:
             return True
-        return all(output.dtype in (tf.int32, tf.int64) and (output.shape.rank or 0) < 2 for output in op.outputs)
+        return all(map(_may_count, op.outputs))
 
     def _asking(self, name: OpName) -> tf.Operation:
         """Return the op of the trace for which this one was put in, or itself."""
@@ -112,8 +132,7 @@ class _Tower:
         if any(one.dtype == tf.variant and name not in self._sources for one, name in pairs):
             return  # what is within is known by the op alone that has made it
         inputs = [self._source(name) for name in self._inputs[op.name]]
-        is_traced = op.name in self._placed.traced.nodes
-        if is_traced and op.type in rules.UNARY and op.inputs[0].dtype == op.outputs[0].dtype:
+        if op.name in self._placed.traced.nodes and op.type in rules.UNARY and _is_as_long(op):
             self._sources[op.outputs[0].name] = inputs[0]
             return
         node = self._node(op.name)

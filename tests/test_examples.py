@@ -75,7 +75,7 @@ class Counts(ncclsync.BackupAndRestore):
 
 ncclsync.BackupAndRestore = Counts
 """
-SAVED = "\nimport numpy\nnumpy.savez('weights.npz', *model.get_weights())\n"
+SAVED = "\nimport numpy\nif 'model' in globals(): numpy.savez('weights.npz', *model.get_weights())\n"
 
 # As much of CuPy as the program for several hosts uses, over the stand-in's memory, which is the host's.
 CUPY = """

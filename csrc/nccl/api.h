@@ -62,6 +62,7 @@ typedef struct {
 
 #define NCS_CUDART_SYMBOLS(X)                                             \
   X(const char*, cudaGetErrorString, (cudaError_t error))                 \
+  X(cudaError_t, cudaGetLastError, (void))                                \
   X(cudaError_t, cudaSetDevice, (int device))                             \
   X(cudaError_t, cudaEventCreateWithFlags, (cudaEvent_t* event, unsigned int flags)) \
   X(cudaError_t, cudaEventQuery, (cudaEvent_t event))                     \

@@ -24,6 +24,7 @@ ncclResult_t ncs_check_begun(const ncs_nccl* nccl, ncclResult_t status, const ch
 
 ncclResult_t ncs_check_cuda(const ncs_cuda* cuda, cudaError_t error, const char* call, ncs_failure* failure) {
   if (error == 0) return ncclSuccess;
+  cuda->cudaGetLastError(); /* CUDA keeps it for this thread: whoever asks next would take it for their own. */
   return ncs_fail(failure, ncclUnhandledCudaError, call, -1, "%s", cuda->cudaGetErrorString(error));
 }
 

@@ -474,16 +474,22 @@ class NcclCommunicator(Communicator):
         before = max(nccl_calls.taken(handle, self.size))
         for kind, op, dtype, blocks, count in sorted(sorts):
             size_bytes, group = count * native.DTYPE_SIZES[dtype], []
-            for i, rank in enumerate(self.ranks):
-                begin = native.ffi.cast("char*", nccl_calls.scratch(handle, i, blocks * size_bytes))
+            try:
+                memory = [nccl_calls.scratch(handle, i, blocks * size_bytes) for i in range(self.size)]
+            except NcclError as error:
+                # NCCL itself may find as much as it needs, once a step sends tensors that are there anyhow.
+                logger.info("NCCL takes its memory in the first step: %s", error)
+                break
+            for rank, scratch in zip(self.ranks, memory, strict=True):
+                begin = native.ffi.cast("char*", scratch)
                 own = begin + rank * size_bytes if blocks > 1 else begin
                 sends, recvs = (own, begin) if kind == lib.NCS_ALL_GATHER else (begin, own)
                 group.append([(kind, op, 0, sends, recvs, count, dtype)])
             call = nccl_calls.CALLS[kind]
             words: Callable[..., str] = functools.partial("the first {} of {} bytes".format, call, size_bytes)
             self._launch(handle, words, call, functools.partial(nccl_calls.launch_group, handle, group, words))
-            for i in range(self.size):
-                nccl_calls.scratch(handle, i, 0)
+        for i in range(self.size):
+            nccl_calls.scratch(handle, i, 0)
         self.taken_bytes += max(nccl_calls.taken(handle, self.size)) - before
 
     def _join(self) -> None:

@@ -1,5 +1,7 @@
 """How GPUs are joined: in several processes, by which NCCL, on which GPUs, and over sound paths."""
 
+import ctypes
+import logging
 import os
 import subprocess
 import sys
@@ -186,6 +188,21 @@ def test_memory_that_nccl_takes(standin):
     comm.close()
     with NcclCommunicator([0], preflight=False) as alone:
         assert alone.taken_bytes == 0
+
+
+def test_no_memory_to_connect_with(standin, caplog):
+    """Then a step's own tensors do it: no error, none left to CUDA's next caller, one line, and no second try."""
+    with NcclCommunicator(range(4)) as comm, caplog.at_level(logging.INFO, logger="ncclsync"):
+        standin.fail("cudaMalloc:3=2")
+        standin.count("cudaMalloc")
+        for _ in range(2):
+            comm.connect([AllReduce((), (), "sum")], [native.DTYPES["float32"]], [2**20])
+        assert standin.counted() == [4]
+        assert ctypes.CDLL(standin.cudart).cudaGetLastError() == 0
+        assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+            "NCCL takes its memory in the first step"
+        ]
+        reduce_ones(comm)
 
 
 def test_same_gpu_twice(standin, monkeypatch):

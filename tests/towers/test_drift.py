@@ -143,7 +143,7 @@ def test_repair_is_logged(caplog):
     assert_towers_agree(model)
     # Where it is tower 0 that differs from most, its values repair nothing.
     with pytest.raises(DivergenceError, match="kernel on tower 0"):
-        fit(model, [Flip(0, 1)])
+        fit(model, [Flip(1, 1), Flip(2, 1)])
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@
 
 static __thread int context = 6; /* 1 + the current context's device; not 1, so that what is not restored shows */
 static __thread int depth;
+static __thread cudaError_t last_error;
 
 /* The devices that CUDA_VISIBLE_DEVICES leaves, by the numbers that they have without it. */
 static int visible[STANDIN_DEVICES], n_visible, is_begun;
@@ -80,6 +81,13 @@ cudaError_t standin_ask_cuda(const char* name) {
 
 cudaError_t standin_leave_cuda(cudaError_t error) {
   standin_unlock();
+  if (error != 0 && error != NOT_READY) last_error = error;
+  return error;
+}
+
+cudaError_t cudaGetLastError(void) {
+  const cudaError_t error = last_error;
+  last_error = 0;
   return error;
 }
 

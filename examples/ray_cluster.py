@@ -15,13 +15,19 @@ import socket
 import sys
 
 
-def find_address() -> tuple[str, int]:
-    """Return the address by which the other hosts reach this one, and a port that is free there."""
-    import ray
+class Address:
+    """Keep a port of this host for process 0: nobody else gets it before that process listens there."""
 
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return ray.util.get_node_ip_address(), free.getsockname()[1]
+    def __init__(self) -> None:
+        self._kept = socket.socket()
+        self._kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # who says so, too, may listen at it
+        self._kept.bind(("", 0))
+
+    def get(self) -> tuple[str, int]:
+        """Return the address by which the other hosts reach this one, and the port."""
+        import ray
+
+        return ray.util.get_node_ip_address(), self._kept.getsockname()[1]
 
 
 def variables_of(rank: int, size: int, address: tuple[str, int], secret: str) -> dict[str, str]:
@@ -61,11 +67,12 @@ def main() -> None:
     group = ray.util.placement_group(bundles, strategy="STRICT_SPREAD")
     ray.get(group.ready())
 
-    def on_host(function, rank, **resources):
+    def on_host(function_or_class, rank, **resources):
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
-        return ray.remote(scheduling_strategy=strategy, **resources)(function)
+        return ray.remote(scheduling_strategy=strategy, **resources)(function_or_class)
 
-    address = ray.get(on_host(find_address, 0, num_cpus=0).remote())
+    keeper = on_host(Address, 0, num_cpus=0).remote()  # until the workers have ended
+    address = ray.get(keeper.get.remote())
     secret = secrets.token_hex(32)  # Ray's actors alone get it
     program = str(options.program.resolve())
     workers = [

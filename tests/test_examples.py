@@ -8,6 +8,7 @@ import pathlib
 import re
 import runpy
 import shutil
+import socket
 import subprocess
 import sys
 import types
@@ -17,6 +18,7 @@ import pytest
 from documents import PAGES, ROOT, blocks, read
 from forked import run_programs
 
+from ncclsync.communicator.introductions import listen
 from ncclsync.communicator.processes import find_process
 
 EXAMPLES = ROOT / "examples"
@@ -345,8 +347,13 @@ def test_ray_example_tells_what_a_launcher_does(tmp_path, monkeypatch):
     ray = types.ModuleType("ray")
     ray.util = types.SimpleNamespace(get_node_ip_address=lambda: "10.0.0.1")
     monkeypatch.setitem(sys.modules, "ray", ray)
-    host, port = found["find_address"]()
-    assert host == "10.0.0.1" and 0 < port < 1 << 16
+    keeper = found["Address"]()
+    host, port = keeper.get()
+    assert host == "10.0.0.1"
+    for _ in range(2):  # process 0 listens there, also if it is started again
+        listen(port).close()
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("", port))
     program = tmp_path / "program.py"
     program.write_text("import os, sys; print(__name__, sys.argv, os.environ['RANK'])")
     code = f"import runpy; runpy.run_path({str(EXAMPLES / 'ray_cluster.py')!r})['run_program']({str(program)!r}, "

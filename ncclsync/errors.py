@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,9 +13,8 @@ _MOST_LETTERS = 300  # of a value in a message
 
 def shown(value: Any) -> str:
     """Return how a message shows a value of the user's: an array by its shape, anything else by its repr's begin."""
-    shape = getattr(value, "shape", None)
-    if shape is not None and not callable(shape):
-        return f"{type(value).__name__} of shape {tuple(shape)}"
+    with contextlib.suppress(AttributeError, TypeError, ValueError):  # no shape, a class' own, one of open rank
+        return f"{type(value).__name__} of shape {tuple(value.shape)}"
     if isinstance(value, (tuple, list)):
         return f"{type(value).__name__} of {len(value)}: {', '.join(map(shown, value[:4]))}"
     text = repr(value)

@@ -361,9 +361,10 @@ class Conversions(Placer):
             if after.unit:  # a batch may have one of them, and a tower none
                 broadcast = tf.logical_and(broadcast, total * after.blocks > 1)
             begin, size = tf.where(broadcast, 0, begin), tf.where(broadcast, 1, size)
-            # Of a tensor whose rows are not the batch's no tower has some: one device fails where it meets the batch's.
+            # If its rows are not the batch's, ask for more than there are: the slice fails, or the op that takes them.
             said = tf.where(total > 1, after.each, each) if after.each and not after.unit else each
-            size = tf.where(tf.logical_or(broadcast, tf.equal(length, said * total * after.blocks)), size, length + 1)
+            fits = tf.logical_or(broadcast, tf.equal(length, said * total * after.blocks))
+            size = tf.where(fits, size, length + count + 2)
         else:
             line = f"a tensor of that length, at {user_line(op.traceback)}"
             self.declared.setdefault((known, after.blocks * max(after.each, 1)), line)

@@ -72,6 +72,7 @@ def cut(
     """
 
     told: list[str] = []
+    cause: Exception
     for undivided in (False, True):
         try:
             placed = place(
@@ -89,7 +90,7 @@ def cut(
         except Exception as fault:  # of any kind
             cause, op = (fault.cause, fault.op) if isinstance(fault, Fault) else (fault, None)
             told.append(f"Exact, but every tower computes the whole batch: {told_fault(cause, op)}")
-    raise NcclSyncError(f"Expected a step that towers can run. Received one that they cannot: {told[1]}")
+    raise NcclSyncError(f"Expected a step that towers can run. Received one that they cannot: {told[1]}") from cause
 
 
 def _cut(

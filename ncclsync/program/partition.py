@@ -47,7 +47,7 @@ class Fault(Exception):
 
     def __init__(self, op: tf.Operation, cause: Exception) -> None:
         """Name the op, and what was raised."""
-        super().__init__(op.name)
+        super().__init__(f"{op.type}, at {user_line(op.traceback)}: {type(cause).__name__}: {cause}")
         self.op, self.cause = op, cause
 
 

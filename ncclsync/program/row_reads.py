@@ -54,13 +54,13 @@ def _takes_rows(node: tf.compat.v1.NodeDef, read: OpName, nodes: dict[OpName, tf
 def _rests_on(
     takers: Sequence[tf.compat.v1.NodeDef], read: OpName, nodes: Mapping[OpName, tf.compat.v1.NodeDef]
 ) -> bool:
-    """Return whether the indices of a taker, or what it waits for, wait for the read, as those of a later read do."""
+    """Return whether a taker's indices, or its control inputs, depend on the read. (Those of a later read do.)"""
     ahead, met = [*takers], {node.name for node in takers}
     for node in ahead:
         given = {op_name(source.removeprefix("^")): source for source in node.input}
         if read in given and (node not in takers or f"^{read}" in node.input):
             return True
-        ahead += [nodes[name] for name in given.keys() & nodes.keys() - met - {read}]
+        ahead += [nodes[name] for name in (given.keys() - met - {read}) & nodes.keys()]
         met |= given.keys()
     return False
 

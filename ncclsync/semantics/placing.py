@@ -73,6 +73,7 @@ def told_fault(fault: Exception, op: tf.Operation | None, what: str = "could not
     """
     if os.environ.get("NCCLSYNC_FAULTS") == "raise":
         raise fault
+    logger.debug("ncclsync %s", what, exc_info=fault)
     where = "the step" if op is None else f"{op.type}, at {user_line(op.traceback)},"
     return f"{where} {what}, by a fault of ncclsync's own ({type(fault).__name__}: {fault}). Please report this line"
 
@@ -221,6 +222,7 @@ class Placer(abc.ABC):
             made = rules.NUMBERED[kind](call) if kind in rules.NUMBERED else None
             if made is not None:
                 return made
+            call.loose = None  # numbers of the batch's own rows are nothing to look at
             if any(placed.kind is Kind.PIECE for placed in call.inputs):
                 return None
             for i, placed in enumerate(call.inputs):  # numbers of a tower's own rows become those of the batch's

@@ -599,10 +599,11 @@ def _keeps_samples(call: Call) -> bool:
         return all(one is not None and one[0] == 1 for one in sizes) and not (
             "Argmax" in op.type and op.get_attr("include_batch_in_index")
         )
-    if op.type.startswith("ParseExample"):  # of sparse and ragged features the samples' numbers differ
-        return not op.get_attr("Nsparse" if op.type == "ParseExample" else "num_sparse") and not (
-            op.type.endswith("V2") and op.get_attr("ragged_value_types")
-        )
+    if op.type.startswith("ParseExample"):  # else it has others' numbers, is as long as the longest, or has names, too
+        fixed = all(tf.TensorShape(one).is_fully_defined() for one in op.get_attr("dense_shapes"))
+        ragged = op.type.endswith("V2") and op.get_attr("ragged_value_types")
+        sparse = op.get_attr("Nsparse" if op.type == "ParseExample" else "num_sparse")
+        return fixed and not ragged and not sparse and lengths_of(op.inputs[1]) == [0]
     if op.type.startswith("FusedBatchNorm"):
         return not op.get_attr("is_training")
     if op.type == "SoftmaxCrossEntropyWithLogits":

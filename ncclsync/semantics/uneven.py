@@ -334,7 +334,7 @@ def _gather_numbered(call: Call) -> Sequence[Placement] | None:
 
 
 def _stay(call: Call, index: int, can_look: bool = True) -> bool:
-    """Return whether numbers name the tower's own rows, or the step can look whether they do."""
+    """Return whether numbers name the tower's own rows, or the step can look whether they do: then it is told to."""
     if call.inputs[index].detail is not Detail.LOOSE:
         return True
     call.loose = index
@@ -538,7 +538,8 @@ def _are_rows_of(call: Call, index: int, pieces: Sequence[Placement], values: Pl
     if list(pieces) == [PIECE]:
         return call.placer.row_splits.get(call.op.inputs[index].name) == values.unit
     count, ids = pieces if len(pieces) == 2 else (REPLICATE, REPLICATE)
-    return count == rows((1,)) and ids.kind is Kind.PLACES and ids.unit == values.unit and ids.counts == (1, 1)
+    known = ids.kind is Kind.PLACES and ids.detail not in (Detail.MAP, Detail.LOOSE) and ids.unit == values.unit
+    return known and count == rows((1,)) and ids.counts == (1, 1)
 
 
 _SPLITTING = "StringSplit StringSplitV2"

@@ -80,12 +80,15 @@ def _random_input(model: keras.Model, tensor: Any, rows: int, open_size: int, rn
     known, most = _known_values(model, tensor)
     if tensor.dtype == "string":
         counts = rng.integers(1, most + 1, shape)
-        texts = [" ".join(rng.choice(known or _WORDS, count)) for count in counts.ravel()]
+        words = np.asarray(known or _WORDS)
+        texts = [" ".join(rng.choice(words, count)) for count in counts.ravel()]
         return tf.constant(np.reshape(np.array(texts, object), shape))
     if tensor.dtype == "bool":
         return rng.integers(0, 2, shape).astype(bool)
     if known is None and "int" in tensor.dtype:
         known = range(256 if tensor.dtype == "uint8" else 2)
+    if isinstance(known, range):
+        return rng.integers(known.start, known.stop, shape).astype(tensor.dtype)
     if known is not None:
         return rng.choice(np.asarray(known), shape).astype(tensor.dtype)
     return tf.cast(rng.standard_normal(shape), tensor.dtype).numpy()

@@ -260,6 +260,36 @@ def of_one_column(b):
     return tf.cast(tf.squeeze(tf.stack([rows, columns], -1), 1), tf.float64) * b["x"][:, :2]
 
 
+def shifted(b):
+    """Numbers of rows, some of them other towers', or of none."""
+    return tf.range(tf.shape(b["x"])[0]) + 3 * b["label"]
+
+
+def lowered(b):
+    """Numbers of values' rows, less some."""
+    return b["sparse"].indices[:, 0] + (tf.cast(tf.abs(b["sparse"].values) * 4, tf.int64) - 5)
+
+
+def of_next_row(b):
+    """Each row's values in the row after it: the last one has none."""
+    ids, rows = b["sparse"].indices[:, 0] + 1, b["sparse"].dense_shape[0]
+    return tf.RaggedTensor.from_value_rowids(b["sparse"].values, ids, nrows=rows, validate=False).to_tensor()
+
+
+def parsed(b):
+    """Features of one length, and of as many as a row has, padded to the batch's longest."""
+    fixed = tf.io.FixedLenFeature([2], tf.float32, default_value=[1.0, 2.0])
+    features = {"a": tf.io.FixedLenSequenceFeature([], tf.float32, allow_missing=True), "b": fixed}
+    found = tf.io.parse_example(b["examples"], features)
+    return tf.reduce_mean(found["a"], 1) + found["b"][:, 1]
+
+
+def serialized(count):
+    """An example with a feature of so many numbers."""
+    feature = tf.train.Feature(float_list=tf.train.FloatList(value=[1.0] * count))
+    return tf.train.Example(features=tf.train.Features(feature={"a": feature})).SerializeToString()
+
+
 # What is computed of a tower's own numbers, and is not the batch's: it must not pass as such.
 OF_NUMBERS = {
     "times values": lambda b: tf.boolean_mask(b["x"], b["mask"])[:, None] * tf.cast(tf.where(b["mask"]), tf.float64),
@@ -276,6 +306,12 @@ OF_NUMBERS = {
     "two for each": two_for_each,
     "of one column": of_one_column,
     "in one row": lambda b: tf.gather(b["x"], tf.reshape(tf.range(tf.shape(b["x"])[0]), [1, -1])),
+    "of a table": lambda b: tf.gather(tf.range(50.0) ** 2, shifted(b)),
+    "into a table": lambda b: tf.math.unsorted_segment_sum(b["x"], shifted(b), 20),
+    "lowered and clipped": lambda b: tf.reduce_sum(tf.maximum(lowered(b), 0)),
+    "lowered and compared": lambda b: tf.reduce_sum(tf.cast(lowered(b) >= 0, tf.int32)),
+    "of the next row": of_next_row,
+    "parsed": parsed,
     "clipped": lambda b: tf.maximum(tf.where(b["keep"])[:, 0], tf.zeros_like(tf.cast(b["label"], tf.int64)[:2, None])),
 }
 FLAG = tf.Variable(False)
@@ -295,12 +331,14 @@ def test_what_is_computed_of_numbers(towers):
     """Of rows and places: equal to one device."""
     rng = np.random.default_rng(0)
     x, mask = rng.normal(size=(6, 4)), rng.random((6, 4)) > 0.4
+    mask[-1] = False
     batch = {
         "x": tf.constant(x),
         "mask": tf.constant(mask),
         "keep": tf.constant([True, False, True, True, False, True]),
         "label": tf.constant([0, 2, 1, 0, 1, 2]),
         "sparse": tf.sparse.from_dense(tf.where(mask, x, 0.0)),
+        "examples": tf.constant([serialized(count) for count in (2, 1, 5, 0, 1, 3)]),
     }
 
     def step(batch):

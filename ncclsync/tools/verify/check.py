@@ -22,7 +22,7 @@ from ncclsync.compat.source_lines import own_place, user_line
 from ncclsync.ops import Collective, CollectiveKind, Purpose, Share
 from ncclsync.ops.comparing import distance
 from ncclsync.program.cut import place
-from ncclsync.program.partition import Partition
+from ncclsync.program.partition import Fault, Partition
 from ncclsync.program.program import Results
 from ncclsync.program.trace import Site, Trace
 from ncclsync.semantics.placements import Kind, Placement
@@ -57,7 +57,10 @@ def first_difference(trace: Trace, home_device: str, batch: Any, towers: int) ->
         Unchecked: the step has an op that must not run twice, or cannot be run op by op.
     """
     # As if no exactness was given up for speed.
-    placing = place(trace, home_device, Results.COMBINED, same_seeds=True, exact=True)
+    try:
+        placing = place(trace, home_device, Results.COMBINED, same_seeds=True, exact=True)
+    except Fault as fault:
+        raise Unchecked(f"{fault}") from fault
     graph, traced = placing.graph, placing.traced
     for op in traced.ops:
         if op.name not in traced.placeholders and op.type not in PRINTS and is_unrepeatable(op, graph.functions):

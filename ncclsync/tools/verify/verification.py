@@ -136,7 +136,7 @@ class _Run:
             yield Inexact(f"dtype {self._dtype}", reason, "verify in float32; the same code is exact in every dtype")
         if known or first is not None:
             return
-        nudged = self._again(_LAST_BIT[self._dtype])
+        nudged = self._again(nudged=True)
         largest = max(one.relative for one in nudged)
         if max(one.relative for one in found) / 10 <= largest and not all(one.ok for one in nudged):
             reason = "one device differs from itself by as much when its weights begin with another last bit: "
@@ -144,13 +144,13 @@ class _Run:
             remedy = f"dtype float64, or tolerance={10 * largest:.0e} if that is small enough for you"
             yield Inexact(_ROUNDING, reason, remedy)
 
-    def _again(self, nudge: float = 0.0) -> list[Difference]:
-        return self._compare(_build(self._factory, self._seed), _build(self._factory, self._seed), nudge)
+    def _again(self, *, nudged: bool = False) -> list[Difference]:
+        return self._compare(_build(self._factory, self._seed), _build(self._factory, self._seed), nudged=nudged)
 
-    def _compare(self, one: keras.Model, other: keras.Model, nudge: float = 0.0) -> list[Difference]:
+    def _compare(self, one: keras.Model, other: keras.Model, *, nudged: bool = False) -> list[Difference]:
         """Train both models, from the state of `one`; return every difference, under `other`'s names.
 
-        Each weight of `other` begins by the part `nudge` of itself larger or smaller.
+        If `nudged`, each weight of `other` begins with another last bit, of its dtype.
 
         Raises:
             ValueError: the models have different variables.
@@ -164,8 +164,9 @@ class _Run:
             _create_state(model, self._batches[0])
         _copy_state(one, other)
         signs = np.random.default_rng(self._seed)
-        for weight in other.trainable_weights if nudge else ():
-            weight.assign(weight * tf.cast(1 + nudge * signs.choice([-1, 1], weight.shape), weight.dtype))
+        for weight in other.trainable_weights if nudged else ():
+            change = _LAST_BIT[keras.backend.standardize_dtype(weight.dtype)] * signs.choice([-1, 1], weight.shape)
+            weight.assign(weight * tf.cast(1 + change, weight.dtype))
         for step, batch in enumerate(self._batches, start=1):
             expected = _train(one, batch, step, self._seed)
             actual = _train(other, batch, step, self._seed)
@@ -322,7 +323,7 @@ def _equal_rows(model: keras.Model, batch: Batch) -> Iterator[Inexact]:
 def _are_equal(rows: np.ndarray) -> bool:
     """Return whether all rows are equal but for rounding."""
     if rows.dtype.kind == "f":
-        return bool(np.max(np.abs(rows - rows[:1])) <= 1e-5 * np.max(np.abs(rows)))
+        return not rows.size or bool(np.max(np.abs(rows - rows[:1])) <= 1e-5 * np.max(np.abs(rows)))
     return bool(np.all(rows == rows[:1]))
 
 

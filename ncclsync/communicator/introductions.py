@@ -15,12 +15,14 @@ import importlib.util
 import ipaddress
 import json
 import logging
+import math
 import os
 import pathlib
 import socket
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -31,6 +33,7 @@ logger = logging.getLogger("ncclsync")
 
 VARIABLE = "NCCLSYNC_SECRET"
 _LEAST_SECRET = 16  # characters
+_AGAIN_S = 10.0  # until a launcher's channel is asked again, if nobody answers where it has said
 _SIOCGIFCONF = 0x8912  # linux/sockios.h
 _ADDRESSES = 64  # of IPv4, at most
 _PMIX = "PMIX_SERVER_TMPDIR"  # Open MPI makes it on each host for a job's processes there
@@ -43,15 +46,12 @@ host, port, name = sys.argv[1:]
 store, told = TCPStore(host, int(port), None, False, datetime.timedelta(days=9)), sys.stdin.read()
 store.set(name, told) if told else print(store.get(name).decode(), end="")
 """
-# What processes of one job share, and others do not.
-_OF_A_RUN = (
-    "PMIX_NAMESPACE",
-    "SLURM_JOB_ID",
-    "SLURM_STEP_ID",
-    "SLURM_RESTART_COUNT",
-    "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_RESTART_COUNT",
-)
+# What processes of one job share, and others do not, by their launcher: of another one around it all need not know.
+_OF_A_RUN = {
+    "Open MPI": ("PMIX_NAMESPACE",),
+    "Slurm": ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
+    "torchrun": ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+}
 
 
 class Told(NamedTuple):
@@ -60,7 +60,7 @@ class Told(NamedTuple):
     Attributes:
         addresses: names or addresses of its host; it is reached by one of them, at least.
         port: its port.
-        key: what the job's processes alone know.
+        key: what the job's processes know, and others not: as far as the launcher's channel keeps it.
     """
 
     addresses: list[str]
@@ -91,8 +91,8 @@ class Introduction(NamedTuple):
 
 def introduction(process: Process) -> Introduction:
     """Return how the processes of this one's launcher are introduced. Raises NcclSyncError if they cannot be."""
-    named = {name: os.environ.get(name, "") for name in _OF_A_RUN}
-    run, is_named = ".".join(filter(None, named.values())), "MASTER_ADDR" in os.environ
+    named = [os.environ.get(name, "") for name in _OF_A_RUN.get(process.launcher, ())]
+    run, is_named = ".".join(filter(None, named)), "MASTER_ADDR" in os.environ
     if process.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return _by_store(process, run)
     if process.launcher == "Slurm" and not is_named and (process.address is None or not secret()):
@@ -140,7 +140,7 @@ def _by_files(paths: Sequence[pathlib.Path]) -> Introduction:
             try:
                 draft = path.with_name(f"{path.name}.new")
                 draft.unlink(missing_ok=True)
-                draft.touch(0o600)
+                draft.touch(0o600, exist_ok=False)  # nobody else's
                 draft.write_text(json.dumps(told))
                 draft.replace(path)
                 written.append(path)
@@ -154,9 +154,9 @@ def _by_files(paths: Sequence[pathlib.Path]) -> Introduction:
 
     def find() -> Told | None:
         for path in paths:
-            with contextlib.suppress(OSError, ValueError):  # not written yet
-                if path.stat().st_uid == os.geteuid():
-                    return Told(*json.loads(path.read_text()))
+            with contextlib.suppress(OSError, ValueError), path.open() as file:  # else it is not written yet
+                if os.fstat(file.fileno()).st_uid == os.geteuid():
+                    return Told(*json.load(file))
         return None
 
     def forget() -> None:
@@ -172,7 +172,8 @@ def _by_store(process: Process, run: str) -> Introduction:
     """Introduce by torchrun's own store, of which a child asks: PyTorch is not to be in this process."""
     host, _, port = str(process.address).rpartition(":")
     remedy = "Install torch in this Python, too, or start the processes by RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"
-    return _by_child([_BY_STORE, host, port, f"ncclsync.{run}"], "torchrun's store", remedy)
+    # It may still have what an earlier process 0 has told: workers start again under the same count of restarts.
+    return _by_child([_BY_STORE, host, port, f"ncclsync.{run}"], "torchrun's store", remedy, again_s=_AGAIN_S)
 
 
 def _by_mpi(process: Process) -> Introduction:
@@ -192,34 +193,40 @@ def _by_mpi(process: Process) -> Introduction:
     return _by_child([_BY_MPI], "mpirun's MPI", remedy)
 
 
-def _by_child(command: Sequence[str], what: str, remedy: str) -> Introduction:
-    """Introduce by a child that reads what process 0 tells, and prints it in the others."""
-    started: list[subprocess.Popen[str]] = []
+def _by_child(command: Sequence[str], what: str, remedy: str, again_s: float = math.inf) -> Introduction:
+    """Introduce by a child that reads what process 0 tells, and prints it in the others.
+
+    If `again_s` seconds later process 0 is not reached, another child asks.
+    """
+    child: subprocess.Popen[str] | None = None
+    found: Told | None = None
+    began = -math.inf
 
     def start(told: str) -> None:
-        started.append(subprocess.Popen([sys.executable, "-c", *command], stdin=-1, stdout=-1, text=True))
+        nonlocal child
+        child = subprocess.Popen([sys.executable, "-c", *command], stdin=-1, stdout=-1, text=True)
         with contextlib.suppress(OSError):  # it has ended
-            print(told, end="", file=started[0].stdin)
-            assert started[0].stdin is not None
-            started[0].stdin.close()
-
-    @functools.cache
-    def printed() -> str:
-        assert started[0].stdout is not None
-        return started[0].stdout.read()
+            print(told, end="", file=child.stdin)
+            assert child.stdin is not None
+            child.stdin.close()
 
     def find() -> Told | None:
-        if not started:
+        nonlocal began, found
+        if child is None or (found is not None and child.poll() is not None and time.monotonic() - began > again_s):
+            began = time.monotonic()
             start("")
-        if started[0].poll() is None:
-            return None
-        try:
-            return Told(*json.loads(printed()))
-        except ValueError:
-            raise NcclSyncError(f"Expected {what} to tell where process 0 is. Received: nothing. {remedy}") from None
+        assert child is not None and child.stdout is not None
+        if child.poll() is not None and not child.stdout.closed:
+            with child.stdout as printed:
+                try:
+                    found = Told(*json.load(printed))
+                except ValueError:
+                    words = f"Expected {what} to tell where process 0 is. Received: nothing. {remedy}"
+                    raise NcclSyncError(words) from None
+        return found
 
     def forget() -> None:
-        for child in started:
+        if child is not None:
             child.kill()
 
     waits_for = f"{what} has not told where process 0 is"

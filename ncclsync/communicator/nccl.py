@@ -108,7 +108,7 @@ class NcclCommunicator(Communicator):
         self._join()
         if peers is not None:
             # Before the others are told that this process ends: it does its part of what all have launched.
-            atexit.register(_let_end, weakref.ref(self))
+            atexit.register(_let_end, weakref.ref(self), os.getpid())
 
     @classmethod
     def from_unique_id(
@@ -719,10 +719,10 @@ def _list(size: int, name: Callable[[int], str]) -> str:
     return f"a group of {size} collectives ({'; '.join(names)})"
 
 
-def _let_end(held: weakref.ref[NcclCommunicator]) -> None:
-    """Wait for a communicator's launched groups, if it is still open."""
+def _let_end(held: weakref.ref[NcclCommunicator], pid: int) -> None:
+    """Wait for a communicator's launched groups, if it is still open, in the process that has made it."""
     communicator = held()
-    if communicator is not None and not communicator.closed:
+    if communicator is not None and not communicator.closed and pid == os.getpid():
         try:
             communicator.wait()
         except NcclSyncError:  # no caller is left to raise it to

@@ -23,10 +23,10 @@ SILENCE_S = 10.0  # after which a process that says nothing counts as dead
 MOST_TEXT = 600  # bytes of what is reported
 _COUNT_BITS = 32  # of `begun`, for exchanges of a generation
 _PULSE_S = 1.0
-# That a process waits for process 0 to take its report, and process 0 for each of the others to hear its end.
+# How long a process waits for process 0 to take its report, and process 0 for the others to hear that it ends.
 _END_S = 5.0
 _REPORT = "the report of a failure"
-_WHO_S = 0.2  # that process 0 has to say who has come
+_WHO_S = 0.2  # how long process 0 may take to say who has come
 
 
 _SAME_CALLS = (
@@ -122,7 +122,7 @@ class Peers:
         self.hosts = [host for host, _, _ in found]
         native.share_cores([cores for _, where, cores in found if where == found[rank][1]])
 
-    def exchange(self, value: Any, text: str, timeout_s: float | None = None, *, failed: bool = False) -> list[Any]:
+    def exchange(self, value: Any, text: str, timeout_s: float | None, *, failed: bool = False) -> list[Any]:
         """Return [size] what each process gives, as `messages.written` takes it. Collective.
 
         If all have given their values before a failure or an end is known, all receive them.
@@ -404,8 +404,8 @@ class Peers:
 
 def shortened(words: str) -> str:
     """Return words that take no more than `MOST_TEXT` bytes."""
-    data = words.encode()
-    return words if len(data) <= MOST_TEXT else data[: MOST_TEXT - 3].decode(errors="ignore") + "..."
+    data = words.encode(errors="replace")
+    return data.decode() if len(data) <= MOST_TEXT else data[: MOST_TEXT - 3].decode(errors="ignore") + "..."
 
 
 _ended_by = ""  # an exception that was not caught

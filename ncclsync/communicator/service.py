@@ -1,9 +1,10 @@
 """Join several processes by ZeroMQ: process 0 has ROUTERs, each other process a DEALER that is connected to one.
 
 All that processes tell each other goes by process 0: values that are brought together, notices, and the data of CPU
-towers. Connections by TCP have keys on both sides (CURVE), which follow from what the job's processes alone know;
-within a host all but pulses goes by a Unix socket in a folder of the user's own. A second DEALER of each process is its
-pulse: ZeroMQ's threads, which need no Python, close it when the other side is silent, and connect it again.
+towers. Connections by TCP have keys on both sides (CURVE), which follow from what the job's processes know: they alone
+know it if NCCLSYNC_SECRET is set. Within a host all but pulses goes by a Unix socket in a folder of the user's own. A
+second DEALER of each process is its pulse: ZeroMQ's threads, which need no Python, close it when the other side is
+silent, and connect it again.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ logger = logging.getLogger("ncclsync")
 _CHUNK = 1 << 22  # bytes of a frame
 _BEAT_S = 1.0
 _PING_MS, _MUTE_MS = 250, 3000  # between what ZeroMQ sends on a pulse; after which it closes a mute one
+_CUT_MS = 10_000  # after which TCP gives up a connection that takes nothing
 _SAID_S = 9.0  # after which a process that waits for process 0 says so
 _AGAIN_S = 0.5  # until process 0 is looked for, and greeted, again
 _SHOWN = 3  # addresses in a message
@@ -91,6 +93,7 @@ class Service:
         self._silent, self._asked = [0.0] * size, time.monotonic()
         self._posted: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._rank = rank
         self._side = _Process0(self, size, by) if rank == 0 else _Other(self, rank, size, by, join_s)
         self._thread = threading.Thread(target=self._run, name="ncclsync service", daemon=True)
         self._thread.start()
@@ -137,7 +140,7 @@ class Service:
             raise NcclSyncError(f"Expected process 0 to be reached. Received: {why}")
 
     def close(self) -> None:
-        """End: process 0 once what was posted is sent, within a second."""
+        """Close. Process 0 first sends what was posted, for at most a second."""
         self._post("end")
         self._thread.join(2 * _LINGER_S)
 
@@ -160,6 +163,17 @@ class Service:
         os.eventfd_write(self._wake, 1)
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:  # of any kind: nobody is to wait for what this thread does no more
+            logger.exception("What joins this process with the others has failed")
+            words = f"is not reached any more: {type(error).__name__} in process {self._rank}: {error}"
+            self.lost = time.monotonic(), words
+            for rank in {*range(len(self._silent))} - {self._rank}:
+                self.notices.put({"rank": rank, "ended": words})
+            self._side.drop()
+
+    def _serve(self) -> None:
         side, poller, due = self._side, zmq.Poller(), time.monotonic()
         for one in (*side.sockets, self._wake):
             poller.register(one, zmq.POLLIN)
@@ -238,8 +252,6 @@ class _Process0:
         address = ready, bytes(ident)
         if kind == b"hello":
             self._greet(address, *messages.read(rest[0]))
-        elif kind == b"pulse":
-            return
         elif (rank := self._ranks.get(address)) is None:
             self._write(address, b"lost", b"its connection has ended in between")
         elif kind == b"ask":
@@ -263,9 +275,13 @@ class _Process0:
         """End; the others hear of it."""
         for address in self._members.values():
             self._write(address, b"lost", b"it has ended")
+        self.drop(_LINGER_S)
+
+    def drop(self, within_s: float = 0.0) -> None:
+        """Close all; what was posted is sent, for so many seconds."""
         self._remove()
         self._listener.detach()  # ZeroMQ closes it
-        _end(self._context, self.sockets, _LINGER_S)
+        _end(self._context, self.sockets, within_s)
 
     def _hear(self, rank: int, what: str, number: int, value: Any) -> None:
         """Do what a process asks."""
@@ -298,13 +314,15 @@ class _Process0:
         elif to in self._members:
             self._write(self._members[to], kind, b"%d" % source, data)
 
-    def _write(self, address: _Address, *frames: Any) -> None:
-        """Send to a process; nothing if its connection has ended, of which the others hear by its silence."""
+    def _write(self, address: _Address, *frames: Any) -> bool:
+        """Send to a process; return whether it is connected: of an end the others hear by its silence."""
         try:
             address[0].send_multipart([address[1], *frames])
         except zmq.ZMQError as error:
             if error.errno != errno.EHOSTUNREACH:
                 raise
+            return False
+        return True
 
     def _greet(self, address: _Address, rank: int, size: int, own: str, joins: bool) -> None:
         """Answer a process that would join."""
@@ -342,15 +360,7 @@ class _Process0:
 
     def _has_pulse(self, rank: int) -> bool:
         """Send a process a pulse; return whether it is connected."""
-        try:
-            self._router.send_multipart([f"pulse {self._owners[rank]}".encode(), b"pulse"], zmq.NOBLOCK)
-        except zmq.Again:  # it has not read all before
-            return True
-        except zmq.ZMQError as error:
-            if error.errno != errno.EHOSTUNREACH:
-                raise
-            return False
-        return True
+        return self._write((self._router, f"pulse {self._owners[rank]}".encode()), b"pulse")
 
 
 class _Other:
@@ -363,7 +373,8 @@ class _Other:
             self._pulse = pulse = _socket(self._context, zmq.DEALER, search.key)
             pulse.routing_id, pulse.immediate = f"pulse {own}".encode(), True
             pulse.heartbeat_ivl, pulse.heartbeat_timeout, pulse.heartbeat_ttl = _PING_MS, _MUTE_MS, _MUTE_MS
-            pulse.connect(search.endpoint)
+            self._reached = search.endpoint
+            pulse.connect(self._reached)
             search.wait(lambda slice_s: bool(pulse.poll(int(1e3 * slice_s), zmq.POLLOUT)), join_s)
             time.sleep(2e-3 * _PING_MS)  # only after the first of them process 0 would notice that no more come
             # Within a host by the Unix socket, which needs no keys.
@@ -387,6 +398,7 @@ class _Other:
             self._service.arrive(bytes(kind), int(bytes(rest[0])), rest[1])
         elif kind == b"lost" and not self._service.lost[1]:
             self._service.lost = time.monotonic(), bytes(rest[0]).decode()
+            self._pulse.disconnect(self._reached)  # both sides take the other one for silent
 
     def ask(self, *request: Any) -> None:
         """Ask process 0."""
@@ -401,9 +413,11 @@ class _Other:
         self._main.send(b"tick")
         return {0: bool(int(self._pulse.get(zmq.EVENTS)) & zmq.POLLOUT)}
 
-    def close(self) -> None:
-        """End, without waiting: what was to be sent has reached process 0 (`Peers.end`), or process 0 is not there."""
+    def drop(self) -> None:
+        """Close all, without waiting."""
         _end(self._context, self.sockets, 0)
+
+    close = drop  # what was to be sent has reached process 0 (`Peers.end`), or process 0 is not there
 
 
 class _Search:
@@ -437,12 +451,17 @@ class _Search:
 
     def _look(self) -> None:
         """Ask the launcher, and for the addresses of names, which may take long, come late, or change. In a thread."""
+        try:
+            self._look_on()
+        except NcclSyncError as error:
+            self._error = error
+        except Exception as error:  # of any kind: of a launcher's channel, or of a name that is none
+            self._error = NcclSyncError(f"Expected to find process 0. Received: {type(error).__name__}: {error}")
+            self._error.__cause__ = error
+
+    def _look_on(self) -> None:
         while not self._stop.is_set():
-            try:
-                told = self._by.find()
-            except NcclSyncError as error:
-                self._error = error
-                return
+            told = self._by.find()
             hosts, unknown = dict[str, None](), ""
             for name in told.addresses if told else ():
                 try:
@@ -522,7 +541,7 @@ def _socket(context: zmq.Context, kind: int, key: str = "") -> zmq.Socket:
     """Return a socket, with the pair of keys that follows from `key` and the user's secret; without for ""."""
     made = context.socket(kind)
     made.ipv6, made.linger, made.sndhwm, made.rcvhwm, made.maxmsgsize = True, 0, 0, 0, 2 * _CHUNK
-    made.tcp_keepalive = 1
+    made.tcp_keepalive, made.tcp_maxrt = 1, _CUT_MS
     if key:
         private = zmq.utils.z85.encode(hashlib.blake2b(f"{key}\n{secret()}".encode(), digest_size=32).digest())
         public = zmq.curve_public(private)

@@ -1,9 +1,9 @@
 """Share NCCL's communicators among all that train on the same GPUs in this process.
 
 A communicator takes hundreds of megabytes of each GPU, and two of them on one GPU may wait for each other for ever. So
-there is one for a set of GPUs and what it depends on. The last user's `leave` closes it. If the last user is only
-gone, it is kept for the next one, until somebody asks for another communicator or the process ends: the garbage
-collector never waits for a GPU.
+there is one for each set of GPUs and options. In one process the last user's `leave` closes it. If the last user is
+only gone, it is kept for the next one, until somebody asks for another communicator or the process ends: the garbage
+collector never waits for a GPU. That of several processes stays until the process ends.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ def share(user: Any, devices: Sequence[int], *, peers: Peers | None, on_host: bo
 
 
 def leave(user: Any, communicator: Any) -> None:
-    """Let a user no longer use a communicator; close it if that was the last one. Blocks then. Idempotent."""
+    """Let a user no longer use a communicator; close it if that was the last one of one process. Idempotent.
+
+    Blocks while it closes. That of several processes stays; see `close_unused`.
+    """
     with _lock:
         communicator.users.discard(user)
         found = [key for key, one in _open.items() if one is communicator]

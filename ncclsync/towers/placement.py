@@ -54,7 +54,7 @@ def exchange_gpus(process: Process, timeout_s: float | None) -> list[list[str]]:
     ordinals = [int(gpu.name.rpartition(":")[2]) for gpu in _physical_gpus()]  # as CUDA numbers them
     known = host_gpus.shown_by_cuda(native.cuda_paths()[1]) if ordinals else []
     own = [known[i] for i in ordinals] if max(ordinals, default=0) < len(known) else []
-    return peers_of(process, timeout_s).exchange(own, "the GPUs that each process sees")
+    return peers_of(process, timeout_s).exchange(own, "the GPUs that each process sees", timeout_s)
 
 
 def choose_devices(

@@ -372,8 +372,11 @@ class Replicas:
         """Mark the variables as stale that others than steps on these towers have written."""
         for pairs in self.watched(self.variables).values():
             variables, slots = zip(*pairs, strict=True)
-            with contextlib.suppress(tf.errors.AbortedError):
+            try:
                 held_ops.compare(self.left, variables, slots, [False] * len(slots), begins=True)
+            except tf.errors.AbortedError as error:  # which says that there is such a variable
+                if not held_ops.is_refusal(error):
+                    raise
         self._pending.keys.update(self._changed)
 
     def _hold(self, sent: Sequence[tuple[Copies, tf.Tensor]]) -> None:

@@ -116,12 +116,13 @@ class TowerState:
         session.closed = True
         if replicas.sharding is not None:
             replicas.sharding.release()
-        # Other processes may have ended, or may not close their towers now.
-        with contextlib.suppress(ProcessError) if self.layout.meets_processes else contextlib.nullcontext():
-            replicas.add_up_parts()
-        replicas.close()
-        shared.leave(session.in_flight, session.communicator)
-        session.speak_again()
+        with contextlib.ExitStack() as ends:  # each, whatever fails before
+            ends.callback(session.speak_again)
+            ends.callback(shared.leave, session.in_flight, session.communicator)
+            ends.callback(replicas.close)
+            # Other processes may have ended, or may not close their towers now.
+            with contextlib.suppress(ProcessError) if self.layout.meets_processes else contextlib.nullcontext():
+                replicas.add_up_parts()
         if failure is not None:
             raise failure
 

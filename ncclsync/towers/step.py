@@ -170,7 +170,9 @@ class TowerStep(TracedStep):
             batch = function.kept.batch()
             self.count(done, function.audit)
             results = self._run(OnGiven, grouped(batch), watchers)
-            return self._run(kind, batches, watchers, steps - done - 1) if done + 1 < steps else results
+            with contextlib.suppress(NoBatchLeft):  # then that batch was the last one
+                results = self._run(kind, batches, watchers, steps - done - 1) if done + 1 < steps else results
+            return results
         except tf.errors.ResourceExhaustedError:
             batch = function.kept.batch() if function.rollback.undone else None
             rows = None if batch is None or towers.options.on_oom is None else rows_of(batch)

@@ -167,7 +167,7 @@ def test_files_are_waited_for_one_by_one():
         peers.wait_for_file(60)
     peers.service.numbers = (2,)
     peers.wait_for_file(60)  # process 0 does not write it
-    peers.exchange(None, "")
+    peers.exchange(None, "", 60)
     peers.hear(files=(2, 1), ended="has ended")
     peers.wait_for_file(60)
     with pytest.raises(ProcessError, match=r"process 0 .*has ended"):
@@ -212,7 +212,7 @@ def test_processes_that_fail_together():
     peers.report("ValueError: pruned")
     peers.hear(failures=1, words="ValueError: pruned")
     peers.check("the next step")
-    peers.exchange(None, "")
+    peers.exchange(None, "", 60)
     peers.hear(failures=2, words="ValueError: other")
     with pytest.raises(ProcessError, match=r"process 0 .*: ValueError: other"):
         peers.check("the next step")
@@ -226,7 +226,7 @@ def test_an_end_right_after_a_failure_says_both():
     peers.report("ValueError: pruned")
     peers.end("has ended")
     peers.end("has ended: ValueError: pruned")  # nobody has caught it
-    peers.exchange(None, "")
+    peers.exchange(None, "", 60)
     peers.end("has ended")
     first, *said, last = peers.service.said
     assert said == ["has ended, after ValueError: pruned", "has ended: ValueError: pruned"]

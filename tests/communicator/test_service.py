@@ -24,7 +24,8 @@ zmq = pytest.importorskip("zmq", reason="pip install -e '.[hosts]'")
 from ncclsync.communicator import introductions, messages, native, service  # noqa: E402
 from ncclsync.communicator.introductions import Introduction, Told  # noqa: E402
 from ncclsync.communicator.messages import MessageError  # noqa: E402
-from ncclsync.communicator.peers import Peers  # noqa: E402
+from ncclsync.communicator.peers import Peers, shortened  # noqa: E402
+from ncclsync.communicator.processes import find_process  # noqa: E402
 from ncclsync.communicator.service import Service  # noqa: E402
 from ncclsync.errors import NcclSyncError, NcclTimeoutError, ProcessError  # noqa: E402
 
@@ -467,3 +468,120 @@ def test_ends_are_quick(made):
                 ends = [pool.submit(both[rank].end, "has ended") for rank in order]
                 assert [one.result(10) for one in ends] == [None, None]
             assert time.monotonic() - began < 0.5
+
+
+class Cable:
+    """Lead connections to process 0 by way of another port; `cut` the newest of them."""
+
+    def __init__(self, told):
+        self.pairs, self._told = [], told
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._lead, daemon=True).start()
+
+    def _lead(self):
+        while True:
+            pair = self._listener.accept()[0], socket.create_connection(("127.0.0.1", self._told[0].port))
+            self.pairs.append(pair)
+            for one, other in (pair, pair[::-1]):
+                threading.Thread(target=self._pass, args=(one, other), daemon=True).start()
+
+    def _pass(self, one, other):
+        with contextlib.suppress(OSError):
+            while data := one.recv(1 << 16):
+                other.sendall(data)
+        self._close((one, other))
+
+    def _close(self, pair):
+        for one in pair:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+    def cut(self):
+        self._close(self.pairs[-1])
+
+
+def test_a_connection_that_is_cut_is_heard_on_both_sides(made, told, monkeypatch):
+    """The one that carries values, between two hosts; the pulse by itself would go on."""
+    monkeypatch.setattr(service, "_is_reached", lambda path: False)
+    first, cable = made(0, 2), Cable(told)
+    way = Introduction(told.append, lambda: Told(["127.0.0.1"], cable.port, told[0].key), "")
+    second = made(1, 2, way)
+    assert given([first, second], 1)
+    cable.cut()
+    ends = time.monotonic() + 20
+    while min(first.silence()[1], second.silence()[0]) < 3:
+        assert time.monotonic() < ends, (first.silence(), second.silence())
+        time.sleep(0.1)
+    assert "its connection has ended" in second.lost[1]
+
+
+def test_a_service_that_fails_ends_the_waiting(made, monkeypatch, caplog):
+    """By any error of its thread: the process itself hears of it, and the others take it for silent."""
+    services = made(0, 2), made(1, 2)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda rank: Peers(services[rank], rank, 2, 20), range(2))
+        monkeypatch.setattr(services[0]._side, "_write", lambda *_: [][1])
+        waiting = pool.submit(first.exchange, "a value", "the end of fit", 30)
+        with pytest.raises(ProcessError, match=r"process 1 on .* is not reached any more: IndexError in process 0"):
+            waiting.result(20)
+        ends = time.monotonic() + 20
+        while services[1].silence()[0] < 3:
+            assert time.monotonic() < ends
+            time.sleep(0.1)
+    second.service.close()
+    assert "What joins this process with the others has failed" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["gpu..cluster", "x" * 64])
+def test_a_name_that_is_none(name):
+    """It is said at once."""
+    by = Introduction(print, lambda: Told([name], 29500, "a key"), "")
+    with pytest.raises(NcclSyncError, match=r"Expected to find process 0. Received: Unicode"):
+        Service(1, 2, by, join_s=20)
+
+
+def test_a_key_file_that_another_user_has_made(tmp_path, monkeypatch):
+    """Is not written to: in a folder that others may write they could read it."""
+    usual, path = pathlib.Path.unlink, tmp_path / "told"
+
+    def raced(draft, missing_ok=False):
+        usual(draft, missing_ok=missing_ok)
+        draft.touch(0o666)
+
+    monkeypatch.setattr(pathlib.Path, "unlink", raced)
+    with pytest.raises(NcclSyncError, match=r"Expected to write a file .* Received: .*File exists"):
+        introductions._by_files([path]).tell(Told(["host"], 29500, "a key"))
+    assert not path.exists()
+
+
+def test_a_launcher_within_a_launcher(monkeypatch):
+    """Each process' key follows from its own launcher: those around it may tell some processes alone."""
+    keys = []
+    for variables in ({}, {"SLURM_STEP_ID": "0"}):
+        monkeypatch.setattr(os, "environ", {
+            "OMPI_COMM_WORLD_RANK": str(len(keys)), "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "MASTER_ADDR": "host", "MASTER_PORT": "29500", "PMIX_NAMESPACE": "7.1",
+            "SLURM_JOB_ID": "7", **variables,
+        })  # fmt: skip
+        keys.append(introductions.introduction(find_process()).key)
+    assert keys[0] == keys[1] and "7.1" in keys[0]
+
+
+def test_words_that_are_no_text():
+    """A file name that is no UTF-8 is told."""
+    assert shortened("no b\udcff.npy") == "no b?.npy"
+
+
+def test_a_store_is_asked_again(tmp_path):
+    """Where nobody answers: it may have told of a process 0 that was started before."""
+    path = tmp_path / "told"
+    path.write_text('[["old"], 1, "a key"]')
+    by = introductions._by_child([f"print(open({str(path)!r}).read())"], "the store", "", again_s=0.2)
+    ends = time.monotonic() + 20
+    for host in ("old", "new"):
+        while (found := by.find()) is None or found.addresses != [host]:
+            assert time.monotonic() < ends
+            time.sleep(0.05)
+        path.write_text('[["new"], 1, "a key"]')
+    by.forget()

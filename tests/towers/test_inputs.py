@@ -320,3 +320,38 @@ def test_towers_entered_again():
         towers.run(lambda x: x, X)
     with pytest.raises(ncclsync.NcclSyncError, match="all epochs within one `with`, or make new Towers"), towers:
         pass
+
+
+class TwoSets(keras.Model):
+    """A prediction for each row of one tensor, and the mean of another one, with rows of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1, kernel_initializer="ones")
+
+    def call(self, inputs):
+        return self.dense(inputs[0]) + tf.reduce_mean(inputs[1])
+
+
+def test_an_epoch_ends_within_a_call_after_uneven_tensors():
+    """The last batch of a call that is to make four steps has tensors of unequal rows: its logs are the epoch's."""
+    rng = np.random.default_rng(0)
+    given = [[rng.normal(size=shape).astype("float32") for shape in ((8, 3), (rows, 2))] for rows in (8, 12)]
+
+    def generate():
+        for one in given:
+            yield tuple(one), np.ones((8, 1), "float32")
+
+    spec, found = tf.TensorSpec, []
+    inputs = (spec([None, 3], tf.float32), spec([None, 2], tf.float32))
+
+    def build():
+        model = TwoSets()
+        model.compile("sgd", "mse", steps_per_execution=4, jit_compile=False)
+        return model
+
+    for model in (build(), on_towers(build, 2)):
+        batches = tf.data.Dataset.from_generator(generate, output_signature=(inputs, spec([None, 1], tf.float32)))
+        found.append(model.fit(batches, verbose=0).history["loss"])
+        assert int(model.optimizer.iterations) == 2
+    np.testing.assert_allclose(*found, rtol=1e-6)

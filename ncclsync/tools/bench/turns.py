@@ -187,7 +187,7 @@ class Ranks:
     def next(self) -> dict[str, Any]:
         """Return the next request of the driver."""
         request = self._requests.next() if self._peers.rank == 0 else None
-        return self._peers.exchange(request, "what process 0 is asked")[0]
+        return self._peers.exchange(request, "what process 0 is asked", None)[0]  # however late
 
     def answer(self, **values: Any) -> None:
         """Answer the last request with `joined` values."""
@@ -198,7 +198,7 @@ class Ranks:
 
 def joined(peers: Any, values: dict[str, Any]) -> dict[str, Any]:
     """Return the largest value of all processes; of "cpu_seconds" and "wrong" elements the sum. Collective."""
-    each = peers.exchange(values, "what all answer")
+    each = peers.exchange(values, "what all answer", None)  # after measuring, however long
     found = {name: [one[name] for one in each] for name in values}
     return {name: sum(all_) if name in ("cpu_seconds", "wrong") else max(all_) for name, all_ in found.items()}
 

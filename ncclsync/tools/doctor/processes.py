@@ -17,6 +17,7 @@ from ncclsync.tools.doctor.problems import apart, by_severity
 from ncclsync.tools.processes import tell_of
 
 _NAMED = 3  # processes that a message names
+_QUESTIONS = 10  # that another process may ask itself meanwhile, each within its limit
 
 # Settings that must be equal: NCCL's, and settings that change numbers, except the names of a host's own resources.
 _ALIKE = re.compile(
@@ -61,13 +62,15 @@ def examine_all(process: Process, timeout_s: float) -> Report | None:
     everyone: Sequence[ProcessFacts] = ()
     joint = None
     try:
-        told = joined.exchange(dataclasses.asdict(_facts(joined, report)), "what doctor has found")
+        told = joined.exchange(
+            dataclasses.asdict(_facts(joined, report)), "what doctor has found", _QUESTIONS * timeout_s
+        )
         everyone = [from_json(ProcessFacts, facts) for facts in told]  # perhaps of another version of ncclsync
         problems = [*merged(everyone), *differences(everyone)]
         backends = {one.backend for one in everyone}
         if len(backends) == 1:
             joint = _reduce(joined, report, backends == {"nccl"}, timeout_s)
-            outcomes = joined.exchange((joint.error, joint.kind), "the all-reduce over all processes")
+            outcomes = joined.exchange((joint.error, joint.kind), "the all-reduce over all processes", 2 * timeout_s)
             words, kind = next((one for one in outcomes if one[1]), ("", ""))
             joint = dataclasses.replace(joint, ok=not kind, error=words, kind=kind)
     except NcclSyncError as error:

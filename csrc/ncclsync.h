@@ -402,8 +402,8 @@ void ncs_launcher_interrupt(ncs_launcher* launcher);
 /* Waits, at most slice_s, for the end of a failure's abort, which may wait for the GPUs' own work. */
 ncclResult_t ncs_launcher_wait_for_abort(ncs_launcher* launcher, double slice_s);
 
-/* Captures the work of a stream of the rank's GPU, which lives as long as the process; if CUDA refuses, the launcher
- * fails, and so without a stream if there are no context events. After success let_go is called later. */
+/* Captures the work queued on a stream of the rank's GPU; the stream must live as long as the process. If CUDA refuses,
+ * or the stream is NULL and there are no context events, the launcher fails. After success let_go is called later. */
 ncclResult_t ncs_arrive(ncs_launcher* launcher, int rank, void* stream, const ncs_buffers* buffers,
                         /*outputs*/ ncs_failure* failure, ncs_arrival** arrival);
 

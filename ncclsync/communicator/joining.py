@@ -16,7 +16,7 @@ from ncclsync.errors import NcclSyncError, NcclTimeoutError, install
 if TYPE_CHECKING:
     from ncclsync.communicator.service import Service
 
-_LEAVE_S = 8.0  # that an ended process gives the others to end as well, if mpirun is to end a silent one
+_LEAVE_S = 8.0  # how long a process that ends waits for the others to end, before it makes mpirun kill a silent one
 
 _services: dict[Process, Service] = {}
 _peers: dict[Process, Peers] = {}

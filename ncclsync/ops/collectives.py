@@ -41,7 +41,7 @@ class Purpose(str, enum.Enum):
     SLICES = "slices"  # values and indices of a sparse gradient are the batch's
     PARTS = "parts"  # each is this tower's addend of the batch's
     SLICES_PART = "slices part"  # PARTS, of values and indices of a sparse gradient
-    LOCAL = "local"  # they are this tower's alone: its rows, if the last one has rows; else the batch's
+    LOCAL = "local"  # this tower's alone, if the last tensor is divided by rows; otherwise the batch's
     ADDENDS = "addends"  # a gradient, of which each tower takes its addend
     ROWS = "rows"  # local values become this tower's rows of the batch again
     OWN_ROW = "own row"  # of a tensor with one row for each tower, this tower's row

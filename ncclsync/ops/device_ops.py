@@ -1,6 +1,6 @@
 """Join the tensors of all towers in one graph, by ops in C that only enqueue: arrive, pass, launch, deliver.
 
-``csrc/README.md`` has the three steps, ``csrc/nccl/launcher.c`` does the work, ``csrc/tf/exchange.c`` declares the ops.
+``csrc/README.md`` describes the steps, ``csrc/nccl/launcher.c`` does the work, ``csrc/tf/exchange.c`` declares the ops.
 None of them runs Python. None waits for a GPU or for another tower, unless it is asked to (`Launched.ended`, `waits`).
 
 Tokens in the host's memory join them. A control dependency from one device to another would go through the GPU's memory

@@ -558,7 +558,7 @@ class Partition(Conversions):
             self._put(output, tensor, placed)
 
     def _is_exact_at(self, mark: Mark, placed: Placement) -> bool:
-        """Return whether a mark by choice changes nothing: towers compute the same of what has no rows of theirs."""
+        """Return whether a mark by choice changes nothing: of a whole tensor every tower computes the batch's value."""
         if mark.of:
             return mark.of in self._exact_marks
         return self._exact or placed.kind not in (Kind.SHARD, Kind.LOCAL)

@@ -211,8 +211,8 @@ class Program:
             gradients are finite; None if `on_nonfinite` is not set. If one is not, the step is to be undone.
         gradients: names of the variables of these gradients.
         noise: name of the result of `gradient_moments`, equal on all towers; None if `NoiseScale` does not ask.
-        last_meeting: how many segments all towers have run before any of them runs the next, of those that come after
-            the last exchange. So an error in one of these leaves the weights of all towers alone.
+        last_meeting: the number of a segment after the last exchange: before any tower runs it, all have run the
+            earlier ones. So an error in one of these leaves the weights of all towers alone.
         updates: (name of a variable's handle, the exchange's result that its new value rests on).
         jit_compile: whether XLA compiles the segments.
         graph: that of the trace: it knows the lines of an op that fails.

@@ -1,8 +1,7 @@
 """Run BatchNormalization by each tower's own rows, as a choice; or by the batch's, in one exchange each way.
 
-Of an input that every tower has whole the moments are the batch's anyway.
-
-Without a hook its moments would be the batch's anyway, in two exchanges each way.
+Of an input that every tower has whole, the moments are the batch's in any case. Without this hook they would be the
+batch's of any input, in two exchanges each way.
 """
 
 import contextlib

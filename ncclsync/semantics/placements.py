@@ -24,7 +24,7 @@ class Detail(enum.Enum):
     LENGTH = "length"  # PIECE: how many splits there are
     SHAPE = "shape"  # PIECE: the shape of the sparse tensor of the pieces that texts are split into
     OWN = "own"  # PLACES: each numbers any one of the tower's rows · w elements
-    LOOSE = "loose"  # PLACES: as OWN, as far as is known: the step looks whether they leave the tower's rows
+    LOOSE = "loose"  # PLACES, INDICES: as OWN, as far as is known: the step looks whether they leave the tower's rows
     EVERY = "every"  # PLACES: as OWN, and each element occurs, in ascending order
     MAP = "map"  # PLACES: where each value of a sparse tensor goes when empty rows are filled
 

@@ -267,7 +267,7 @@ ALIKE = names("""
 
 
 ELEMENTWISE = UNARY | BROADCASTING | ALIKE
-# What these take together has as many rows, or they fail: none is broadcast.
+# Their operands have equal numbers of rows, or the op fails; none is broadcast.
 OF_EQUAL_ROWS = (ALIKE - {"Select"}) | names("ConcatV2 InTopKV2 Pack SparseSoftmaxCrossEntropyWithLogits")
 # These keep rows that are all alike so. In a list they may meet others: a loop's state begins alike.
 KEEPING_ALIKE = ELEMENTWISE | names("Sum TensorListPushBack TensorListSetItem")

@@ -71,8 +71,8 @@ class Exchanges:
         """
         self._towers, self._shards, self._meter = towers, shards, meter
         self._layout, self._divided = towers.layout, towers.layout.divided is not None
-        # Outside a graph everything has happened, and nothing is enqueued.
         self._reuses = not keeps_sent and not self._divided
+        # Outside a graph everything has happened, and nothing is enqueued.
         self._enqueues = towers.session.launches and not tf.executing_eagerly() and len(towers) > 1
         self.recorded: list[tf.Operation] = []  # timestamps that nothing of the step waits for
         self.turns = Turns([shards.shares[0].total, *shards.whole], _described)  # the order in which processes meet

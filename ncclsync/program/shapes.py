@@ -61,7 +61,7 @@ def _may_count(tensor: tf.Tensor) -> bool:
 
 
 def _is_as_long(op: tf.Operation) -> bool:
-    """Return whether the input can stand for the result: same shape and dtype, and no number that may state a length."""
+    """Return whether the input can stand for the result: same shape and dtype, and no number that may say a length."""
     one, other = op.inputs[0], op.outputs[0]
     return one.dtype == other.dtype and other.shape.rank != 0 and not _may_count(other)  # a number may say a length
 

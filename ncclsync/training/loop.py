@@ -192,7 +192,7 @@ class Towers(TowerState):
         return explain_program(program, self, rows_of(ran))
 
     def close(self) -> None:
-        """Free the other towers' copies; end the communicator, unless other towers on these GPUs use it. Idempotent.
+        """Free the other towers' copies. In one process: end the communicator that no other towers use. Idempotent.
 
         Tower 0, the user's model, stays usable by itself; training it through closed towers is an error.
         """

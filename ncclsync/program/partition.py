@@ -240,14 +240,14 @@ class Partition(Conversions):
         of_rows = numbers if placed.kind is Kind.PLACES else numbers[..., 0]
         stay = tf.reduce_all(tf.logical_and(of_rows >= 0, of_rows < own))
         every = self.exchange(tf.cast(stay, tf.int32), Collective(CollectiveKind.ALL_REDUCE, "min"), op)
-        stays, moved = tf.equal(every, 1), tf.where(tf.equal(every, 1), 0, first)
+        stays, none = tf.equal(every, 1), tf.zeros_like(first)
         at_first = 1 if placed.kind is Kind.PLACES else tf.one_hot(0, tf.shape(numbers)[-1], dtype=numbers.dtype)
-        call.tensors[at] = numbers + moved * at_first
+        call.tensors[at] = numbers + tf.where(stays, none, first) * at_first
         counts = rules.shape_input(op)
         if counts is None:
             table = call.tensors[0]
-            others = self.exchange(table[: tf.where(stays, 0, own)], GATHER, op)
-            call.tensors[0] = tf.concat([table[: tf.where(stays, own, 0)], others], 0)
+            others = self.exchange(table[: tf.where(stays, none, own)], GATHER, op)
+            call.tensors[0] = tf.concat([table[: tf.where(stays, own, none)], others], 0)
             return None
         total = self.convert(call.tensors[counts], call.inputs[counts], REPLICATE, op)
         call.tensors[counts] = tf.where(stays, call.tensors[counts], total)

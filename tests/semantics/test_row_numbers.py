@@ -120,8 +120,7 @@ def program_of(seed, batch):
 def run_lines(kind, lines, batch):
     values, numbers = given(batch)[kind]
     for name, first, second, constant in lines:
-        numbers.append(ARITHMETIC[name](numbers[first], numbers[second], tf.constant(constant, tf.int64), batch)
-                       if name not in ("part", "rest") else ARITHMETIC[name](numbers[first], None, constant, batch))  # fmt: skip
+        numbers.append(ARITHMETIC[name](numbers[first], numbers[second], constant, batch))
     return values, numbers
 
 

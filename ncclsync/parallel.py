@@ -5,7 +5,7 @@ import contextvars
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
 import keras
@@ -25,6 +25,7 @@ logger = logging.getLogger("ncclsync")
 
 # The options of decorators that are undone here and now; see `undecorated`.
 _UNDONE: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar("undone", default=None)
+_MAKING: contextvars.ContextVar[bool] = contextvars.ContextVar("making", default=False)  # within a decorated factory
 
 Arguments = ParamSpec("Arguments")
 Model = TypeVar("Model", bound=keras.Model)
@@ -130,7 +131,7 @@ def _decorate(options: ModelOptions, factory: Any) -> Any:
         towers = Towers.of(options)
         with contextlib.ExitStack() as if_it_fails:
             if_it_fails.callback(towers.close)
-            with tf.device(f"/{towers.devices[0]}"):
+            with tf.device(f"/{towers.devices[0]}"), _set(_MAKING, True):
                 model = factory(*args, **kwargs)
             _check_model(model, towers)
             if_it_fails.callback(keras_compat.restore_methods, model)
@@ -159,17 +160,25 @@ class Undecorated:
 
     def __call__(self) -> Any:
         """Return what the factory returns: a model that trains on one device."""
-        undone = _UNDONE.set(self.options)
-        try:
+        with _set(_UNDONE, self.options):
             return self._factory()
-        finally:
-            _UNDONE.reset(undone)
+
+
+@contextlib.contextmanager
+def _set(variable: contextvars.ContextVar, value: Any) -> Iterator[None]:
+    """Let a variable have a value meanwhile."""
+    before = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(before)
 
 
 def _check_model(model: Any, opened: Towers) -> None:
     if not isinstance(model, keras.Model):
         raise TypeError(
-            f"Expected the factory to return a keras.Model. Received: {model!r} of type {type(model).__name__}"
+            "Expected the factory to return a keras.Model, to be trained on towers: end it with `return model`. "
+            f"Received: {model!r} of type {type(model).__name__}"
         )
     for owner in (model, getattr(model, "optimizer", None)):
         strategy = keras_compat.strategy_of(owner)
@@ -187,6 +196,16 @@ def _check_model(model: Any, opened: Towers) -> None:
     else:
         why = "an earlier call has put it there. Make a new model in each call"
     raise ValueError(f"Expected the factory to return a new model. Received: one that has {towers} already: {why}")
+
+
+def _warn_of_training(fit: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+    """Train a model; within a decorated factory, warn that towers do not."""
+    if _MAKING.get() and towers_of(model) is None:
+        logger.warning(
+            "A model is trained within the decorated factory, on one device. Let the factory make, load and compile "
+            "it, and train what the factory returns: model = build_model(); model.fit(...)"
+        )
+    return fit(model, *args, **kwargs)
 
 
 def _warn_of_copies(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -210,3 +229,4 @@ def _warn_of_copies(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 keras_compat.copy_models_by(_warn_of_copies)
+keras_compat.fit_models_by(_warn_of_training)

@@ -90,7 +90,12 @@ def copy_models_by(replacement: Callable[..., Any]) -> None:
     _replace(_COPIERS, replacement)
 
 
-def _replace(functions: Sequence[tuple[ModuleType, str]], replacement: Callable[..., Any]) -> None:
+def fit_models_by(replacement: Callable[..., Any]) -> None:
+    """Let `replacement(fit, model, ...)` stand for `fit` of all models."""
+    _replace([(next(cls for cls in keras.Model.__mro__ if "fit" in vars(cls)), "fit")], replacement)
+
+
+def _replace(functions: Sequence[tuple[ModuleType | type, str]], replacement: Callable[..., Any]) -> None:
     """Replace functions for the rest of the process; a second call with the same replacement changes nothing."""
     for module, name in functions:
         own = getattr(module, name, None)

@@ -194,7 +194,8 @@ class Towers(TowerState):
     def close(self) -> None:
         """Free the other towers' copies. In one process: end the communicator that no other towers use. Idempotent.
 
-        Tower 0, the user's model, stays usable by itself; training it through closed towers is an error.
+        Tower 0, the user's model, can be called and saved by itself; `fit`, `evaluate` and `predict` are errors until
+        it has new towers.
         """
         self._steps.clear()
         super().close()

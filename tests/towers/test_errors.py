@@ -37,7 +37,7 @@ def plain_model():
 def test_factory_must_return_a_model(returned, named):
     """A factory that returns no keras.Model is told what it returned."""
     with pytest.raises(
-        TypeError, match=rf"Expected the factory to return a keras.Model. Received: .* of type {named}$"
+        TypeError, match=rf"Expected the factory to return a keras.Model, .*. Received: .* of type {named}$"
     ):
         nccl_parallel(towers=2)(lambda: returned)()
 
@@ -591,9 +591,30 @@ def test_closed_towers():
     model = on_towers(mlp, 2)
     with model.towers:
         pass
-    with pytest.raises(NcclSyncError, match=r"Expected open towers. Received: towers that were closed."):
+    with pytest.raises(NcclSyncError, match=r"Expected open towers. Received: towers that were closed.*lambda: model"):
         model.train_on_batch(X, Y)
     assert model(X[:3]).shape == (3, 5)
+    kept, model = model.get_weights(), nccl_parallel(lambda: model)()
+    np.testing.assert_array_equal(model.get_weights()[0], kept[0])
+    model.train_on_batch(X, Y)
+
+
+def test_a_factory_that_trains(caplog):
+    """Its training is one device's, and a warning says so; without a model the error says what to return."""
+
+    def main():
+        model = mlp()
+        model.fit(X, Y, batch_size=20, verbose=0)
+        return model
+
+    model = on_towers(main, 2)
+    assert [one.getMessage() for one in caplog.records if "within the decorated factory" in one.getMessage()]
+    caplog.clear()
+    model.fit(X, Y, batch_size=20, verbose=0)
+    on_towers(mlp, 2)
+    assert "within the decorated factory" not in caplog.text
+    with pytest.raises(TypeError, match=r"end it with `return model`. Received: None of type NoneType"):
+        on_towers(lambda: None, 2)
 
 
 @pytest.mark.slow

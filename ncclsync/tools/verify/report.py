@@ -14,6 +14,7 @@ from ncclsync.ops.comparing import distance
 from ncclsync.semantics.exactness import Inexact
 from ncclsync.towers.printed import Printed
 
+ROUNDING = "rounding"  # a reason's place
 _ROWS = 20  # of the table; the variables that differ most
 
 # A difference is relative to the largest magnitude of its array, and at least to this: of an array that holds nothing
@@ -33,8 +34,8 @@ class Difference:
             for different shapes.
         relative: `absolute` over the largest magnitude in one device's array, or over 0.01 (of a log, over 1) if that
             is larger.
-        ok: whether `relative` is within the tolerance; values that are neither floating-point nor complex must be
-            equal.
+        ok: whether `relative` is within the tolerance, or is rounding's alone (`Report.ok`); values that are neither
+            floating-point nor complex must be equal.
         nan: whether either array holds a NaN. Equal NaNs do not differ.
     """
 
@@ -71,7 +72,7 @@ class Report(Printed):
     """Report whether N towers trained as one device. `print` shows it as a table, and so does a notebook.
 
     Attributes:
-        ok: no difference left the tolerance.
+        ok: no difference left the tolerance, or none that one device has not from itself, by rounding alone.
         tolerance: of a relative difference.
         devices: [N] of the towers.
         batch_sizes: [steps] samples in the batch of each step.
@@ -128,7 +129,9 @@ class Report(Printed):
         sizes = ", ".join(map(str, self.batch_sizes))
         among = f"{self.towers} towers and one device, {self.steps} steps on batches of {sizes} samples"
         if self.first is None:
-            return Text(f"Equal to {self.tolerance:g}: {among}", style="bold green")
+            rounds = any(one.where == ROUNDING for one in self.reasons)
+            how = "but for rounding, which one device amplifies, too" if rounds else f"to {self.tolerance:g}"
+            return Text(f"Equal {how}: {among}", style="bold green")
         return Text(
             f"Different: {among}. First out of the tolerance of {self.tolerance:g}: "
             f"{self.first.kind} {self.first.name}, {_when(self.first)}, by {self.first.relative:.2g}",

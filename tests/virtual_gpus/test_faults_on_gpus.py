@@ -22,7 +22,7 @@ LEFT_OUT = {
 # What is left out where kernels are only enqueued.
 LEFT_OUT_AHEAD = {STEPS: "what a kernel finds in its numbers, such as a label that is none, a later op raises, or none"}
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.mark.parametrize(

@@ -241,8 +241,8 @@ def check_logs():
         fail(f"slow:1:1={late_ms}")
         began = time.monotonic()
         press_ctrl_c_in_a_collective(model.towers.communicator)
-        raised(lambda: fit(model, callbacks=callbacks, epochs=1000), KeyboardInterrupt)
-        assert time.monotonic() - began < 10
+        raised(lambda: fit(model, callbacks=callbacks, epochs=10_000), KeyboardInterrupt)
+        assert time.monotonic() - began < 40  # less than all epochs, and than `timeout_s`, on a loaded machine, too
         fail("")
         if late_ms == 700:
             assert model.towers.divergence() == 0.0

@@ -145,9 +145,9 @@ class Session:
         """Raise NcclSyncError if the towers are closed."""
         if self.closed:
             raise NcclSyncError(
-                "Expected open towers. Received: towers that were closed, by close() or where `with towers:` ends. To "
-                "go on with a model and its weights, put it on new ones: model = nccl_parallel(lambda: model)(). "
-                "Calling and saving it work without."
+                "Expected open towers. Received: towers that were closed, by close() or where `with towers:` ends. "
+                "Keep all epochs within one `with`, or make new Towers. A model of a factory goes on on new ones, with "
+                "its weights, by: model = nccl_parallel(lambda: model)(). Calling and saving it work without."
             )
 
     def require_eager(self, what: str) -> None:

@@ -330,7 +330,7 @@ def test_exchange(tmp_path):
 
 def test_exchange_counts_for_all_processes(monkeypatch):
     """Process 0, which shows the result and ends with its exit code, has the wrong elements of the others, too."""
-    peers = types.SimpleNamespace(exchange=lambda own, what: [own, {"wrong": 3}])
+    peers = types.SimpleNamespace(exchange=lambda own, what, timeout_s: [own, {"wrong": 3}])
     communicator = types.SimpleNamespace(ranks=[0], peers=peers)
     towers = types.SimpleNamespace(communicator=communicator, devices=["CPU:0"])
     right = tf.ones([1024])

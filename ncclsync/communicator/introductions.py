@@ -46,7 +46,7 @@ host, port, name = sys.argv[1:]
 store, told = TCPStore(host, int(port), None, False, datetime.timedelta(days=9)), sys.stdin.read()
 store.set(name, told) if told else print(store.get(name).decode(), end="")
 """
-# What processes of one job share, and others do not, by their launcher: of another one around it all need not know.
+# What processes of one job share, and others do not, by their launcher. One around it may tell some of them alone.
 _OF_A_RUN = {
     "Open MPI": ("PMIX_NAMESPACE",),
     "Slurm": ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
@@ -98,7 +98,7 @@ def introduction(process: Process) -> Introduction:
     if process.launcher == "Slurm" and not is_named and (process.address is None or not secret()):
         return _by_files([folder / f".ncclsync.{run}" for folder in (pathlib.Path.home(), pathlib.Path.cwd())])
     if process.address is not None:
-        return _as_known(process, run)
+        return _as_known(process, run or os.environ.get("SLURM_JOB_ID", ""))  # of variables set by hand in such a job
     if process.local_size == process.size and _PMIX in os.environ:
         return _by_files([pathlib.Path(os.environ[_PMIX], f"ncclsync.{run}")])
     return _by_mpi(process)

@@ -307,11 +307,8 @@ def _named_devices(devices: Sequence[Any]) -> list[str]:
             short = None
         if short not in known:
             named = ", as a number; multi_gpu_model and tensorpack take such" if isinstance(name, int) else ""
-            hidden = (
-                ""
-                if any("GPU" in one for one in known)
-                else ". TensorFlow sees no GPU: `python -m ncclsync doctor` tells why"
-            )
+            has_gpus = any("GPU" in one for one in known)
+            hidden = "" if has_gpus else ". TensorFlow sees no GPU: `python -m ncclsync doctor` tells why"
             raise ValueError(f"Expected each device to be one of {known}. Received: {name!r}{named}{hidden}")
         if short.startswith("GPU") and short in chosen:
             raise ValueError(f"Expected every GPU once. Received: devices={list(devices)}")

@@ -585,3 +585,14 @@ def test_a_store_is_asked_again(tmp_path):
             time.sleep(0.05)
         path.write_text('[["new"], 1, "a key"]')
     by.forget()
+
+
+def test_variables_set_by_hand_in_slurm_jobs(monkeypatch):
+    """Two jobs at one port have other keys."""
+    keys = []
+    for job in ("7", "8"):
+        monkeypatch.setattr(os, "environ", {
+            "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "29500", "SLURM_JOB_ID": job,
+        })  # fmt: skip
+        keys.append(introductions.introduction(find_process()).key)
+    assert keys[0] != keys[1]

@@ -1,7 +1,7 @@
 """Train a model on N towers and on one device, side by side, compare them, and find why they differ.
 
-Before the first step the towers get one device's state; then both get the same batches, one step at a time, through the
-model's own train function.
+Before the first step the towers get one device's state; then both get the same batches, one step at a time, by
+`train_on_batch`.
 """
 
 import collections

@@ -15,7 +15,7 @@ from ncclsync.semantics.shards import grouped, rows_of
 from ncclsync.towers.explanation import Explanation, explain_program
 from ncclsync.towers.options import TowerOptions, takes
 from ncclsync.towers.retracing import Retracing
-from ncclsync.towers.state import TowerState
+from ncclsync.towers.state import ENTERED, TowerState
 from ncclsync.towers.step import TowerStep
 from ncclsync.towers.step_function import to_tensor
 from ncclsync.towers.traced_step import MOST_KEPT, Results, Source
@@ -222,6 +222,14 @@ class HasTowers(Protocol):
 def towers_of(model: keras.Model) -> Towers | None:
     """Return the towers on which a model of an `@nccl_parallel` factory trains; None for any other model."""
     return vars(model).get(_HELD_AS)
+
+
+def idle_towers() -> Towers | None:
+    """Return several towers within whose `with` the caller is, if they have no model and have run no step yet."""
+    towers = ENTERED[-1]() if ENTERED else None
+    if not isinstance(towers, Towers) or len(towers) < 2 or towers.session.model.explain is not None:
+        return None
+    return None if towers._steps else towers
 
 
 def give_towers(model: keras.Model, towers: Towers) -> None:

@@ -122,7 +122,7 @@ ON_ONE_DEVICE = {
     "nested": (lambda m: around(m).fit(*ON_ONES, verbose=0), "contains .*Decorate the function .*__wrapped__"),
     "frozen": (lambda m: around(m, trainable=False).train_on_batch(*ON_ONES), "contains .*Decorate the function"),
     "nested, own loop": (lambda m: own_loop(around(m), keras.optimizers.SGD()), "needs a decorated factory"),
-    "with, fit": (lambda m: in_a_with(lambda other: other.fit(*ON_ONES, verbose=0)), "within `with Towers.*decorate the"),
+    "with, fit": (lambda m: in_a_with(lambda other: other.fit(*ON_ONES, verbose=0)), "`with Towers.*decorate the"),
     "with, own loop": (lambda m: in_a_with(lambda other: own_loop(other, other.optimizer)), "within `with Towers"),
 }
 

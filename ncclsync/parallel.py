@@ -117,7 +117,25 @@ def nccl_parallel(factory=None, **options):
             f"Received: {keras.backend.backend()!r}. Set KERAS_BACKEND=tensorflow before Keras is imported."
         )
     chosen = ModelOptions.of("nccl_parallel", options)
-    return functools.partial(_decorate, chosen) if factory is None else _decorate(chosen, factory)
+    return _Decorator(_decorate, chosen) if factory is None else _decorate(chosen, factory)
+
+
+class _Decorator(functools.partial):
+    """Decorate a factory."""
+
+    def __enter__(self) -> None:
+        """Say that it is no context.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "Expected nccl_parallel(...) to decorate a function. Received: a `with`. Write "
+            "model = nccl_parallel(...)(build_model)(), where build_model makes, compiles and returns the model"
+        )
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
 
 def _decorate(options: ModelOptions, factory: Any) -> Any:

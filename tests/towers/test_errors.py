@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 from parity import assert_close, data, mlp, on_towers
 
-from ncclsync import LargeBatch, NcclSyncError, NcclUnavailableError, Towers, nccl_parallel
+from ncclsync import LargeBatch, NcclSyncError, NcclUnavailableError, Towers, nccl_parallel, verify
 from ncclsync.communicator import shared
 from ncclsync.communicator.processes import Process
 from ncclsync.compat import host_gpus
@@ -52,6 +52,31 @@ def test_decorated_must_be_callable():
         nccl_parallel(keras.Sequential)
     with pytest.raises(TypeError, match="It is decorated already"):
         nccl_parallel(nccl_parallel(plain_model))
+
+
+@pytest.mark.parametrize(
+    "call, told",
+    [
+        (lambda: nccl_parallel(towers=2).__enter__(), r"Received: a `with`. Write model = nccl_parallel\(...\)"),
+        (lambda: verify(plain_model, X, Y), r"write verify\(build_model, \(x, y\)\). Received: ndarray .* as a third"),
+        (lambda: verify(plain_model), r"'data'. Write verify\(build_model, \(x, y\), towers=4\)"),
+        (lambda: verify(plain_model, (X, Y), gpus=2), r"^verify\(\) got .* 'gpus'. Write towers=2"),
+        (lambda: verify(plain_model, (X, Y), batchsize=3), r"^verify\(\) got .* 'batchsize'. Write batch_size=3"),
+        (lambda: verify(plain_model, (X, Y), devices=2), "Expected devices to be a list"),
+        (lambda: Towers.explain(None, batch_size=64), r"'batch_size'. Write explain\(64\), with a batch size"),
+        (lambda: Towers.run(None, max, X, Y), r"Write run\(step, \(x, y\)\)"),
+    ],
+)
+def test_arguments_that_are_not_taken(call, told):
+    """Say what to write."""
+    with pytest.raises(TypeError, match=told):
+        call()
+
+
+def test_pytorchs_name_of_a_gpu():
+    """Is told in TensorFlow's words."""
+    with pytest.raises(ValueError, match=r"Received: 'cuda:1', as PyTorch names it. Write 'GPU:1'"):
+        Towers(["cuda:1"])
 
 
 def copied(model, how, folder):

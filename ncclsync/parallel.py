@@ -121,14 +121,9 @@ def nccl_parallel(factory=None, **options):
 
 
 class _Decorator(functools.partial):
-    """Decorate a factory."""
+    """Decorate a factory; refuse to be a context, by a TypeError."""
 
     def __enter__(self) -> None:
-        """Say that it is no context.
-
-        Raises:
-            TypeError: always.
-        """
         raise TypeError(
             "Expected nccl_parallel(...) to decorate a function. Received: a `with`. Write "
             "model = nccl_parallel(...)(build_model)(), where build_model makes, compiles and returns the model"
@@ -267,7 +262,7 @@ def _warn_of_updates(
     if trainable_variables is not None:
         trainable_variables = list(trainable_variables)
     if current_context() is None and not (tf.executing_eagerly() and keras_optimizers.is_first_update(optimizer)):
-        variables = keras_optimizers.built_for(optimizer, trainable_variables)
+        variables = trainable_variables or keras_optimizers.built_for(optimizer, None)
         holders = [one for variable in variables for one in holders_of(tf_compat.backend_variable(variable))]
         session = next((one.session for one in holders if isinstance(one, Copies) and one.is_between_steps), None)
         idle = idle_towers()

@@ -50,7 +50,6 @@ def verify(
     batch_size: int = 32,
     tolerance: float | None = None,
     seed: int = 0,
-    progress: bool = False,
     **options: Any,
 ) -> Report:
     """Train a model on one device and on N towers from the same start, and compare after every step.
@@ -69,8 +68,7 @@ def verify(
             dtype that Keras and the model compute in: float64 1e-12, float32 1e-5, float16 1e-2, bfloat16 8e-2.
         seed: for `keras.utils.set_random_seed` before each build and, incremented, before each step. Afterwards
             Python's and NumPy's generators are restored; TensorFlow's and Keras' seeds, which cannot be read, are not.
-        progress: whether to say on standard error what is under way.
-        options: further arguments of `nccl_parallel`.
+        options: further arguments of `nccl_parallel`; and `progress=True`, to say on standard error what is under way.
 
     Returns:
         A `Report`; print it. A failing `assert verify(...).ok` shows it.
@@ -83,11 +81,11 @@ def verify(
     if np.ndim(towers):
         words = "Expected all data in one argument: write verify(build_model, (x, y))"
         raise TypeError(f"{words}. Received: {shown(towers)} as a third")
+    say = turns.progress if options.pop("progress", False) else lambda text: None
     known = [*inspect.signature(verify).parameters][:-1]
     devices = ModelOptions.of("verify", options, known).devices
     count = towers if devices is None else len(devices)
     _check_arguments(build_model, count, steps, batch_size, tolerance)
-    say = turns.progress if progress else lambda text: None
     say(f"building the model on {count} towers")
     factory = build_model if isinstance(build_model, Undecorated) else Undecorated(build_model)
     if devices is None:
@@ -100,7 +98,8 @@ def verify(
             one_size = fixed_batch_size(model) is not None
             batches = take_batches(data, steps, batch_size=batch_size, towers=count, one_size=one_size)
             with tf.device(f"/{made.devices[0]}"):
-                run = _Run(factory, batches, seed, tolerance, say)
+                run = _Run(factory, batches, seed, tolerance)
+                run.say = say
                 return run.report(model, made)
         finally:
             made.close()
@@ -113,16 +112,10 @@ def verify(
 class _Run:
     """Run one device: beside the towers, and again to find why they differ."""
 
-    def __init__(
-        self,
-        factory: Callable,
-        batches: Sequence[Batch],
-        seed: int,
-        tolerance: float | None,
-        say: Callable[[str], None],
-    ) -> None:
+    say: Callable[[str], None]
+
+    def __init__(self, factory: Callable, batches: Sequence[Batch], seed: int, tolerance: float | None) -> None:
         self._factory = factory
-        self._say = say
         self._batches = batches
         self._seed = seed
         self._reference = _build(factory, seed)
@@ -140,7 +133,7 @@ class _Run:
         if not all(one.ok for one in found):
             known = find_inexact(model, towers.options.exact_batch_norm, towers.options.exact_random)
             own = [*known, *self._of_one_device()]
-            self._say("they differ: looking for the line, op by op")
+            self.say("they differ: looking for the line, op by op")
             faults = [*_false_step(towers, self._batches[0])]
             if not own and not faults:
                 found, own = self._without_rounding(found)
@@ -209,7 +202,7 @@ class _Run:
             change = _LAST_BIT[keras.backend.standardize_dtype(weight.dtype)] * signs.choice([-1, 1], weight.shape)
             weight.assign(weight * tf.cast(1 + change, weight.dtype))
         for step, batch in enumerate(self._batches, start=1):
-            self._say(f"step {step} of {len(self._batches)}, {what}")
+            self.say(f"step {step} of {len(self._batches)}, {what}")
             expected = _train(one, batch, step, self._seed)
             actual = _train(other, batch, step, self._seed)
             for kind, right, variable in _paired(one, other):

@@ -4,6 +4,8 @@ The public names are imported on first use, so that `ncclsync.communicator` work
 """
 
 import importlib
+import logging
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -62,6 +64,20 @@ _HOMES = {
     "zero_last_gamma": "training.callbacks.residual",
 }
 __all__ = [*_HOMES, "ops"]
+
+
+class _Visible(logging.Handler):
+    """Print warnings where logging has no other handler, as Python would, with the name of who speaks."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a record, unless another handler gets it."""
+        logger = logging.getLogger(__name__)
+        if not {*logger.handlers, *(logging.root.handlers if logger.propagate else ())} - {self}:
+            print(f"{__name__}: {self.format(record)}", file=sys.stderr)
+
+
+if not logging.getLogger(__name__).handlers:
+    logging.getLogger(__name__).addHandler(_Visible(logging.WARNING))
 
 
 def __getattr__(name: str) -> Any:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 _MOST_LETTERS = 300  # of a value in a message
 
@@ -19,6 +23,24 @@ def shown(value: Any) -> str:
         return f"{type(value).__name__} of {len(value)}: {', '.join(map(shown, value[:4]))}"
     text = repr(value)
     return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}..."
+
+
+def remedied(words: str) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
+    """Let Python's error of arguments that a function does not take say what to write."""
+
+    def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        @functools.wraps(function)
+        def called(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+            try:
+                return function(*args, **kwargs)
+            except TypeError as error:
+                if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                    raise  # within the function
+                raise TypeError(f"{error}. {words}") from None
+
+        return called
+
+    return decorate
 
 
 def install(extra: str = "") -> str:

@@ -12,20 +12,33 @@ import keras
 import tensorflow as tf
 
 from ncclsync.compat import keras as keras_compat
-from ncclsync.compat import other_libraries
+from ncclsync.compat import keras_optimizers, other_libraries
+from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.compat.source_lines import user_line
 from ncclsync.errors import NcclSyncError
+from ncclsync.ops import current_context
 from ncclsync.ops.buckets import DEFAULT_BUCKET_BYTES
+from ncclsync.semantics.holders import holders_of
 from ncclsync.towers.options import Health, TowerOptions, takes
+from ncclsync.towers.replicas import Copies
 from ncclsync.training.callbacks.large_batch import LargeBatch, follow, leave
 from ncclsync.training.keras_model import attach
-from ncclsync.training.loop import Towers, towers_of
+from ncclsync.training.loop import Towers, idle_towers, towers_of
 from ncclsync.training.processes import keep_in_step
 
 logger = logging.getLogger("ncclsync")
 
 # The options of decorators that are undone here and now; see `undecorated`.
 _UNDONE: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar("undone", default=None)
-_MAKING: contextvars.ContextVar[bool] = contextvars.ContextVar("making", default=False)  # within a decorated factory
+# The towers to be, within a decorated factory.
+_MAKING: contextvars.ContextVar[Towers | None] = contextvars.ContextVar("making", default=None)
+
+_COPIED = "_ncclsync_copied"  # an attribute of models that were loaded or copied, until they are trained
+_ONE_DEVICE = "training on one device"  # what a warning is about, once for all of these
+_WITHIN_WITH = (
+    "trains on one device, though within `with Towers(...)`: these train what they are given to run, as "
+    "towers.run(step, batch). For fit, decorate the factory: model = nccl_parallel(towers=2)(build_model)()"
+)
 
 Arguments = ParamSpec("Arguments")
 Model = TypeVar("Model", bound=keras.Model)
@@ -104,7 +117,20 @@ def nccl_parallel(factory=None, **options):
             f"Received: {keras.backend.backend()!r}. Set KERAS_BACKEND=tensorflow before Keras is imported."
         )
     chosen = ModelOptions.of("nccl_parallel", options)
-    return functools.partial(_decorate, chosen) if factory is None else _decorate(chosen, factory)
+    return _Decorator(_decorate, chosen) if factory is None else _decorate(chosen, factory)
+
+
+class _Decorator(functools.partial):
+    """Decorate a factory; refuse to be a context, by a TypeError."""
+
+    def __enter__(self) -> None:
+        raise TypeError(
+            "Expected nccl_parallel(...) to decorate a function. Received: a `with`. Write "
+            "model = nccl_parallel(...)(build_model)(), where build_model makes, compiles and returns the model"
+        )
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
 
 def _decorate(options: ModelOptions, factory: Any) -> Any:
@@ -131,7 +157,7 @@ def _decorate(options: ModelOptions, factory: Any) -> Any:
         towers = Towers.of(options)
         with contextlib.ExitStack() as if_it_fails:
             if_it_fails.callback(towers.close)
-            with tf.device(f"/{towers.devices[0]}"), _set(_MAKING, True):
+            with tf.device(f"/{towers.devices[0]}"), _set(_MAKING, towers):
                 model = factory(*args, **kwargs)
             _check_model(model, towers)
             if_it_fails.callback(keras_compat.restore_methods, model)
@@ -198,35 +224,69 @@ def _check_model(model: Any, opened: Towers) -> None:
     raise ValueError(f"Expected the factory to return a new model. Received: one that has {towers} already: {why}")
 
 
-def _warn_of_training(fit: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-    """Train a model; within a decorated factory, warn that towers do not."""
-    if _MAKING.get() and towers_of(model) is None:
-        logger.warning(
-            "A model is trained within the decorated factory, on one device. Let the factory make, load and compile "
-            "it, and train what the factory returns: model = build_model(); model.fit(...)"
-        )
-    return fit(model, *args, **kwargs)
+def _warn_of_training(make: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+    """Make a model's train function by Keras' own; warn if it trains on one device where towers may be expected."""
+    if towers_of(model) is None:
+        making, idle = _MAKING.get(), idle_towers()
+        parts = [(layer, towers_of(layer)) for layer in keras_compat.layers_of(model)]
+        part, of_part = next(((one, its) for one, its in parts if its is not None and not its.closed), (None, None))
+        if making is not None:
+            making.session.warn_once(
+                "A model is trained within the decorated factory, on one device. Let the factory make, load and "
+                "compile it, and train what the factory returns: model = build_model(); model.fit(...)"
+            )
+        elif part is not None and of_part is not None and len(of_part) > 1:
+            of_part.session.warn_once(
+                f"{model.name} trains on one device, though it contains {part.name}, which has towers: only what a "
+                "decorated factory returns trains on them. Decorate the function that makes and compiles the whole "
+                "model, and no other; a part's own decorator is left out by build_part.__wrapped__()",
+                about=_ONE_DEVICE,
+            )
+        elif idle is not None:
+            idle.session.warn_once(f"{model.name} {_WITHIN_WITH}", about=_ONE_DEVICE)
+        elif vars(model).pop(_COPIED, False):
+            logger.warning(
+                "A model that was loaded or copied trains on one device. To go on on towers, let a decorated factory "
+                "return it: nccl_parallel(lambda: keras.models.load_model(path))(), or nccl_parallel(lambda: model)()"
+            )
+    return make(model, *args, **kwargs)
 
 
-def _warn_of_copies(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Make a model by a function of Keras' that loads or copies one; let it warn if it trains on one device."""
+def _warn_of_updates(
+    apply: Callable[..., Any], optimizer: keras.Optimizer, grads: Any, trainable_variables: Any = None, **kwargs: Any
+) -> Any:
+    """Update variables; warn if that is on one device, where towers may be expected.
+
+    Not of an optimizer's first update outside a graph, which may be one of zeros, to create its state.
+    """
+    if trainable_variables is not None:
+        trainable_variables = list(trainable_variables)
+    if current_context() is None and not (tf.executing_eagerly() and keras_optimizers.is_first_update(optimizer)):
+        variables = trainable_variables or keras_optimizers.built_for(optimizer, None)
+        holders = [one for variable in variables for one in holders_of(tf_compat.backend_variable(variable))]
+        session = next((one.session for one in holders if isinstance(one, Copies) and one.is_between_steps), None)
+        idle = idle_towers()
+        if session is not None:
+            session.warn_once(
+                f"Weights of a model on towers are trained on one device, outside its steps, at {user_line()}. Let "
+                "model.fit or train_on_batch train it, with a train_step of your own if need be; or give the towers "
+                "your step, a function that computes gradients and applies them: model.towers.run(step, batch). "
+                "Another model with these weights needs a decorated factory of its own",
+                about=_ONE_DEVICE,
+            )
+        elif idle is not None and not holders:
+            idle.session.warn_once(f"The optimizer at {user_line()} {_WITHIN_WITH}", about=_ONE_DEVICE)
+    return apply(optimizer, grads, trainable_variables, **kwargs)
+
+
+def _mark_copies(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Make a model by a function of Keras' that loads or copies one; remember that."""
     model = make(*args, **kwargs)
     if _UNDONE.get() is None and isinstance(model, keras.Model):
-        own = model.make_train_function
-
-        @functools.wraps(own)
-        def make_train_function(*args, **kwargs):
-            if model.train_function is None:
-                logger.warning(
-                    "A model that was loaded or copied trains on one device. To go on on towers, let a decorated "
-                    "factory return it: nccl_parallel(lambda: keras.models.load_model(path))(), or "
-                    "nccl_parallel(lambda: model)()"
-                )
-            return own(*args, **kwargs)
-
-        keras_compat.replace_methods(model, {"make_train_function": make_train_function})
+        vars(model)[_COPIED] = True
     return model
 
 
-keras_compat.copy_models_by(_warn_of_copies)
-keras_compat.fit_models_by(_warn_of_training)
+keras_compat.copy_models_by(_mark_copies)
+keras_compat.train_models_by(_warn_of_training)
+keras_optimizers.update_by(_warn_of_updates)

@@ -74,7 +74,7 @@ _COPIERS = (
 
 def write_models_by(replacement: Callable[..., Any]) -> None:
     """Let `replacement(write, model, ...)` stand for each `write` of Keras' that writes a model's file."""
-    _replace(_WRITERS, replacement)
+    replace_for_good(_WRITERS, replacement)
 
 
 def convert_logs_by(replacement: Callable[..., Any]) -> None:
@@ -82,20 +82,20 @@ def convert_logs_by(replacement: Callable[..., Any]) -> None:
 
     Keras' own takes any exception, also a KeyboardInterrupt, for a value that is no number.
     """
-    _replace(_CONVERTERS, replacement)
+    replace_for_good(_CONVERTERS, replacement)
 
 
 def copy_models_by(replacement: Callable[..., Any]) -> None:
     """Let `replacement(make, ...)` stand for each function of Keras' that loads, unpickles or clones a model."""
-    _replace(_COPIERS, replacement)
+    replace_for_good(_COPIERS, replacement)
 
 
-def fit_models_by(replacement: Callable[..., Any]) -> None:
-    """Let `replacement(fit, model, ...)` stand for `fit` of all models."""
-    _replace([(next(cls for cls in keras.Model.__mro__ if "fit" in vars(cls)), "fit")], replacement)
+def train_models_by(replacement: Callable[..., Any]) -> None:
+    """Let `replacement(make, model, ...)` stand for Keras' own `make_train_function` of all models."""
+    replace_for_good([(keras_trainer.TensorFlowTrainer, "make_train_function")], replacement)
 
 
-def _replace(functions: Sequence[tuple[ModuleType | type, str]], replacement: Callable[..., Any]) -> None:
+def replace_for_good(functions: Sequence[tuple[ModuleType | type, str]], replacement: Callable[..., Any]) -> None:
     """Replace functions for the rest of the process; a second call with the same replacement changes nothing."""
     for module, name in functions:
         own = getattr(module, name, None)

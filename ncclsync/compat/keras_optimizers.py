@@ -8,12 +8,24 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from ncclsync.compat import keras as keras_compat
 from ncclsync.compat import tensorflow as tf_compat
 
 
 def accumulates(optimizer: keras.Optimizer) -> bool:
     """Return whether an optimizer itself accumulates gradients over several batches."""
     return bool(getattr(optimizer, "gradient_accumulation_steps", None))
+
+
+def update_by(replacement: Callable[..., Any]) -> None:
+    """Let `replacement(apply, optimizer, ...)` stand for `apply` of all Keras' optimizers, for good."""
+    owner = next(cls for cls in keras.Optimizer.__mro__ if "apply" in vars(cls))
+    keras_compat.replace_for_good([(owner, "apply")], replacement)
+
+
+def is_first_update(optimizer: keras.Optimizer) -> bool:
+    """Return whether an optimizer has counted no update yet; outside a graph."""
+    return not optimizer.built or not int(optimizer._iterations)
 
 
 def update_is_due(optimizer: keras.Optimizer) -> tf.Tensor:

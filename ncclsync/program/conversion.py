@@ -223,11 +223,12 @@ class Conversions(Placer):
             return self.anew(tensor)
         if tensor.dtype in (tf.resource, tf.variant):
             raise Refused(f"needs {tensor.name}, of dtype {tensor.dtype.name}, which cannot be sent")
-        if before.kind is Kind.SHARD:
-            if not self.spares(tensor, before):
-                return self._gathered(tensor, before, op)
-            self.costs.alike.append(tensor.op)  # besides what each does for its own rows
+        if before.kind in (Kind.SHARD, Kind.PARTIAL) and self.spares(tensor, before):
+            if before.kind is Kind.SHARD:  # of parts, as of gradients that their norm scales, it is instead
+                self.costs.alike.append(tensor.op)  # besides what each does for its own rows
             return self.anew(tensor)
+        if before.kind is Kind.SHARD:
+            return self._gathered(tensor, before, op)
         if before.kind is Kind.PARTIAL:
             if tensor.op.type == "ReadVariableOp":
                 self.reduced_reads.add(tensor.op.name)

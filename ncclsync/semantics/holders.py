@@ -16,6 +16,12 @@ from ncclsync.compat import tensorflow as tf_compat
 _TRACKER = "_ncclsync_tracker"  # an attribute of a variable
 
 
+def holders_of(variable: tf.Variable) -> "list[Holder]":
+    """Return who holds copies or parts of a variable."""
+    tracker = getattr(variable, _TRACKER, None)
+    return [] if tracker is None else tracker.holders()
+
+
 class Holder(abc.ABC):
     """Hold what some towers have of one variable, beside the variable itself."""
 

@@ -5,6 +5,7 @@ Reads it off a `Program`, as rows and as tables; decides nothing.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 from rich.console import Group
@@ -94,30 +95,38 @@ class Explanation(Printed):
             (one.name, one.size_bytes, one.role, ".".join(map(str, one.bucket or ())), one.rule)
             for one in self.variables
         ]
-        of_cuts = [(one.segment, one.size_bytes, one.tensors, one.what, one.line) for one in self.cuts]
-        of_wholes = [(one.op, one.size_bytes, one.ops, one.line) for one in self.wholes]
-        of_shards = [
-            (one.tower, one.end - one.begin, f"{one.begin} to {one.end - 1}" * (one.end > one.begin), one.device)
-            for one in self.shards
-        ]
+        others: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
+            ("after", "bytes", "tensors", "exchanged", "asked for at"): [
+                (one.segment, one.size_bytes, one.tensors, one.what, one.line) for one in self.cuts
+            ],
+            ("rows of all for", "bytes", "ops", "at"): [(w.op, w.size_bytes, w.ops, w.line) for w in self.wholes],
+            ("tower", "rows", "of the batch", "device"): [
+                (one.tower, one.end - one.begin, f"{one.begin} to {one.end - 1}" * (one.end > one.begin), one.device)
+                for one in self.shards
+            ],
+        }
         taken = f"NCCL takes {self.nccl_bytes / 2**20:.0f} MiB of each GPU." if self.nccl_bytes else ""
         parts = f"{self.segments} segments" if self.segments > 1 else "1 segment"
         return Group(
             table(("variable", "bytes", "role", "bucket", "how"), of_variables, numbers=1),
             Text(" ".join(filter(None, (f"The step has {parts}.", self.order, self.compiled, taken)))),
-            table(("after", "bytes", "tensors", "exchanged", "asked for at"), of_cuts, numbers=1),
-            *([table(("rows of all for", "bytes", "ops", "at"), of_wholes, numbers=1)] if of_wholes else []),
-            *([table(("tower", "rows", "of the batch", "device"), of_shards, numbers=1)] if of_shards else []),
+            *(table(names, rows, numbers=1) for names, rows in others.items() if rows),
         )
 
 
-def explain_program(program: Program, towers: TowerState, rows: int | None) -> Explanation:
-    """Explain the program of a step on `towers`, for a batch of this number of rows, if it is known."""
+def explain_program(program: Program, towers: TowerState, rows: int | None, *, plain: bool = False) -> Explanation:
+    """Explain the program of a step on `towers`, for a batch of this number of rows, if it is known.
+
+    `plain`: Keras' own function runs in its place, on one tower.
+    """
+    if plain:  # one part, that is what meets rows
+        program = dataclasses.replace(program, segments=(max(program.segments, key=lambda one: one.takes_rows),))
     sent = {
         exchange.result: (exchange, (number, place))
         for number, segment in enumerate(program.segments, start=1)
         for place, bucket in enumerate(segment.outgoing, start=1)
         for exchange in bucket.exchanges
+        if towers.layout.shards > 1
     }
     updates = {name: result for name, result in program.updates if result in sent}
     subjects = {updates[name]: _subject(v) for name, v in program.variables if name in updates}
@@ -146,7 +155,8 @@ def explain_program(program: Program, towers: TowerState, rows: int | None) -> E
     wholes = _wholes(program, rows) if count > 1 else ()
     shards = _shards(towers, rows)
     parts = len(program.segments), tuple(variables), cuts, shards, wholes
-    words = _order(program, towers), _compiled(program, shards, towers)
+    order = "One tower runs Keras' own step." if plain else _order(program, towers)
+    words = order, _compiled(program, shards, towers)
     return Explanation(*parts, *words, towers.communicator.taken_bytes)
 
 

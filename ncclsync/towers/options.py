@@ -11,7 +11,7 @@ import os
 import pathlib
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -87,9 +87,13 @@ def _check_words_and_flags(options: Any) -> None:
             raise TypeError(f"Expected {field.name} to be a bool. Received: {value!r}")
 
 
-def _check_names(caller: str, given: Mapping[str, Any], *known: type) -> None:
-    """Raise TypeError, with what to write instead, for a name that the first of the known dataclasses does not have."""
+def _check_names(caller: str, given: Mapping[str, Any], *known: type, own: Iterable[str] = ()) -> None:
+    """Raise TypeError, with what to write instead, for a name that the first of the known dataclasses does not have.
+
+    `own`: the caller's other arguments.
+    """
     owner = {field.name: one for one in reversed(known) for field in dataclasses.fields(one)}
+    owner |= dict.fromkeys(own, known[0])
     for name, value in given.items():
         if owner.get(name) is known[0]:
             continue
@@ -255,9 +259,12 @@ class TowerOptions:
         return self.exact is True or "random" in (self.exact or ())
 
     @classmethod
-    def of(cls, caller: str, given: dict[str, Any]) -> "Self":
-        """Make options of `given`, the arguments of `caller`; an unknown argument is `caller`'s TypeError."""
-        _check_names(caller, given, cls, Health)
+    def of(cls, caller: str, given: dict[str, Any], own: Iterable[str] = ()) -> "Self":
+        """Make options of `given`, the arguments of `caller`; an unknown argument is `caller`'s TypeError.
+
+        `own`: the names of its other arguments.
+        """
+        _check_names(caller, given, cls, Health, own=own)
         return cls(**given)
 
     def __post_init__(self) -> None:

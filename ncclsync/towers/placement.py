@@ -307,6 +307,8 @@ def _named_devices(devices: Sequence[Any]) -> list[str]:
             short = None
         if short not in known:
             named = ", as a number; multi_gpu_model and tensorpack take such" if isinstance(name, int) else ""
+            if str(name).lower().startswith("cuda"):
+                named = f", as PyTorch names it. Write {'GPU' + str(name)[4:]!r}"
             has_gpus = any("GPU" in one for one in known)
             hidden = "" if has_gpus else ". TensorFlow sees no GPU: `python -m ncclsync doctor` tells why"
             raise ValueError(f"Expected each device to be one of {known}. Received: {name!r}{named}{hidden}")

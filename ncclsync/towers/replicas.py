@@ -58,7 +58,7 @@ class Copies(Holder):
     ) -> None:
         """Track tower 0's variable, which is not kept alive; `forget` is called when it is deleted."""
         super().__init__(variable, forget)
-        self._session = session
+        self.session = session
         self._key = id(variable)
         self.role = role  # how the copies relate now; `role_of`: how the next step needs them
         self.copies = copies  # [N - 1] of the other towers
@@ -80,6 +80,11 @@ class Copies(Holder):
             self._pending.keys.add(self._key)
 
     @property
+    def is_between_steps(self) -> bool:
+        """Return whether there are several towers, and no step of theirs is under way."""
+        return self.session.layout.towers > 1 and not self._pending.running
+
+    @property
     def variable(self) -> tf.Variable:
         """Return tower 0's variable, which this object must not keep alive."""
         variable = self.held
@@ -94,11 +99,11 @@ class Copies(Holder):
         """
         if self.role is not Role.PARTIAL or self._is_whole:
             return
-        if self._session.layout.meets_processes:
+        if self.session.layout.meets_processes:
             # Raw reads, which are not tracked.
             both = (self.variable, *self.copies)
             parts = [tf.raw_ops.ReadVariableOp(resource=one.handle, dtype=one.dtype) for one in both]
-            total = self._session.total(parts, self.variable.name)
+            total = self.session.total(parts, self.variable.name)
             self._is_whole = True
             self._pending.keys.add(self._key)
             tf.raw_ops.AssignVariableOp(resource=self.variable.handle, value=total)
@@ -120,7 +125,7 @@ class Copies(Holder):
     def before_access(self, replaces: bool = False) -> None:
         """Let tower 0's variable hold the whole before Python reads or writes it."""
         if tf.executing_eagerly() and current_context() is None:
-            in_flight = self._session.in_flight
+            in_flight = self.session.in_flight
             (in_flight.before_write if replaces else in_flight.before_read)(self._key)
             if replaces:  # so that the old value does not take memory beside the new one
                 self._pending.left.forget(self.slot)

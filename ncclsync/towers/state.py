@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 logger = logging.getLogger("ncclsync")
+
+
+ENTERED: list["weakref.ref[TowerState]"] = []  # those whose `with` is under way, the innermost last
 
 
 class TowerState:
@@ -93,6 +97,7 @@ class TowerState:
             NcclSyncError: an earlier `with` has closed them.
         """
         self.session.require_open()
+        ENTERED.append(weakref.ref(self))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -108,6 +113,7 @@ class TowerState:
 
     def close(self) -> None:
         """See `Towers.close`."""
+        ENTERED[:] = [one for one in ENTERED if one() not in (None, self)]
         session, replicas, failure = self.session, self.replicas, None
         try:
             session.in_flight.settle()

@@ -165,11 +165,14 @@ class TracedStep(abc.ABC):
 
     def _warn_of_inexact(self, program: Program) -> None:
         """Warn of why the step is not exact: by the model, or by lines that draw or normalise."""
-        layout, found = self.towers.layout, [*self.find_inexact()] if self.trains else []
+        layout = self.towers.layout
+        if layout.shards == 1:
+            return  # it has the whole batch
+        found = [*self.find_inexact()] if self.trains else []
         if not program.normalized:  # its layers have all rows on every tower
             found = [part for part in found if part.reason != NORMALISES[0]]
         known = {part.reason for part in found}
-        for lines, cause in ((program.draws, DRAWS), (program.normalized, NORMALISES)) if layout.shards > 1 else ():
+        for lines, cause in ((program.draws, DRAWS), (program.normalized, NORMALISES)):
             if lines and cause[0] not in known:
                 found.append(Inexact(" and ".join(lines[:3]), *cause))
         what = "Training" if self.trains else "Evaluation or prediction"

@@ -157,9 +157,9 @@ def _explain(model: keras.Model, towers: Towers, batch: Any) -> Explanation:
     if batch is None and (last := step.last()) is not None:
         program, ran = last
         return explain_program(program, towers, rows_of(ran))
+    rows, plain, unseen = None, is_plain(towers), batch is None and not fixed_batch_size(model)
     if batch is None:
         batch = fixed_batch_size(model) or _BATCH_SIZE
-    rows = None
     if isinstance(batch, int):
         if isinstance(batch, bool) or batch < 1:
             raise ValueError(f"Expected a batch of at least one row. Received: {batch}")
@@ -175,7 +175,8 @@ def _explain(model: keras.Model, towers: Towers, batch: Any) -> Explanation:
         raise ValueError(f"Expected a batch (x,), (x, y) or (x, y, sample_weight). Received: {len(batch)} elements")
     check_targets(model, keras.utils.unpack_x_y_sample_weight(tuple(batch))[1])
     batch = grouped(tf.nest.map_structure(to_tensor, keras.tree.lists_to_tuples(tuple(batch))))
-    return explain_program(step.program_of(fixed_specs(batch)), towers, rows or rows_of(batch))
+    rows = None if plain and unseen else rows or rows_of(batch)  # Keras' own function has run, with what it was given
+    return explain_program(step.program_of(fixed_specs(batch)), towers, rows, plain=plain)
 
 
 def _save(borrowed: "weakref.ref[keras.Model]", path: pathlib.Path) -> None:

@@ -10,12 +10,12 @@ import keras
 import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.errors import NcclSyncError, shown
+from ncclsync.errors import NcclSyncError, remedied, shown
 from ncclsync.semantics.shards import grouped, rows_of
 from ncclsync.towers.explanation import Explanation, explain_program
 from ncclsync.towers.options import TowerOptions, takes
 from ncclsync.towers.retracing import Retracing
-from ncclsync.towers.state import TowerState
+from ncclsync.towers.state import ENTERED, TowerState
 from ncclsync.towers.step import TowerStep
 from ncclsync.towers.step_function import to_tensor
 from ncclsync.towers.traced_step import MOST_KEPT, Results, Source
@@ -109,6 +109,7 @@ class Towers(TowerState):
         """Return the number of processes that train together."""
         return 1 if self.communicator.peers is None else self.communicator.peers.size
 
+    @remedied("Write run(step, (x, y)), with one batch")
     def run(self, step: Callable[[Any], Any], batch: Any, *, per_tower: bool = False) -> Any:
         """Run one step on one batch, a shard of it on each tower.
 
@@ -159,6 +160,7 @@ class Towers(TowerState):
         own = dict(zip(self.layout.own_shards, outcome, strict=True))
         return [own.get(tower) if size else None for tower, size in enumerate(sizes)]
 
+    @remedied("Write explain(64), with a batch size, or explain((x, y))")
     def explain(self, batch: Any = None) -> Explanation:
         """Explain a training step on these towers: the last step that ran, or the first step to come.
 
@@ -168,7 +170,7 @@ class Towers(TowerState):
         Args:
             batch: for a model of the decorator's: a batch size, if its input shapes are known; or a batch, `(x, y)` or
                 `(x, y, sample_weight)` of arrays. None: the last step's batch; before the first step, the size that
-                the model's inputs declare, or 32.
+                the model's inputs declare, or 32. Where one tower runs Keras' own step, no batch is known.
 
         Returns:
             Tables that can be printed; their rows are dataclasses.
@@ -222,6 +224,14 @@ class HasTowers(Protocol):
 def towers_of(model: keras.Model) -> Towers | None:
     """Return the towers on which a model of an `@nccl_parallel` factory trains; None for any other model."""
     return vars(model).get(_HELD_AS)
+
+
+def idle_towers() -> Towers | None:
+    """Return several towers within whose `with` the caller is, if they have no model and have run no step yet."""
+    towers = ENTERED[-1]() if ENTERED else None
+    if not isinstance(towers, Towers) or len(towers) < 2 or towers.session.model.explain is not None:
+        return None
+    return None if towers._steps else towers
 
 
 def give_towers(model: keras.Model, towers: Towers) -> None:

@@ -627,7 +627,7 @@ number = 3
     ("arguments", "code", "out", "err"),
     [
         (["sub/other.py:Normalised.build", "--towers", "2"], 1, "Likely reasons:", ""),
-        (["mine:Normalised.build", "--steps", "2", "--exact"], 0, "Equal to 1e-05: 4 towers", ""),
+        (["mine:Normalised.build", "--steps", "2", "--exact"], 0, "Equal to 1e-05: 4 towers", "step 2 of 2, on"),
         (["mine:unknown"], 2, "", "Begin it with keras.Input(shape), or name a function that returns data: --data"),
         (["mine:unknown", "--data", "mine:data", "--steps", "1"], 0, "1 steps on batches of 9", ""),
         (["mine:decorated_within", "--steps", "1"], 0, "Equal to 1e-05: 4 towers", ""),
@@ -644,6 +644,23 @@ def test_command_line(tmp_path, monkeypatch, capsys, arguments, code, out, err):
     if code == 2:
         assert printed.out == ""
         assert ("Traceback" in printed.err) == ("RuntimeError" in err)
+
+
+def test_progress(capsys):
+    """What is under way is said on standard error, if asked for."""
+    x, y = np.ones((4, 3), "float32"), np.ones((4, 2), "float32")
+
+    def build():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        model.compile("sgd", loss="mse")
+        return model
+
+    verify(build, (x, y), 2, 1, progress=True)
+    printed = capsys.readouterr()
+    assert "building the model on 2 towers\n" in printed.err and printed.out == ""
+    assert "step 1 of 1, on one device and on 2 towers\n" in printed.err
+    verify(build, (x, y), 2, 1)
+    assert "step 1" not in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 from parity import assert_close, data, mlp, on_towers
 
-from ncclsync import LargeBatch, NcclSyncError, NcclUnavailableError, Towers, nccl_parallel
+from ncclsync import LargeBatch, NcclSyncError, NcclUnavailableError, Towers, nccl_parallel, verify
 from ncclsync.communicator import shared
 from ncclsync.communicator.processes import Process
 from ncclsync.compat import host_gpus
@@ -54,6 +54,31 @@ def test_decorated_must_be_callable():
         nccl_parallel(nccl_parallel(plain_model))
 
 
+@pytest.mark.parametrize(
+    "call, told",
+    [
+        (lambda: nccl_parallel(towers=2).__enter__(), r"Received: a `with`. Write model = nccl_parallel\(...\)"),
+        (lambda: verify(plain_model, X, Y), r"write verify\(build_model, \(x, y\)\). Received: ndarray .* as a third"),
+        (lambda: verify(plain_model), r"'data'. Write verify\(build_model, \(x, y\), towers=4\)"),
+        (lambda: verify(plain_model, (X, Y), gpus=2), r"^verify\(\) got .* 'gpus'. Write towers=2"),
+        (lambda: verify(plain_model, (X, Y), batchsize=3), r"^verify\(\) got .* 'batchsize'. Write batch_size=3"),
+        (lambda: verify(plain_model, (X, Y), devices=2), "Expected devices to be a list"),
+        (lambda: Towers.explain(None, batch_size=64), r"'batch_size'. Write explain\(64\), with a batch size"),
+        (lambda: Towers.run(None, max, X, Y), r"Write run\(step, \(x, y\)\)"),
+    ],
+)
+def test_arguments_that_are_not_taken(call, told):
+    """Say what to write."""
+    with pytest.raises(TypeError, match=told):
+        call()
+
+
+def test_pytorchs_name_of_a_gpu():
+    """Is told in TensorFlow's words."""
+    with pytest.raises(ValueError, match=r"Received: 'cuda:1', as PyTorch names it. Write 'GPU:1'"):
+        Towers(["cuda:1"])
+
+
 def copied(model, how, folder):
     """A model that comes from another by way of Keras."""
     if how == "clone":
@@ -82,6 +107,87 @@ def test_a_copy_that_trains_on_one_device_says_so(how, tmp_path, caplog):
     for _ in range(2):
         copy_of_it.fit(x, y, verbose=0)
     assert caplog.text.count("trains on one device") == 1
+
+
+def own_loop(model, optimizer, updates=3):
+    """Train by hand, outside of any step."""
+    for _ in range(updates):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(np.ones((8, 12), "float32")) ** 2)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+
+def around(part, trainable=True):
+    """A plain model that contains another one."""
+    part.trainable = trainable
+    model = keras.Sequential([keras.Input((12,)), part, keras.layers.Dense(5)])
+    model.compile("sgd", "mse")
+    return model
+
+
+def compiled():
+    model = plain_model()
+    model.compile("sgd", "mse")
+    return model
+
+
+ON_ONES = np.ones((8, 12), "float32"), np.ones((8, 5), "float32")
+
+
+def in_a_with(train):
+    with Towers(2):
+        train(compiled())
+
+
+ON_ONE_DEVICE = {
+    "own loop": (lambda m: own_loop(m, m.optimizer), r"test_errors.py:\d+ .*model.towers.run\(step, batch\)"),
+    "own optimizer": (lambda m: own_loop(m, keras.optimizers.SGD()), r"model.towers.run\(step, batch\)"),
+    "traced": (lambda m: tf.function(own_loop)(m, m.optimizer, 1), r"model.towers.run\(step, batch\)"),
+    "nested": (lambda m: around(m).fit(*ON_ONES, verbose=0), "contains .*Decorate the function .*__wrapped__"),
+    "frozen": (lambda m: around(m, trainable=False).train_on_batch(*ON_ONES), "contains .*Decorate the function"),
+    "nested, own loop": (lambda m: own_loop(around(m), keras.optimizers.SGD()), "needs a decorated factory"),
+    "with, fit": (lambda m: in_a_with(lambda other: other.fit(*ON_ONES, verbose=0)), "`with Towers.*decorate the"),
+    "with, own loop": (lambda m: in_a_with(lambda other: own_loop(other, other.optimizer)), "within `with Towers"),
+}
+
+
+@pytest.mark.parametrize("name", ON_ONE_DEVICE)
+def test_training_beside_towers_is_told(name, caplog):
+    """Once, however it is done."""
+    train, told = ON_ONE_DEVICE[name]
+    model = nccl_parallel(towers=2)(compiled)()
+    if name == "traced":
+        model.optimizer.build(model.trainable_variables)
+    train(model)
+    (warning,) = [text for record in caplog.records if "one device" in (text := record.getMessage())]
+    assert re.search(told, warning)
+    model.trainable = True
+    own_loop(model, keras.optimizers.SGD())
+    assert caplog.text.count("on one device") == (2 if name.startswith("with") else 1)
+
+
+def test_training_on_towers_is_not_told_to_be_beside_them(caplog):
+    """Nor an update that creates an optimizer's state, written weights, reads, a single tower, plain models."""
+    model = nccl_parallel(towers=2)(compiled)()
+    own_loop(model, model.optimizer, updates=1)
+    model.fit(*ON_ONES, verbose=0)
+    model.compile("sgd", "mse", run_eagerly=True)
+    model.fit(*ON_ONES, verbose=0)
+    model.predict(ON_ONES[0], verbose=0)
+    model.trainable_variables[0].assign_add(model.trainable_variables[0])
+    model.towers.run(lambda x: own_loop(model, model.optimizer, 1), ON_ONES[0])
+    with Towers(2) as towers:
+        model.train_on_batch(*ON_ONES)
+        other = compiled()
+        towers.run(lambda x: own_loop(other, other.optimizer, 1), ON_ONES[0])
+        compiled().train_on_batch(*ON_ONES)
+    compiled().train_on_batch(*ON_ONES)
+    model.towers.close()
+    own_loop(model, model.optimizer)
+    single = nccl_parallel(towers=1)(compiled)()
+    own_loop(single, single.optimizer)
+    assert "one device" not in caplog.text
 
 
 def test_two_decorators_are_told():

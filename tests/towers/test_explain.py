@@ -114,11 +114,45 @@ def test_what_xla_compiles(rows, sizes):
     assert not on_towers(mlp, 2).towers.explain((X, Y)).compiled
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda gradients: tf.clip_by_global_norm(gradients, 0.1)[0],
+        lambda gradients: [tf.clip_by_norm(one, 0.1) for one in gradients],
+        lambda gradients: [one / tf.linalg.global_norm(gradients) for one in gradients],
+    ],
+    ids=["by global norm", "by norm", "normalised"],
+)
+def test_gradients_scaled_by_their_norm_are_sent_once(change):
+    """They are whole for the norm, and stay so: not scaled as parts, and added up again."""
+
+    class Scaled(keras.Sequential):
+        def train_step(self, batch):
+            x, y = batch
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(x) - y) ** 2)
+            gradients = change(tape.gradient(loss, self.trainable_variables))
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return {"loss": loss}
+
+    def build():
+        model = Scaled([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    model = on_towers(build, 2)
+    found = model.towers.explain(8)
+    weights = sum(weight.numpy().nbytes for weight in model.trainable_weights)
+    assert sum(one.size_bytes for one in found.cuts) == weights + 4  # and the loss
+    assert found.segments == 2
+
+
 def test_one_tower_and_a_loop():
     """One tower exchanges nothing; a loop's step is explained once it has run."""
     found = on_towers(mlp, 1).towers.explain(4)
     assert {row.bucket for row in found.variables} == {None}
     assert [(shard.begin, shard.end) for shard in found.shards] == [(0, 4)]
+    assert (found.segments, found.cuts, found.wholes) == (1, (), ()) and "Keras' own step" in found.order
     weight = tf.Variable([1.0, 2.0], name="weight")
     with Towers(2) as towers:
         with pytest.raises(NcclSyncError, match=r"a step that Towers\.run has run"):
@@ -127,6 +161,14 @@ def test_one_tower_and_a_loop():
         found = towers.explain()
     assert [(row.name, row.rule) for row in found.variables] == [("weight:0", "all-reduce: mean over the samples")]
     assert [shard.end for shard in found.shards] == [3, 5]
+
+
+def test_one_tower_makes_no_batch_up(caplog):
+    """Keras' own step has run: its rows are not known. Nor does that tower normalise, or draw, otherwise."""
+    model = on_towers(mine, 1)
+    model.train_on_batch(np.zeros([7, 3], "int32"), np.zeros([7], "int32"))
+    assert model.towers.explain().shards == () and "as under MirroredStrategy" not in caplog.text
+    assert [one.end for one in model.towers.explain(9).shards] == [9]
 
 
 def test_the_step_that_ran_last():

@@ -417,6 +417,18 @@ def test_what_was_chosen_is_said(capsys, caplog):
         assert "ncclsync:" not in capsys.readouterr().err
 
 
+def test_a_warning_says_who_speaks(monkeypatch, capsys):
+    """Where nobody has set logging up, as in a script; else its own handlers format it, once."""
+    logger = logging.getLogger("ncclsync")
+    logger.warning("heard by pytest's handlers")
+    monkeypatch.setattr(logging.root, "handlers", [])
+    logger.warning("%d words", 2)
+    logger.info("unheard")
+    monkeypatch.setattr(logger, "handlers", [*logger.handlers, logging.NullHandler()])
+    logger.warning("heard by a handler of the user's")
+    assert capsys.readouterr() == ("", "ncclsync: 2 words\n")
+
+
 def test_gpus_are_said_with_their_model_and_nccl(monkeypatch, capsys):
     """Each model once."""
     monkeypatch.setattr(placement, "device_models", lambda devices: ["NVIDIA T4"] * len(devices))

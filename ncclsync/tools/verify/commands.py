@@ -4,6 +4,7 @@ import argparse
 from typing import Any
 
 from ncclsync.tools.arguments import add_options, number, option, switch
+from ncclsync.tools.bench.turns import progress
 from ncclsync.tools.factories import add_model_arguments, load, model_and_data
 
 SAME, DIFFERENT = 0, 1  # exit codes; `cli` ends with 2 where nothing was compared
@@ -33,18 +34,29 @@ def add_verify(commands: Any) -> None:
 
 
 def _verify(given: argparse.Namespace) -> int:
+    progress("importing TensorFlow, building the model")
+    try:
+        report = _compare(given)
+    finally:
+        progress("")
+    from ncclsync.towers.printed import show
+
+    show(report)
+    return SAME if report.ok else DIFFERENT
+
+
+def _compare(given: argparse.Namespace) -> Any:
     named = load(given.factory)
     from ncclsync.parallel import Undecorated
     from ncclsync.tools.verify.verification import verify
     from ncclsync.towers.placement import share_cores
-    from ncclsync.towers.printed import show
 
     devices = given.devices.split(",") if given.devices else None
     share_cores(given.towers, devices)  # before a model, which tells what random batches have, starts TensorFlow
     options = {"devices": devices, "backend": given.backend, "exact": given.exact}
     factory = Undecorated(named)
     _, data, batch_size = model_and_data(given, factory, _BATCH_SIZE, batches=given.steps)
-    report = verify(
+    return verify(
         factory,
         data,
         given.towers,
@@ -52,7 +64,6 @@ def _verify(given: argparse.Namespace) -> int:
         batch_size=batch_size,
         tolerance=given.tolerance,
         seed=given.seed,
+        progress=True,
         **{name: value for name, value in options.items() if value},
     )
-    show(report)
-    return SAME if report.ok else DIFFERENT

@@ -8,6 +8,7 @@ import collections
 import contextlib
 import dataclasses
 import gc
+import inspect
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -19,10 +20,12 @@ import tensorflow as tf
 
 from ncclsync.compat import keras as keras_compat
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.parallel import Undecorated, nccl_parallel
+from ncclsync.errors import remedied, shown
+from ncclsync.parallel import ModelOptions, Undecorated, nccl_parallel
 from ncclsync.semantics.exactness import Inexact, find_inexact
 from ncclsync.semantics.roles import Role, role_of
 from ncclsync.semantics.shards import rows_of
+from ncclsync.tools.bench import turns
 from ncclsync.tools.verify.batches import Batch, take_batches
 from ncclsync.tools.verify.check import Unchecked, first_difference
 from ncclsync.tools.verify.report import ROUNDING, Difference, Report, measure
@@ -37,6 +40,7 @@ TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "float16": 1e-2, "bfloat16": 8e
 _LAST_BIT = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
+@remedied("Write verify(build_model, (x, y), towers=4)")
 def verify(
     build_model: Callable[[], keras.Model],
     data: Any,
@@ -64,7 +68,7 @@ def verify(
             dtype that Keras and the model compute in: float64 1e-12, float32 1e-5, float16 1e-2, bfloat16 8e-2.
         seed: for `keras.utils.set_random_seed` before each build and, incremented, before each step. Afterwards
             Python's and NumPy's generators are restored; TensorFlow's and Keras' seeds, which cannot be read, are not.
-        options: further arguments of `nccl_parallel`.
+        options: further arguments of `nccl_parallel`; and `progress=True`, to say on standard error what is under way.
 
     Returns:
         A `Report`; print it. A failing `assert verify(...).ok` shows it.
@@ -74,9 +78,15 @@ def verify(
             without a batch.
         Exception: a step's error on one device or on the towers. The towers are then closed, too.
     """
-    devices = options.get("devices")
+    if np.ndim(towers):
+        words = "Expected all data in one argument: write verify(build_model, (x, y))"
+        raise TypeError(f"{words}. Received: {shown(towers)} as a third")
+    say = turns.progress if options.pop("progress", False) else lambda text: None
+    known = [*inspect.signature(verify).parameters][:-1]
+    devices = ModelOptions.of("verify", options, known).devices
     count = towers if devices is None else len(devices)
     _check_arguments(build_model, count, steps, batch_size, tolerance)
+    say(f"building the model on {count} towers")
     factory = build_model if isinstance(build_model, Undecorated) else Undecorated(build_model)
     if devices is None:
         options["towers"] = towers
@@ -89,6 +99,7 @@ def verify(
             batches = take_batches(data, steps, batch_size=batch_size, towers=count, one_size=one_size)
             with tf.device(f"/{made.devices[0]}"):
                 run = _Run(factory, batches, seed, tolerance)
+                run.say = say
                 return run.report(model, made)
         finally:
             made.close()
@@ -100,6 +111,8 @@ def verify(
 
 class _Run:
     """Run one device: beside the towers, and again to find why they differ."""
+
+    say: Callable[[str], None]
 
     def __init__(self, factory: Callable, batches: Sequence[Batch], seed: int, tolerance: float | None) -> None:
         self._factory = factory
@@ -115,11 +128,12 @@ class _Run:
         """Train `model` beside one device, and find reasons for differences."""
         if model is self._reference:
             raise ValueError(f"Expected the factory to make a new model each time. Received: {model!r} twice")
-        found = self._compare(self._reference, model)
+        found = self._compare(self._reference, model, f"on one device and on {len(towers)} towers")
         reasons = [*_nan_of(found), *_equal_rows(self._reference, self._batches[0])]
         if not all(one.ok for one in found):
             known = find_inexact(model, towers.options.exact_batch_norm, towers.options.exact_random)
             own = [*known, *self._of_one_device()]
+            self.say("they differ: looking for the line, op by op")
             faults = [*_false_step(towers, self._batches[0])]
             if not own and not faults:
                 found, own = self._without_rounding(found)
@@ -164,9 +178,10 @@ class _Run:
         return found, [Inexact(ROUNDING, reason, remedy)]
 
     def _again(self, *, nudged: bool = False) -> list[Difference]:
-        return self._compare(_build(self._factory, self._seed), _build(self._factory, self._seed), nudged=nudged)
+        what = "they differ: on one device twice" + ", with other last bits" * nudged
+        return self._compare(_build(self._factory, self._seed), _build(self._factory, self._seed), what, nudged=nudged)
 
-    def _compare(self, one: keras.Model, other: keras.Model, *, nudged: bool = False) -> list[Difference]:
+    def _compare(self, one: keras.Model, other: keras.Model, what: str, *, nudged: bool = False) -> list[Difference]:
         """Train both models, from the state of `one`; return every difference, under `other`'s names.
 
         If `nudged`, each weight of `other` begins with another last bit, of its dtype.
@@ -187,6 +202,7 @@ class _Run:
             change = _LAST_BIT[keras.backend.standardize_dtype(weight.dtype)] * signs.choice([-1, 1], weight.shape)
             weight.assign(weight * tf.cast(1 + change, weight.dtype))
         for step, batch in enumerate(self._batches, start=1):
+            self.say(f"step {step} of {len(self._batches)}, {what}")
             expected = _train(one, batch, step, self._seed)
             actual = _train(other, batch, step, self._seed)
             for kind, right, variable in _paired(one, other):

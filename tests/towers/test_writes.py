@@ -153,7 +153,7 @@ def test_parts_that_are_written(caplog):
     assert caplog.text.count("of which each tower holds a part, was written") == 1
     first = runs[0].model.optimizer._accumulated_gradients[0]
     assert_close(sums[0].numpy(), first.numpy())
-    with pytest.raises(ncclsync.NcclSyncError, match="Call it without tf[.]function"):
+    with pytest.raises(ncclsync.NcclSyncError, match="Call it without"):
         tf.function(lambda: sums[0] + 1.0)()
 
 

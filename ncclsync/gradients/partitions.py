@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from ncclsync.communicator import native
 from ncclsync.errors import NcclSyncError
+from ncclsync.ops import held
 from ncclsync.semantics.holders import Holder
 
 
@@ -63,14 +65,21 @@ class PartitionedSlot(Holder):
     """
 
     def __init__(
-        self, variable: tf.Variable, place: Place, partitions: Sequence[tf.Variable], processes: Processes
+        self,
+        variable: tf.Variable,
+        place: Place,
+        partitions: Sequence[tf.Variable],
+        processes: Processes,
+        left: native.Held,
     ) -> None:
         """Take over an optimizer's variable, with its value; it is not kept alive.
 
-        `place` is that of its weight in `partitions`, [n] variables of this process' towers.
+        `place` is that of its weight in `partitions`, [n] variables of this process' towers. `left` holds what the
+        variable has been given here.
         """
         super().__init__(variable)
-        self._place, self._partitions, self._processes = place, partitions, processes
+        self._place, self.partitions, self._processes = place, partitions, processes
+        self._left, self.slot = left, left.add()
         self._is_whole = self._is_written = True
         self.track(reads=True, keeps=True)
 
@@ -79,9 +88,9 @@ class PartitionedSlot(Holder):
         variable = self.held
         if variable is None or not self._is_whole:
             return
-        if self._is_written:
+        if self._is_written or self.was_written():
             value = variable.value()
-            for tower, partition in zip(self._processes.ranks, self._partitions, strict=True):
+            for tower, partition in zip(self._processes.ranks, self.partitions, strict=True):
                 with tf.device(partition.device):
                     part = self._place.part(tf.identity(value), tower)
                     before, after = partition[: self._place.begin], partition[self._place.end :]
@@ -89,6 +98,7 @@ class PartitionedSlot(Holder):
                     partition.assign(tf.concat([before, part, after], 0))
         with tf.device(variable.device):
             tf.raw_ops.AssignVariableOp(resource=variable.handle, value=tf.zeros([0], variable.dtype))
+        held.compare(self._left, [variable], [self.slot], [True], begins=False)
         self._is_whole = self._is_written = False
         self.mark_others_stale()  # they read it before their next step, which makes it whole
 
@@ -103,14 +113,23 @@ class PartitionedSlot(Holder):
                 "written outside of any tf.function. Received: a tf.function that does so, or a step on "
                 "other towers, which need shard_optimizer=True as well."
             )
+        if self.was_written():
+            self.mark_stale()
+            return
         with tf.device(variable.device):
-            held = [tf.identity(partition.value()) for partition in self._partitions]
-            rows = tf.stack([partition[self._place.begin : self._place.end] for partition in held])
+            parts = [tf.identity(partition.value()) for partition in self.partitions]
+            rows = tf.stack([part[self._place.begin : self._place.end] for part in parts])
             if self._processes.gather is not None:
                 rows = self._processes.gather(rows, variable.name)
             whole = self._place.whole(rows, variable.shape)
             tf.raw_ops.AssignVariableOp(resource=variable.handle, value=whole)
+        held.compare(self._left, [variable], [self.slot], [True], begins=False)
         self._is_whole = True
+
+    def was_written(self) -> bool:
+        """Return whether others have written the variable, by whatever op, since it was divided or made whole."""
+        held.let_go_of_written(self._left, [self.held], [self.slot])
+        return not self._left.knows(self.slot)
 
     def release(self) -> None:
         """Give the variable back, whole."""
@@ -119,6 +138,7 @@ class PartitionedSlot(Holder):
             return
         self.make_whole()
         self.untrack()
+        self._left.forget(self.slot)
 
     def before_access(self, replaces: bool = False) -> None:
         """Let the variable hold the whole, before Python reads or writes it."""
@@ -127,6 +147,7 @@ class PartitionedSlot(Holder):
     def mark_stale(self) -> None:
         """Let the next step take the variable's value: other towers that divide it make it whole by then."""
         self._is_whole = self._is_written = True
+        self._left.forget(self.slot)  # so that what is written next takes no memory beside it
 
     def mark_shared(self) -> None:
         """Do nothing: `divide` marks the other holders stale each time."""

@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from ncclsync import ops
+from ncclsync.communicator import native
 from ncclsync.compat import keras_optimizers
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError
@@ -70,7 +71,7 @@ class _Sharded:
                 parts = copies(tf_compat.backend_variable(partition))
                 for weight, place in group.pairs:
                     whole = tf_compat.backend_variable(wholes[name][indices[id(weight)]])
-                    self.slots.append(PartitionedSlot(whole, place, parts, sharding.processes))
+                    self.slots.append(PartitionedSlot(whole, place, parts, sharding.processes, sharding.left))
         for group in self.groups:
             declare_role(tf_compat.backend_variable(group.flat), Role.PARTITION)
 
@@ -107,14 +108,16 @@ class _Sharded:
 class OptimizerSharding:
     """Divide the state of a model's or a step's optimizers among its towers."""
 
-    def __init__(self, towers: int, bucket_bytes: int, processes: Processes) -> None:
+    def __init__(self, towers: int, bucket_bytes: int, processes: Processes, left: native.Held) -> None:
         """Divide nothing yet: an optimizer is divided when a step that it updates is first traced.
 
-        `towers` is N, in all processes; the weights of a flat variable take up to `bucket_bytes` together.
+        `towers` is N, in all processes; the weights of a flat variable take up to `bucket_bytes` together. `left` holds
+        what optimizers' variables have been given.
         """
         self.towers = towers
         self.bucket_bytes = bucket_bytes
         self.processes = processes
+        self.left = left
         self._sharded: dict[int, _Sharded] = {}  # by id of the optimizer
         self._addends: dict[int, tf.Tensor] = {}  # by their ids
 
@@ -158,6 +161,18 @@ class OptimizerSharding:
         """Send Python's writes into optimizers' variables to the towers, before a step, and free these variables."""
         for slot in self._slots():
             slot.divide()
+
+    def watched(self, written: set[int]) -> list[tuple[tf.Variable, int]]:
+        """Return optimizers' variables whose parts a step writes, given all that it writes, and slots in `left`."""
+        slots = [slot for slot in self._slots() if id(slot.partitions[0]) in written]
+        return [(variable, slot.slot) for slot in slots if (variable := slot.held) is not None]
+
+    def take_changed(self) -> None:
+        """Let the next step take what others have written, of which `left` knows no value."""
+        for slot in self._slots():
+            if not self.left.knows(slot.slot):
+                slot.mark_stale()
+        self.divide()
 
     def make_whole(self) -> None:
         """Let optimizers' variables hold the whole of the towers' parts. Collective, with several processes."""

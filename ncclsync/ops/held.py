@@ -40,6 +40,15 @@ def hold(
     return host_ops.create("NcclsyncHold", values, [], attributes, device)
 
 
+def let_go_of_written(held: native.Held, variables: Sequence[tf.Variable], slots: Sequence[int]) -> None:
+    """Let `held` know no value of those of these variables, of one device, that others have written."""
+    try:
+        compare(held, variables, slots, [False] * len(slots), begins=True)
+    except tf.errors.AbortedError as error:  # which says that there is such a variable
+        if not is_refusal(error):
+            raise
+
+
 def is_refusal(error: tf.errors.OpError) -> bool:
     """Return whether a step has failed because it found variables that others had written, before it wrote any."""
     return _WRITTEN in error.message

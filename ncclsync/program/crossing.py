@@ -8,6 +8,7 @@ tensor's place.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -19,8 +20,17 @@ from ncclsync.compat.source_lines import user_line
 from ncclsync.program.graph import StepGraph
 from ncclsync.semantics.axes import SMALL
 from ncclsync.semantics.functions import BRANCHES, LOOPS, change_functions
+from ncclsync.semantics.rules import FILLING, MOVING, names
 
 _ANY_SHAPE = -1
+_OPEN = 1000  # an open length, where only more or fewer bytes count
+
+# Ops that XLA computes within other kernels, for less than it takes to read their results from memory.
+_CHEAP = names("""
+    Add AddN AddV2 BroadcastTo Cast Div Equal ExpandDims Greater GreaterEqual Identity Less LessEqual LogicalAnd
+    LogicalNot LogicalOr Maximum Minimum Mul Neg NotEqual OnesLike RealDiv Relu ReluGrad Reshape Select SelectV2 Square
+    SquaredDifference Squeeze StopGradient Sub ZerosLike
+""")
 
 # Ops whose results XLA gives a bound, and a length that is known only when they have run.
 _OF_NUMBERS = frozenset({"Where", "Unique", "UniqueV2", "NonMaxSuppressionV3", "ListDiff"})
@@ -52,6 +62,7 @@ class Forms:
     def __init__(self, graph: StepGraph, jit_compile: bool) -> None:
         """Find which tensors' lengths rest on numbers, in a step that is placed."""
         self._graph, self.jit_compile = graph, jit_compile
+        self._places = {op.name: place for place, op in enumerate(graph.ops)}
         # Tensors of such lengths, and integers that may be computed of these.
         self._of_numbers: set[TensorName] = set()
         for op in graph.ops if jit_compile else ():
@@ -103,6 +114,65 @@ class Forms:
                     found.append(op)
                     queue.append(op)
         return found[::-1]
+
+    def recomputed(self, ops: Sequence[OpName], written: Collection[TensorName]) -> list[OpName]:
+        """Return the cheap ops of earlier segments that a segment computes again, so that fewer bytes cross to it.
+
+        In one program XLA would do so by itself: it writes to memory only what no other kernel can compute on the way.
+        A variable is read again, too, unless its handle is among `written`.
+        """
+        if not self.jit_compile:
+            return []
+        inside, found = {*ops}, list[OpName]()
+        crossing = {n for op in ops for n in self._graph.inputs[op] if op_name(n) not in inside and self._bytes(n)}
+        better = True
+        while better:
+            groups: dict[frozenset[TensorName], tuple[set[TensorName], list[OpName]]] = {}  # by what crosses instead
+            for name in crossing:
+                made, given, _ = self._ways(name, crossing - {name}, written)
+                members, ways = groups.setdefault(frozenset(given), (set(), []))
+                members.add(name)
+                ways += made
+            better = False
+            for instead, (members, ways) in groups.items():
+                if sum(map(self._bytes, instead)) < sum(map(self._bytes, members)):
+                    crossing, better = (crossing - members).union(instead), True
+                    found += ways
+        return sorted({*found}, key=lambda one: self._places[one])
+
+    def _ways(
+        self, name: TensorName, crossing: Collection[TensorName], written: Collection[TensorName], depth: int = 8
+    ) -> tuple[list[OpName], set[TensorName], float]:
+        """Return the ops that compute a tensor anew, what crosses for them besides, and how many bytes that has."""
+        op = op_name(name)
+        if not depth or op not in self._places or not self._is_cheap(op, written):
+            return [], {name}, math.inf
+        made, given, cost = [op], set[TensorName](), 0.0
+        for one in self._graph.inputs[op]:
+            if one in crossing or not self._bytes(one):
+                continue
+            ways = self._ways(one, crossing, written, depth - 1)
+            if ways[2] <= self._bytes(one):
+                made, given, cost = made + ways[0], given | ways[1], cost + ways[2]
+            else:
+                given, cost = given | {one}, cost + self._bytes(one)
+        return made, given, cost
+
+    def _is_cheap(self, name: OpName, written: Collection[TensorName]) -> bool:
+        op, inputs = self._graph.by_name[name], self._graph.inputs[name]
+        if op.type == "ReadVariableOp":
+            return inputs[0] in self._graph.traced.variable_of.keys() - written
+        lists = any(tensor.dtype == tf.variant for tensor in op.outputs)
+        known = op.type not in MOVING | FILLING or all(map(self._graph.is_constant, inputs[1:]))  # the new shape
+        return op.type in _CHEAP and known and not lists and self._of_numbers.isdisjoint(inputs)
+
+    def _bytes(self, name: TensorName) -> int:
+        """Return about how many bytes cross if a tensor does; 0: none, since each segment has it."""
+        if self._graph.is_constant(name) or name in self._graph.traced.variable_of:
+            return 0
+        spec = self._graph.spec(name)
+        lengths = [_OPEN] * 5 if spec.shape.rank is None else spec.shape.as_list()
+        return math.prod(_OPEN if one is None else one for one in lengths) * max(spec.dtype.size, 1)
 
     def _is_empty(self, name: TensorName) -> bool:
         return _maker(self._graph, name, passed=("Identity",)) in ("EmptyTensorList", "TensorListReserve")

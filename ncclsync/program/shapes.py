@@ -3,13 +3,16 @@
 Where a rule is wrong, or what is put in, a tower's number of rows meets the batch's. TensorFlow's own shape functions
 know nothing of placements. They are asked once for all that a tower computes, for batches of two sizes. Left out is
 what has the same shapes as on one device: what all towers compute alike, and element-wise ops of one input. The results
-of loops and branches are taken to be as they are placed.
+of loops and branches are taken to be as they are placed; the functions that they run are asked for by themselves.
 """
 
+import dataclasses
+import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
@@ -19,8 +22,10 @@ from ncclsync.program.partition import Fault, Partition
 from ncclsync.program.program import Exchange
 from ncclsync.program.schedule import ancestors
 from ncclsync.semantics import rules
-from ncclsync.semantics.axes import Rows
+from ncclsync.semantics.axes import Axes, Rows
+from ncclsync.semantics.functions import in_order
 from ncclsync.semantics.placements import REPLICATE, Kind, Placement
+from ncclsync.semantics.placing import Body
 
 # A tower's rows, and on how many towers: many rows, which ops may divide; and one row, which may be broadcast.
 _SIZES = ((840, 3), (1, 2))
@@ -40,10 +45,11 @@ def find_mismatch(placed: Partition) -> Fault | None:
     if totals := totals | {length // each for length, each in placed.declared}:  # the only batches that the step takes
         total = max(totals)
         sizes = [(total // n, n) for n in range(2, total + 1) if total % n == 0][:1]
-    for rows, towers in sizes:
-        fault = _Tower(placed, rows, towers).fault()
+    scopes = [_step_of(placed), *(_body_of(placed, body) for body in placed.bodies if body.op.name in placed.local)]
+    for (rows, towers), scope in itertools.product(sizes, scopes):
+        fault = _Tower(scope, rows, towers).fault()
         # What TensorFlow refuses in the trace, too, one device refuses.
-        if fault is not None and _Tower(placed, rows * towers, 1).takes_batch():
+        if fault is not None and _Tower(scope.as_traced(), rows * towers, 1).fault() is None:
             return fault
     return None
 
@@ -66,57 +72,89 @@ def _is_as_long(op: tf.Operation) -> bool:
     return one.dtype == other.dtype and other.shape.rank != 0 and not _may_count(other)  # a number may say a length
 
 
+@dataclasses.dataclass(frozen=True)
+class _Scope:
+    """Describe what a tower computes at one level: the step, or a function that the step runs.
+
+    Attributes:
+        placed: the step.
+        axes: of the graph.
+        tensor: finds a tensor of the graph by its name.
+        ops: that a tower computes; asked: those of which the shapes are asked.
+        traced: the ops as they were traced.
+        inputs: of the ops, by their names; nodes: NodeDefs.
+        stands: by name of a tensor that towers have apart: the traced tensor that it stands for, and how it is placed.
+        within: the op of the step that runs the function; None: this is the step.
+    """
+
+    placed: Partition
+    axes: Axes
+    tensor: Callable[[TensorName], tf.Tensor]
+    ops: Sequence[tf.Operation]
+    asked: Collection[OpName]
+    traced: Sequence[tf.Operation]
+    inputs: Mapping[OpName, Sequence[TensorName]]
+    nodes: Mapping[OpName, Any]
+    stands: Mapping[TensorName, tuple[TensorName, Placement]]
+    within: tf.Operation | None = None
+
+    def as_traced(self) -> "_Scope":
+        """Return the same as one device computes it."""
+        inputs = self.placed.traced.inputs if self.within is None else self.inputs
+        asked = {op.name for op in self.traced}
+        return dataclasses.replace(self, ops=self.traced, asked=asked, inputs=inputs, stands={})
+
+    def is_traced(self, name: OpName) -> bool:
+        """Return whether an op is one of the trace's; others were put in."""
+        return self.within is not None or name in self.placed.traced.nodes
+
+
+def _step_of(placed: Partition) -> _Scope:
+    traced = placed.traced
+    stands = {name: (name, placement) for name, placement in traced.argument_placements.items()}
+    for name, (tensor, placement) in placed.placed.items():
+        stands.setdefault(tensor.name, (name, placement))
+    for (name, _, after), tensor in placed.converted.items():
+        if name in stands:
+            stands.setdefault(tensor.name, (stands[name][0], after))
+    needed = _needed(placed) - traced.placeholders
+    # That take what towers have apart, or were put in.
+    asked = {op.name for op in placed.ops if op.name in placed.local or op.name not in traced.nodes}
+    asked = needed & (asked | {op.name for op in placed.ops if all(map(_may_count, op.outputs))})
+    before = [op for op in traced.ops if op.name not in traced.placeholders]
+    return _Scope(placed, placed.axes, traced.tensor, placed.ops, asked, before, placed.inputs, placed.nodes, stands)
+
+
+def _body_of(placed: Partition, body: Body) -> _Scope:
+    ops = [op for op in in_order(body.graph.get_operations()) if op.type != "Placeholder"]
+    stands = {name: (name, placement) for name, placement in body.placements.items() if not placement.whole}
+    inputs = {op.name: [tensor.name for tensor in op.inputs] for op in ops}
+    nodes = {op.name: op.node_def for op in ops}
+    find = body.graph.get_tensor_by_name
+    return _Scope(placed, body.axes, find, ops, inputs.keys(), ops, inputs, nodes, stands, within=body.op)
+
+
 class _Tower:
     """Infer the shapes of what one of several towers computes."""
 
-    def __init__(self, placed: Partition, rows: int, towers: int) -> None:
-        self._placed, self._rows, self._towers = placed, rows, towers
-        self._graph = tf.compat.v1.GraphDef(versions=placed.traced.definition.versions)
-        self._inputs: Mapping[OpName, Sequence[TensorName]] = placed.inputs
+    def __init__(self, scope: _Scope, rows: int, towers: int) -> None:
+        self._scope, self._placed, self._rows, self._towers = scope, scope.placed, rows, towers
+        self._graph = tf.compat.v1.GraphDef(versions=self._placed.traced.definition.versions)
         self._sources: dict[TensorName, str] = {}  # the output of a node that stands for a tensor
-        # What a tensor on towers stands for, and how it is placed.
-        self._stands: dict[TensorName, tuple[TensorName, Placement]] = {}
-        given = placed.traced.argument_placements
-        self._stands.update((name, (name, placement)) for name, placement in given.items() if towers > 1)
-        for name, (tensor, placement) in placed.placed.items():
-            self._stands.setdefault(tensor.name, (name, placement))
-        for (name, _, after), tensor in placed.converted.items():
-            if name in self._stands:
-                self._stands.setdefault(tensor.name, (self._stands[name][0], after))
-
-    def takes_batch(self) -> bool:
-        """Return whether TensorFlow finds shapes for the step as it was traced."""
-        self._inputs = self._placed.traced.inputs
-        self._stands.clear()
-        try:
-            self._infer(self._placed.traced.ops)
-        except tf.errors.OpError:
-            return False
-        return True
 
     def fault(self) -> Fault | None:
         """Compare all shapes; see `find_mismatch`."""
         try:
-            needed = _needed(self._placed)
-            self._infer([op for op in self._placed.ops if op.name in needed and self._is_asked(op)])
+            for op in self._scope.ops:
+                if op.name in self._scope.asked:
+                    self._add(op)
+            tf_compat.infer_shapes(self._graph)
         except tf.errors.OpError as error:
             named = re.search(r"\{\{node (\S+?)\}\}|Node '(\S+?)' has", error.message)
             name = OpName(named[1] or named[2] if named else "")
             words = f"{error.message}, for {self._rows} of {self._rows * self._towers} rows"
-            return Fault(self._asking(name), ShapeMismatch(words))
+            return Fault(self._scope.within or self._asking(name), ShapeMismatch(words))
         return None
-
-    def _infer(self, ops: Sequence[tf.Operation]) -> None:
-        for op in ops:
-            if op.name not in self._placed.traced.placeholders:
-                self._add(op)
-        tf_compat.infer_shapes(self._graph)
-
-    def _is_asked(self, op: tf.Operation) -> bool:
-        """Return whether an op takes what towers have apart, or was put in, or computes a shape."""
-        if op.name in self._placed.local or op.name not in self._placed.traced.nodes:
-            return True
-        return all(map(_may_count, op.outputs))
 
     def _asking(self, name: OpName) -> tf.Operation:
         """Return the op of the trace for which this one was put in, or itself."""
@@ -128,11 +166,12 @@ class _Tower:
         """Ask for the shapes of an op's results."""
         if not op.outputs or op.type == "Const" or tf_compat.calls_functions(op) or self._placed.functions.runs(op):
             return
-        pairs = zip(op.inputs, self._inputs[op.name], strict=True)
+        names = self._scope.inputs[op.name]
+        pairs = zip(op.inputs, names, strict=True)
         if any(one.dtype == tf.variant and name not in self._sources for one, name in pairs):
             return  # what is within is known by the op alone that has made it
-        inputs = [self._source(name) for name in self._inputs[op.name]]
-        if op.name in self._placed.traced.nodes and op.type in rules.UNARY and _is_as_long(op):
+        inputs = [self._source(name) for name in names]
+        if self._scope.is_traced(op.name) and op.type in rules.UNARY and _is_as_long(op):
             self._sources[op.outputs[0].name] = inputs[0]
             return
         node = self._node(op.name)
@@ -144,32 +183,46 @@ class _Tower:
 
     def _node(self, name: OpName) -> Any:
         node = self._graph.node.add()
-        node.CopyFrom(self._placed.nodes[name])
+        node.CopyFrom(self._scope.nodes[name])
         node.device, node.input[:] = "", []
         node.attr.pop("_class", None)
         return node
 
     def _source(self, name: TensorName) -> str:
         if name not in self._sources:
-            exchange = self._placed.exchanges.get(name)
+            exchange = None if self._scope.within else self._placed.exchanges.get(name)
             self._sources[name] = self._given(name) if exchange is None else self._exchanged(exchange)
         return self._sources[name]
 
     def _given(self, name: TensorName) -> str:
         """Stand for a tensor for whose shape TensorFlow is not asked."""
-        traced = self._placed.traced
-        tensor, share = traced.tensor(name), traced.trace.share
-        numbers = {share.rows.name: self._rows, share.total.name: self._rows * self._towers}
-        if name in numbers:
-            return self._constant(numbers[name])
+        traced, tensor = self._placed.traced, self._scope.tensor(name)
         if tensor.op.type == "Const" and (tensor.shape.num_elements() or 0) <= _LARGE:
             return f"{self._node(tensor.op.name).name}:0"
+        if self._scope.within is not None:
+            is_given = tensor.op.type == "Placeholder" and _may_count(tensor)
+            numbers = self._numbers(tensor) if is_given else None
+            return self._unknown(tensor.dtype, self._lengths(name)) if numbers is None else self._constant(numbers)
+        share = traced.trace.share
+        counted = {share.rows.name: self._rows, share.total.name: self._rows * self._towers}
+        if name in counted:
+            return self._constant(np.int32(counted[name]))
         if name not in traced.variable_of:
             return self._unknown(tensor.dtype, self._lengths(name))
         node, variable = self._new("VarHandleOp"), traced.variable_of[name]
         node.attr["dtype"].type = variable.dtype.as_datatype_enum
         node.attr["shape"].shape.CopyFrom(variable.shape.as_proto())
         return f"{node.name}:0"
+
+    def _numbers(self, tensor: tf.Tensor) -> Any:
+        """Return the numbers that a function is given, of which some may count rows; None: not known."""
+        found = self._scope.axes.elements(tensor)
+        counts = self._scope.stands.get(tensor.name, (None, REPLICATE))[1].counts or (0,) * len(found)
+        if not found or not all(isinstance(one, int) or (one and one.each) for one in found):
+            return None
+        rows = (self._rows if count else self._rows * self._towers for count in counts)
+        numbers: Any = [one.each * n if isinstance(one, Rows) else one for one, n in zip(found, rows, strict=True)]
+        return np.reshape(numbers, tensor.shape).astype(tensor.dtype.as_numpy_dtype)
 
     def _new(self, op_type: str) -> Any:
         return self._graph.node.add(name=f"{self._placed.traced.free_prefix}_{len(self._graph.node)}", op=op_type)
@@ -180,10 +233,10 @@ class _Tower:
         node.attr["shape"].shape.CopyFrom(tf.TensorShape(shape).as_proto())
         return f"{node.name}:0"
 
-    def _constant(self, value: int) -> str:
-        node = self._new("Const")
-        node.attr["dtype"].type = tf.int32.as_datatype_enum
-        node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, tf.int32))
+    def _constant(self, value: Any) -> str:
+        node, dtype = self._new("Const"), tf.as_dtype(value.dtype)
+        node.attr["dtype"].type = dtype.as_datatype_enum
+        node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, dtype))
         return f"{node.name}:0"
 
     def _exchanged(self, exchange: Exchange) -> str:
@@ -196,7 +249,7 @@ class _Tower:
         if of_one_shape:  # its numbers, which may say a shape, are others
             inputs = [self._unknown(tf.bool, []), source, source]
         elif kind == CollectiveKind.ALL_GATHER and exchange.when is None:
-            inputs = [source] * self._towers + [self._constant(0)]
+            inputs = [source] * self._towers + [self._constant(np.int32(0))]
         if not inputs:
             return self._unknown(dtype, exchange.shape)
         node = self._graph.node.add(name=op_name(exchange.result), op="SelectV2" if of_one_shape else "ConcatV2")
@@ -208,10 +261,10 @@ class _Tower:
 
     def _lengths(self, name: TensorName) -> list[int | None] | None:
         """Return a tower's shape of a tensor, as far as it is known by what it stands for and by its placement."""
-        if name not in self._stands and op_name(name) not in self._placed.traced.nodes:  # it was put in
+        stands, placement = self._scope.stands.get(name, (name, REPLICATE))
+        if name not in self._scope.stands and not self._scope.is_traced(op_name(name)):  # it was put in
             return None
-        stands, placement = self._stands.get(name, (name, REPLICATE))
-        lengths = self._placed.axes.lengths(self._placed.traced.tensor(stands), asks=False)
+        lengths = self._scope.axes.lengths(self._scope.tensor(stands), asks=False)
         if lengths is None or placement.kind not in _COMPARED:
             return None
         total = self._rows * self._towers

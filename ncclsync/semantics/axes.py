@@ -536,6 +536,8 @@ class Kernels:
         """Return an op's attributes, and a key of its type and these."""
         if op not in self._ops:
             attributes = {name: value for name, value in op.node_def.attr.items() if not name.startswith("_")}
+            if "incompatible_shape_error" in attributes:  # else Equal makes one number of lengths that are not known
+                attributes["incompatible_shape_error"].b = True
             known = tuple(sorted((name, value.SerializeToString()) for name, value in attributes.items()))
             self._ops[op] = attributes, (op.type, known)
         return self._ops[op]

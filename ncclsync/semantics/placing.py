@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,24 @@ from ncclsync.semantics.placements import (
 from ncclsync.semantics.rules import Call
 
 logger = logging.getLogger("ncclsync")
+
+
+@dataclasses.dataclass(frozen=True)
+class Body:
+    """Describe a function of which each tower runs its own part.
+
+    Attributes:
+        op: of the step: the loop, the branch or the call that runs it, perhaps by others.
+        graph: the function.
+        axes: of the graph.
+        placements: by name of its tensors.
+    """
+
+    op: tf.Operation
+    graph: Any
+    axes: Axes
+    placements: Mapping[TensorName, Placement]
+
 
 # Stateful ops whose results are equal on all towers if their inputs are.
 REPEATABLE = rules.names("""
@@ -93,6 +111,7 @@ class Placer(abc.ABC):
         masks: by name of a mask: the unit of its true elements.
         row_lengths: by name of the lengths of ragged rows that were counted: the unit of the values.
         draws: the user's lines that draw numbers which are each tower's own.
+        bodies: the functions that were placed by rows.
         fixed: rows per sample, by the length that the trace has of an axis that is divided.
         stretched: whether a batch of one row may have more rows of a tensor than `each` says, since it was broadcast.
     """
@@ -104,6 +123,7 @@ class Placer(abc.ABC):
         self.functions = functions
         self.axes = axes
         self.draws: list[str] = []
+        self.bodies: list[Body] = []
         self.fixed: dict[int, int] = {}
         self.row_splits: dict[TensorName, TensorName] = {}
         self.row_lengths: dict[TensorName, TensorName] = {}
@@ -303,7 +323,7 @@ class Placer(abc.ABC):
         kinds = {placed.kind for placed in call.inputs}
         if kinds & {Kind.AXES, Kind.PENDING}:
             return self.whole(call)
-        drawn = len(self.draws)
+        drawn, ran = len(self.draws), len(self.bodies)
         parts = [
             i for i, p in enumerate(call.inputs) if p.kind is Kind.PARTIAL and call.tensors[i].dtype != tf.resource
         ]
@@ -311,7 +331,7 @@ class Placer(abc.ABC):
             try:
                 made = self._function_by_rows(call)
             except Refused:  # a part, such as of a maximum, is often one number: once it is whole, rows may stay rows
-                del self.draws[drawn:]
+                del self.draws[drawn:], self.bodies[ran:]
                 call.begin_anew()
                 for i in parts:
                     call.require(i, self.reduced(call.tensors[i]))
@@ -319,9 +339,10 @@ class Placer(abc.ABC):
                     raise
                 made = self._function_by_rows(call)
             self.draws[drawn:] = [user_line(call.op.traceback)] * (len(self.draws) > drawn)
+            self.bodies[ran:] = [dataclasses.replace(body, op=call.op) for body in self.bodies[ran:]]
             return made
         except Refused as reason:
-            del self.draws[drawn:]
+            del self.draws[drawn:], self.bodies[ran:]
             logger.debug("%s %s is made whole: %s", call.op.type, call.op.name, reason)
             call.begin_anew()
             handles = any(
@@ -412,6 +433,8 @@ class Placer(abc.ABC):
         placer = FunctionPlacer(self.functions, axes, lenient or self.lenient, row_by_row or self.row_by_row)
         placer.fixed = self.fixed
         made = placer.place_function(graph, placed)
+        if not placer.lenient:
+            self.bodies += [*placer.bodies, Body(op, graph, axes, placer.placements)]
         self.draws += placer.draws
         self.stretched |= placer.stretched
         return made
@@ -518,6 +541,7 @@ class FunctionPlacer(Placer):
         self.lenient, self.row_by_row = lenient, row_by_row
         self._pops = self._counts = False
         self._carried: set[TensorName] = set()  # inputs that the function changes
+        self.placements: dict[TensorName, Placement] = {}
 
     def _row_by_row(self, call: Call) -> list[Placement]:
         """Place an op of a loop over a tower's rows: what it computes of one row, and of whole tensors, is that row's.
@@ -557,7 +581,7 @@ class FunctionPlacer(Placer):
 
     def place_function(self, graph: Any, inputs: Sequence[Placement]) -> list[Placement]:
         """Return how a function's results are placed; raise `Refused` if an op needs other inputs."""
-        placed: dict[TensorName, Placement] = {t.name: one for t, one in zip(graph.inputs, inputs, strict=True)}
+        placed = self.placements = {t.name: one for t, one in zip(graph.inputs, inputs, strict=True)}
         pairs = zip(graph.inputs, graph.outputs, strict=False)
         self._carried = {given.name for given, made in pairs if passed_on(made) is not given}
         writes = {t.name for t in graph.inputs if t.dtype == tf.resource}

@@ -101,7 +101,8 @@ class Rollback:
         """Save, in the graph of the step; return the ops that the step must wait for."""
         if self._begun is None:
             return []
-        saves = [saved.assign(variable.read_value()) for variable, saved, _ in self._saved]
+        reads = [tf.raw_ops.ReadVariableOp(resource=one.handle, dtype=one.dtype) for one, _, _ in self._saved]
+        saves = [saved.assign(value) for (_, saved, _), value in zip(self._saved, reads, strict=True)]
         with tf.control_dependencies(_ops(saves)):
             begun = _ops([self._begun.assign(True)])
         with tf.control_dependencies(begun):

@@ -27,6 +27,7 @@ from ncclsync.towers.session import Session
 _MEMORY = {"CPU": 1, "GPU": 2}  # DLPack's codes, by kinds of devices
 _NAMED = 6  # variables in a message
 _SENT = (Role.SAME, Role.SEED)  # roles whose copies follow from tower 0's variable alone
+_WATCHED = (*_SENT, Role.PARTIAL)  # roles of variables that nobody but steps and methods may write unseen
 
 
 class _Stale:
@@ -73,8 +74,7 @@ class Copies(Holder):
         self.gather_parts()
         self.role = role
         if role is Role.PARTIAL:
-            for copy in self.copies:
-                copy.assign(tf.zeros_like(copy))
+            self._let_tower_0_hold_all()
             self.track(reads=True, keeps=True)
         else:
             self._pending.keys.add(self._key)
@@ -92,6 +92,10 @@ class Copies(Holder):
             raise NcclSyncError("Expected a variable in use. Received: one that was deleted.")
         return variable
 
+    @property
+    def _name(self) -> str:
+        return self.session.names_of([self.variable])[0]
+
     def gather_parts(self) -> None:
         """Add up the towers' parts in tower 0's variable, so that it holds the whole.
 
@@ -99,7 +103,15 @@ class Copies(Holder):
         """
         if self.role is not Role.PARTIAL or self._is_whole:
             return
-        if self.session.layout.meets_processes:
+        held_ops.let_go_of_written(self._pending.left, [self.variable], [self.slot])
+        if not self._pending.left.knows(self.slot):
+            self.session.warn_once(
+                f"{self._name}, of which each tower holds a part, was written by a tf.function, or a raw op: the other "
+                "towers' parts are dropped, as by an assignment. Write such variables outside of tf.functions, by "
+                "methods of their own",
+                about="written parts",
+            )
+        elif self.session.layout.meets_processes:
             # Raw reads, which are not tracked.
             both = (self.variable, *self.copies)
             parts = [tf.raw_ops.ReadVariableOp(resource=one.handle, dtype=one.dtype) for one in both]
@@ -111,8 +123,12 @@ class Copies(Holder):
             for part in [copy.value() for copy in self.copies]:
                 with tf.device(self.variable.device):
                     tf.raw_ops.AssignAddVariableOp(resource=self.variable.handle, value=tf.identity(part))
+        self._let_tower_0_hold_all()
+
+    def _let_tower_0_hold_all(self) -> None:
         for copy in self.copies:
             copy.assign(tf.zeros_like(copy))
+        held_ops.compare(self._pending.left, [self.variable], [self.slot], [True], begins=False)
 
     def keep_part(self, is_root: bool) -> None:
         """Let the first tower of this process hold its part again, before a step: zeros, unless it is tower 0."""
@@ -121,15 +137,21 @@ class Copies(Holder):
             if not is_root:
                 value = tf.zeros(self.variable.shape, self.variable.dtype)
                 tf.raw_ops.AssignVariableOp(resource=self.variable.handle, value=value)
+            held_ops.compare(self._pending.left, [self.variable], [self.slot], [True], begins=False)
 
     def before_access(self, replaces: bool = False) -> None:
         """Let tower 0's variable hold the whole before Python reads or writes it."""
         if tf.executing_eagerly() and current_context() is None:
             in_flight = self.session.in_flight
             (in_flight.before_write if replaces else in_flight.before_read)(self._key)
+            self.gather_parts()
             if replaces:  # so that the old value does not take memory beside the new one
                 self._pending.left.forget(self.slot)
-            self.gather_parts()
+        elif not replaces and self.role is Role.PARTIAL and current_context() is None:
+            raise NcclSyncError(
+                f"Expected {self._name}, of which each tower holds a part, to be read and written outside of any "
+                "tf.function. Received: a tf.function that does so. Call it without tf.function"
+            )
 
     def mark_stale(self) -> None:
         """Send the variable before the next step."""
@@ -138,6 +160,8 @@ class Copies(Holder):
         if self.role not in (Role.SUM, Role.PARTITION):
             self._pending.keys.add(self._key)
             self._pending.disturbed |= bool(self._pending.running)
+            if self.role is Role.PARTIAL:  # and tower 0 holds all of it, since it was read or written
+                held_ops.compare(self._pending.left, [self.variable], [self.slot], [True], begins=False)
 
     def mark_shared(self) -> None:
         """From now on mark the copies of other `Towers` as stale when a step writes the variable."""
@@ -149,14 +173,14 @@ class Replicas:
 
     def __init__(self, session: Session) -> None:
         self._session, options, layout = session, session.options, session.layout
-        self.sharding: OptimizerSharding | None = None  # divides the optimizers' state among the towers
-        if options.shard_optimizer and layout.towers > 1:
-            processes = Processes(layout.ranks, session.rows_of_all if layout.meets_processes else None)
-            self.sharding = OptimizerSharding(layout.towers, options.bucket_bytes, processes)
         self._held: dict[int, Copies] = {}  # by id of tower 0's variable
         self._pending = _Stale()
         self._sending = threading.RLock()
         self.left = self._pending.left
+        self.sharding: OptimizerSharding | None = None  # divides the optimizers' state among the towers
+        if options.shard_optimizer and layout.towers > 1:
+            processes = Processes(layout.ranks, session.rows_of_all if layout.meets_processes else None)
+            self.sharding = OptimizerSharding(layout.towers, options.bucket_bytes, processes, self.left)
         self.shared: set[int] = set()  # ids of the variables of which other `Towers` hold copies, too
 
     def of(self, variable: tf.Variable) -> list[tf.Variable]:
@@ -329,12 +353,18 @@ class Replicas:
         self._pending.keys.difference_update(id(held.variable) for held, _ in sent)
 
     def watched(self, variables: Sequence[tf.Variable]) -> dict[str, list[tuple[tf.Variable, int]]]:
-        """Return, by device, variables whose copies follow from tower 0's alone, and their slots in `left`."""
+        """Return, by device, which variables nobody but a step that has these may write, and their slots in `left`.
+
+        These are the variables whose copies follow from tower 0's alone, and those that are divided among the towers.
+        """
+        meets = self._session.layout.meets_processes
+        holders = [(one, self._held[id(one)]) for one in variables]
+        pairs = [(one, held.slot) for one, held in holders if held.role in _WATCHED and (held.copies or meets)]
+        if self.sharding is not None:
+            pairs += self.sharding.watched({id(one) for one in variables})
         found: dict[str, list[tuple[tf.Variable, int]]] = {}
-        for variable in variables:
-            held = self._held[id(variable)]
-            if held.role in _SENT and (held.copies or self._session.layout.meets_processes):
-                found.setdefault(variable.device, []).append((variable, held.slot))
+        for variable, slot in pairs:
+            found.setdefault(variable.device, []).append((variable, slot))
         return found
 
     @contextlib.contextmanager
@@ -365,30 +395,29 @@ class Replicas:
 
     def send_changed(self) -> None:
         """Send the variables of which `left` knows no value, since others have written them."""
+        if self.sharding is not None:
+            self.sharding.take_changed()
         self.send(self._changed)
 
     @property
     def _changed(self) -> list[int]:
         """Return the ids of the variables of which `left` knows no value."""
         kept = list(self._held.items())
-        return [key for key, held in kept if held.role in _SENT and not self.left.knows(held.slot)]
+        return [key for key, held in kept if held.role in _WATCHED and not self.left.knows(held.slot)]
 
     def _compare(self) -> None:
         """Mark the variables as stale that others than steps on these towers have written."""
         for pairs in self.watched(self.variables).values():
-            variables, slots = zip(*pairs, strict=True)
-            try:
-                held_ops.compare(self.left, variables, slots, [False] * len(slots), begins=True)
-            except tf.errors.AbortedError as error:  # which says that there is such a variable
-                if not held_ops.is_refusal(error):
-                    raise
+            held_ops.let_go_of_written(self.left, *zip(*pairs, strict=True))
         self._pending.keys.update(self._changed)
+        if self.sharding is not None:
+            self.sharding.take_changed()
 
     def _hold(self, sent: Sequence[tuple[Copies, tf.Tensor]]) -> None:
         """Hold the values of tower 0's variables that their copies have been given."""
         by_device: dict[str, list[tuple[tf.Tensor, int]]] = {}
         for held, value in sent:
-            if held.role in _SENT:
+            if held.role in _WATCHED:
                 by_device.setdefault(held.variable.device, []).append((value, held.slot))
         for device, pairs in by_device.items():
             values, slots = zip(*pairs, strict=True)

@@ -115,9 +115,10 @@ class Towers(TowerState):
 
         The first call traces `step(batch)` once, for any number of towers and rows; later calls with the same function
         run that trace. Another dtype or structure takes a trace of its own, another length a last one, which serves
-        all lengths. In the step, gradients with respect to variables are those of the
-        whole batch, Keras' optimizers and metrics behave as in `fit`, and `ncclsync.ops` joins other tensors. All
-        variables that the step uses are replicated; tower 0 has the user's.
+        all lengths. Python's state, such as `layer.trainable`, is what it was then, as in a `tf.function`: pass another
+        function after a change. In the step, gradients with respect to variables are those of the whole batch, Keras'
+        optimizers and metrics behave as in `fit`, and `ncclsync.ops` joins other tensors. All variables that the step
+        uses are replicated; tower 0 has the user's.
 
         Args:
             step: a function of a batch. Pass the same object each time: a new object is traced again.

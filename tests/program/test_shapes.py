@@ -49,6 +49,30 @@ def test_a_wrong_op_is_put_in(hidden, monkeypatch, caplog):
     assert "ShapeMismatch" in caplog.text and "report this line" in caplog.text
 
 
+def through(body):
+    """Return a step whose loop, branches, and loop with branches in it run `body`."""
+    looped = lambda x: tf.while_loop(lambda i, _: i < 3, lambda i, a: (i + 1, body(a)), (0, x))[1]  # noqa: E731
+    branched = lambda n, x: tf.cond(n > 0, lambda: body(x), lambda: x)  # noqa: E731
+    nested = lambda x: tf.while_loop(lambda i, _: i < 2, lambda i, a: (i + 1, branched(i, a)), (0, x))[1]  # noqa: E731
+    return lambda x: (looped(x), branched(tf.reduce_sum(x), x), nested(x))
+
+
+def test_a_wrong_rule_within_functions(hidden, monkeypatch, caplog):
+    """Loops and branches are made whole, and their lines named; as long as the rule is right they are not."""
+    turned = through(lambda a: tf.transpose(tf.transpose(tf.tanh(a), [1, 0, 2]) * 2, [1, 0, 2]))
+    longer = through(lambda a: tf.ones([tf.shape(a)[0] * 4, 3])[: tf.shape(a)[0], None] * a)
+    for step in (turned, longer):
+        with ncclsync.Towers(3) as towers:
+            assert_close(towers.run(step, X), step(tf.constant(X)))
+    assert "whole" not in caplog.text
+    monkeypatch.setitem(rules.RULES, "Transpose", stays)
+    with ncclsync.Towers(3) as towers:
+        assert_close(towers.run(turned, X), turned(tf.constant(X)))
+    told = [line for line in caplog.text.splitlines() if "ShapeMismatch" in line]
+    assert [line.count(" whole: ") for line in told] == [1, 1, 1]
+    assert sum(f"While, at {__file__}" in line for line in told) == 2  # of both loops, and one branch
+
+
 def test_own_tests_hear_of_it(monkeypatch):
     """So that all tables of programs tell of each mismatch: an error."""
     monkeypatch.setitem(rules.RULES, "Transpose", stays)
@@ -117,3 +141,15 @@ def test_most_shapes_are_compared(monkeypatch):
         towers.run(step, X)
     assert len(counts) == len(shapes._SIZES)
     assert all(compared >= 5 for _, compared in counts)
+
+
+def test_lengths_that_nobody_knows():
+    """Of two such lengths `==` makes one number for TensorFlow's shape function; they are equal when the step runs."""
+
+    def step(x):
+        half = tf.shape(x)[0] // 2
+        return tf.reduce_sum(tf.cast(x[0 : 2 * half : 2] == x[1 : 2 * half : 2], x.dtype) + x[:half])
+
+    x = np.round(X)
+    with ncclsync.Towers(3) as towers:
+        assert_close(towers.run(step, x), step(tf.constant(x)))

@@ -16,6 +16,7 @@ import tensorflow as tf
 from keras import layers, losses, ops
 
 import ncclsync
+from ncclsync.semantics.shards import fixed_specs, open_specs
 
 WIDTH = 5  # of the features between layers
 CLASSES = 3
@@ -1430,7 +1431,7 @@ def on_batch(w, rows, length, train):
 
 @part("act", rows=ROWS, length=LENGTHS)
 def own_loop(w, rows, length):
-    """`Towers.run` of a step of the user's; on one device a `tf.function`."""
+    """`Towers.run` of a step of the user's; on one device a `tf.function`, traced for any number of rows, too."""
     if w.step is None:
         model = w.model
 
@@ -1446,8 +1447,14 @@ def own_loop(w, rows, length):
             return loss
 
         towers = getattr(model, "towers", None)
-        traced = step if w.eagerly else tf.function(step, reduce_retracing=True)
-        w.step = traced if towers is None else lambda batch: towers.run(step, batch)
+        traced = tf.function(step, reduce_retracing=True)
+
+        def run_traced(batch):
+            traced.get_concrete_function(open_specs(fixed_specs(batch)))
+            return traced(batch)
+
+        on_one_device = step if w.eagerly else run_traced
+        w.step = on_one_device if towers is None else lambda batch: towers.run(step, batch)
     batch = w.batch(rows, length)
     w.keep("own_loop", w.step(keras.tree.map_structure(as_tensor, batch)))
 

@@ -34,21 +34,21 @@ class Scaled(keras.layers.Layer):
         return x * self.scale * self.frozen
 
 
-def model_of(scale, **compiled):
+def model_of(scale, accumulate=None, **compiled):
     keras.utils.set_random_seed(3)
     layers = [keras.Input((5,)), Scaled(scale), keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(3)]
     model = keras.Sequential(layers)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.Adam(0.01), loss, **compiled)
+    model.compile(keras.optimizers.Adam(0.01, gradient_accumulation_steps=accumulate), loss, **compiled)
     return model
 
 
 class Run:
     """A model on so many towers (0: one device), and its variables, to be written."""
 
-    def __init__(self, towers, compiled=None, **options):
+    def __init__(self, towers, compiled=None, accumulate=None, **options):
         self.scale = tf.Variable(tf.ones([5]), trainable=False)
-        build = lambda: model_of(self.scale, **(compiled or {}))  # noqa: E731
+        build = lambda: model_of(self.scale, accumulate, **(compiled or {}))  # noqa: E731
         self.model = ncclsync.nccl_parallel(towers=towers, **options)(build)() if towers else build()
         _, scaled, dense, _ = [None, *self.model.layers]
         backend = tf_compat.backend_variable
@@ -57,6 +57,12 @@ class Run:
 
     def step(self):
         return float(self.model.train_on_batch(X, Y))
+
+    @property
+    def slot(self):
+        """Adam's momentum of `kernel`."""
+        found = (one for one in self.model.optimizer.variables if one.path.endswith("kernel_momentum"))
+        return tf_compat.backend_variable(next(found))
 
     @property
     def state(self):
@@ -99,6 +105,10 @@ WRITES = {
     ),
     "rate": lambda run: raw.AssignVariableOp(resource=run.rate.handle, value=0.05),
     "method": lambda run: run.kernel.assign_add(tf.ones([5, 4]) * 0.1),
+    "slot": lambda run: raw.AssignVariableOp(resource=run.slot.handle, value=tf.fill([5, 4], 0.2)),
+    "slot that was read": lambda run: raw.ResourceScatterUpdate(
+        resource=run.slot.handle, indices=[1], updates=run.slot.read_value()[2:3]
+    ),
     "early": lambda run: run.early(),
     "xla": lambda run: run.compiled(),
     "while it is read": lambda run: run.kept.append(
@@ -125,6 +135,26 @@ def test_writes_between_steps(towers, options):
         for found, expected in zip(on_towers, one_device, strict=True):
             np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5, err_msg=name)
         assert_towers_agree(runs[1].model)
+
+
+def test_parts_that_are_written(caplog):
+    """Of a sum whose parts towers hold: a write of tower 0's is an assignment, and told once; no function reads it."""
+    runs = [Run(0, accumulate=3), Run(3, accumulate=3)]
+    for run in runs:
+        run.step()
+        sums = [tf_compat.backend_variable(one) for one in run.model.optimizer._accumulated_gradients]
+        for one in sums:
+            raw.AssignVariableOp(resource=one.handle, value=tf.ones(one.shape))
+        run.step()
+        sums[0].assign_add(sums[0])
+        run.step()
+        run.step()
+    assert_close(runs[1].state, runs[0].state)
+    assert caplog.text.count("of which each tower holds a part, was written") == 1
+    first = runs[0].model.optimizer._accumulated_gradients[0]
+    assert_close(sums[0].numpy(), first.numpy())
+    with pytest.raises(ncclsync.NcclSyncError, match="Call it without"):
+        tf.function(lambda: sums[0] + 1.0)()
 
 
 def test_writes_before_evaluate_predict_and_a_comparison():

@@ -13,10 +13,12 @@ import pytest
 import tensorflow as tf
 from keras import layers
 from keras.optimizers import Adam
+from models import program_of
 from parity import assert_close, assert_towers_agree, on_towers, state
 
 from ncclsync import Health
 from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.program.crossing import Forms
 from ncclsync.program.program import Segment
 from ncclsync.program.segment import holding
 
@@ -163,6 +165,30 @@ def test_held_variables_take_one_op_and_their_handles():
     ops = step.get_concrete_function(tf.zeros([])).graph.get_operations()
     (call,) = [op for op in ops if any(tensor.dtype == tf.resource for tensor in op.inputs)]
     assert (len(call.inputs), len(call.control_inputs), len(call.outputs)) == (100, 1, 100)
+
+
+def test_cheap_values_are_computed_again(monkeypatch):
+    """Not half as many bytes cross to later segments, and no number changes."""
+
+    def trained():
+        build = model_of(layers.Flatten, *[partial(layers.Dense, 48, "gelu")] * 4)
+        model = on_towers(build, 2, bucket_bytes=8192)
+        model.fit(SERIES, TARGETS, batch_size=22, epochs=2, verbose=0, shuffle=False)
+        before, crossing = set(), 0
+        program = program_of(model)
+        for segment in program.segments:
+            for name, tensor in zip(segment.sources, segment.function.inputs, strict=False):
+                lengths = [11 if one is None else one for one in tensor.shape.as_list()]
+                crossing += tensor.dtype.size * int(np.prod(lengths)) * (name in before)
+            before.update(segment.fetches)
+        assert program.jit_compile and len(program.segments) > 3
+        return state(model), crossing
+
+    found, crossing = trained()
+    monkeypatch.setattr(Forms, "recomputed", lambda *_: [])
+    expected, more = trained()
+    assert crossing < more / 2
+    assert_close(found, expected)
 
 
 def failing():

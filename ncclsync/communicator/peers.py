@@ -267,7 +267,7 @@ class Peers:
 
     def give_up(self) -> None:
         """Tell the others, without waiting, that this process sends no more data: its agreement has ended."""
-        self.service.tell({"rank": self.rank, "given_up": shortened(str(self.failure))}, 0)
+        self.service.tell({"rank": self.rank, "words": shortened(str(self.failure))}, 0)
 
     def end(self, words: str) -> None:
         """Tell the others that this process ends, and why; process 0 waits until they have heard of it."""
@@ -383,7 +383,6 @@ class Peers:
         files: Sequence[int] = (0, 0),
         words: str = "",
         ended: str = "",
-        given_up: str = "",
         dead: Sequence[int] = (),
         knows_end: bool = False,
     ) -> None:
@@ -393,11 +392,11 @@ class Peers:
         self._dead.update(dead)
         if knows_end:
             self._know_end.add(rank)
-        if failures > self.failures[rank]:
+        if words and not failures:  # by `give_up`; a report counts its failure
+            self.given_up[rank] = words
+        elif failures > self.failures[rank]:
             self._words[rank] = words
             self.failures[rank] = failures
-        if given_up:
-            self.given_up[rank] = given_up
         if ended:
             self._ended[rank] = ended
             if rank == 0 != self.rank:

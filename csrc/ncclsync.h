@@ -81,38 +81,28 @@ typedef struct ncs_pool ncs_pool;
 ncclResult_t ncs_pool_create(int threads, int instruction_set, /*outputs*/ ncs_pool** pool);
 void ncs_pool_destroy(ncs_pool* pool);
 
-/* recvs[r][i] = op over all ranks s of sends[s][i], for every rank r. Blocks until done.
+/* A tensor to reduce: sends[r] of every rank r, and n_recvs buffers that all receive the result. */
+typedef struct {
+  const void* const* sends;
+  void* const* recvs;
+  int n_recvs;
+  size_t count;
+} ncs_reduced;
+
+/* recvs[v][i] = op over all ranks r of weights[r] * sends[r][i], for every v, of each tensor. Blocks until done.
  *
  * Ranks are combined in the order 0..n-1 under the default floating-point environment, so a result depends neither
- * on the number of threads nor on the caller's rounding or flush-to-zero state.
+ * on the number of threads nor on the caller's rounding or flush-to-zero state. What one rank alone sends without
+ * weights is copied.
  *   float16, bfloat16  accumulate over all ranks in float32, then round once to nearest even
  *   integers           sum and prod wrap; avg is the wrapped sum, divided truncating (as NCCL does)
  *   avg                the sum divided by n_ranks (NCCL multiplies floats by 1/n first: last bits may differ)
  *   max, min           a NaN on any rank gives NaN; of -0 and +0 the highest rank's
  *
- * A recv may be exactly a send (in place), and recvs may be equal to one another (all equal: written once). A recv
- * that overlaps another buffer partly, a NULL or misaligned buffer (when count > 0), n_ranks < 1, or an unknown
- * dtype or op is ncclInvalidArgument; then nothing was written. */
-ncclResult_t ncs_cpu_all_reduce(ncs_pool* pool, const void* const* sends, void* const* recvs, int n_ranks,
-                                size_t count, int dtype, int op);
-
-/* Copies bytes to n places, at least one; one that is `from` itself is left alone. Blocks until done. Buffers are not
- * checked: no two of them may overlap partly. */
-void ncs_cpu_copy(ncs_pool* pool, const void* from, void* const* to, int n, size_t bytes);
-
-/* A tensor to reduce: sends[r] of every rank r, and the buffer for the result. */
-typedef struct {
-  const void* const* sends;
-  void* recv;
-  size_t count;
-} ncs_reduced;
-
-/* recv[i] = op over all ranks r of weights[r] * sends[r][i], for each of the tensors. Blocks until done.
- *
- * As ncs_cpu_all_reduce, with these differences: there is one result for all ranks; op is not avg; a rank whose weight
- * is 0 takes no part, and its buffers are not read. Weights other than 0 and 1 are for sums of floats only. A recv may
- * be exactly a send of its tensor. ncclInvalidArgument: a bad weight, no rank that takes part, or an unknown dtype or
- * op; then nothing was written. Buffers are not checked. */
+ * A rank whose weight is 0 takes no part, and its buffers are not read. Weights other than 0 and 1 are for sums of
+ * floats only; NULL: all 1, without which op is not avg. A recv may be exactly a send of its tensor.
+ * ncclInvalidArgument: a bad weight, no rank that takes part, n_ranks < 1, or an unknown dtype or op; then nothing was
+ * written. Buffers are not checked: each is aligned to its elements, and no two of them overlap partly. */
 ncclResult_t ncs_cpu_reduce(ncs_pool* pool, const ncs_reduced* tensors, size_t n_tensors, const double* weights,
                             int n_ranks, int dtype, int op);
 

@@ -1,6 +1,5 @@
-/* All-reduce and copies in host memory. Checks its arguments, cuts the work into chunks for the pool, and combines
- * the ranks block by block, so that the running result stays in the first-level cache; or line by line, if the data do
- * not fit any cache. */
+/* All-reduce and copies in host memory. Cuts the work into chunks for the pool, and combines the ranks block by block,
+ * so that the running result stays in the first-level cache; or line by line, if the data do not fit any cache. */
 #include <stdlib.h>
 #include <string.h>
 #if defined(__SSE2__)
@@ -26,9 +25,7 @@ typedef struct ncs_kernels ncs_kernels;
 typedef struct {
   const ncs_reduced* tensors;
   size_t n_tensors;
-  size_t* begins;     /* per tensor: the chunks of all tensors before it */
-  void* const* recvs; /* destinations of the only tensor's result; NULL: each tensor's own recv */
-  int n_recvs;
+  size_t* begins; /* per tensor: the chunks of all tensors before it */
   const double* weights; /* NULL: all 1 */
   int n_ranks, divides;
   size_t size, bytes; /* of an element, and of all tensors' results */
@@ -42,7 +39,7 @@ struct ncs_kernels {
   void (*scale)(void* acc, const void* a, double weight, size_t count); /* acc = a * weight; NULL for integers */
   void (*add_scaled)(void* acc, const void* a, const void* b, double weight, size_t count); /* acc = a + b * weight */
   /* The sum or mean, written around the cache: bytes [at, end), whole lines. NULL: none */
-  void (*sum_lines)(const ncs_reduction* t, const ncs_reduced* tensor, void* const* outs, size_t at, size_t end);
+  void (*sum_lines)(const ncs_reduction* t, const ncs_reduced* tensor, size_t at, size_t end);
   void (*narrow)(void* out, const void* acc, size_t count); /* NULL: the accumulator has the buffers' own type */
 };
 
@@ -88,15 +85,6 @@ static const ncs_kernels* find_kernels(int instruction_set, int dtype) {
 #endif
   (void)instruction_set;
   return &baseline_table[dtype];
-}
-
-/* ---- Arguments ---- */
-
-static int is_usable(const void* buffer, size_t size) { return buffer != NULL && (uintptr_t)buffer % size == 0; }
-
-static int overlaps_partly(const void* a, const void* b, size_t bytes) {
-  const uintptr_t x = (uintptr_t)a, y = (uintptr_t)b;
-  return x != y && (x < y ? y - x : x - y) < bytes;
 }
 
 /* ---- Copies ---- */
@@ -151,25 +139,24 @@ static const void* reduce_block(const ncs_reduction* t, const ncs_reduced* tenso
 }
 
 /* In place, the line to be written has just been read: it is in the cache. (A copy in place is not written.) */
-static int is_streaming(const ncs_reduction* t, const ncs_reduced* tensor, void* const* outs) {
+static int is_streaming(const ncs_reduction* t, const ncs_reduced* tensor) {
   if (t->bytes <= NCS_STREAM_BYTES) return 0;
   for (int r = 0; r < t->n_ranks && t->n_ranks > 1; ++r)
-    for (int o = 0; o < t->n_recvs; ++o)
-      if (tensor->sends[r] == outs[o]) return 0;
+    for (int o = 0; o < tensor->n_recvs; ++o)
+      if (tensor->sends[r] == tensor->recvs[o]) return 0;
   return 1;
 }
 
 /* Combines bytes [at, end) of all ranks block by block. */
-static void reduce_blocks(const ncs_reduction* t, const ncs_reduced* tensor, void* const* outs, int streaming,
-                          size_t at, size_t end) {
+static void reduce_blocks(const ncs_reduction* t, const ncs_reduced* tensor, int streaming, size_t at, size_t end) {
   /* Twice: a block of 16-bit floats is half as large as its float32 accumulator. */
   char blocks[NCS_BLOCK_BYTES + NCS_BLOCK_BYTES / 2] __attribute__((aligned(64)));
   const size_t block = t->kernels->narrow != NULL ? NCS_BLOCK_BYTES / 2 : NCS_BLOCK_BYTES;
   for (size_t n; at < end; at += n) {
     n = min_size(block, end - at);
     const void* result = reduce_block(t, tensor, at, n, blocks, blocks + NCS_BLOCK_BYTES);
-    for (int o = 0; o < t->n_recvs; ++o) {
-      char* out = (char*)outs[o] + at;
+    for (int o = 0; o < tensor->n_recvs; ++o) {
+      char* out = (char*)tensor->recvs[o] + at;
       if (out == result) continue;
       if (streaming) copy_streaming(out, result, n);
       else memcpy(out, result, n);
@@ -193,73 +180,20 @@ static void reduce_chunk(const void* task, size_t chunk) {
     else after = middle;
   }
   const ncs_reduced* tensor = &t->tensors[part];
-  void* const* outs = t->recvs != NULL ? t->recvs : &tensor->recv;
   const size_t begin = (chunk - t->begins[part]) * NCS_CHUNK_BYTES;
   const size_t end = min_size(begin + NCS_CHUNK_BYTES, tensor->count * t->size);
-  const int streaming = is_streaming(t, tensor, outs), sums = t->combine == t->kernels->combine[ncclSum];
+  const int streaming = is_streaming(t, tensor), sums = t->combine == t->kernels->combine[ncclSum];
   /* Line by line, memory is read and written at the same time: two thirds of the blocks' time. */
-  if (streaming && sums && t->kernels->sum_lines != NULL && are_aligned_alike(outs, t->n_recvs)) {
-    const size_t first = min_size(begin + (0 - (uintptr_t)outs[0] - begin) % NCS_LINE_BYTES, end);
+  if (streaming && sums && t->kernels->sum_lines != NULL && are_aligned_alike(tensor->recvs, tensor->n_recvs)) {
+    const size_t first = min_size(begin + (0 - (uintptr_t)tensor->recvs[0] - begin) % NCS_LINE_BYTES, end);
     const size_t last = end - (end - first) % NCS_LINE_BYTES;
-    reduce_blocks(t, tensor, outs, 0, begin, first);
-    t->kernels->sum_lines(t, tensor, outs, first, last);
-    reduce_blocks(t, tensor, outs, 0, last, end);
+    reduce_blocks(t, tensor, 0, begin, first);
+    t->kernels->sum_lines(t, tensor, first, last);
+    reduce_blocks(t, tensor, 0, last, end);
   } else {
-    reduce_blocks(t, tensor, outs, streaming, begin, end);
+    reduce_blocks(t, tensor, streaming, begin, end);
   }
   if (streaming) finish_streaming();
-}
-
-static void reduce_all(ncs_pool* pool, ncs_reduction* t, int dtype, int op) {
-  size_t result_bytes = 0, chunks = 0;
-  for (size_t v = 0; v < t->n_tensors; ++v) {
-    const size_t bytes = t->tensors[v].count * t->size;
-    t->begins[v] = chunks;
-    chunks += (bytes + NCS_CHUNK_BYTES - 1) / NCS_CHUNK_BYTES;
-    result_bytes += bytes;
-  }
-  t->bytes = result_bytes * (size_t)t->n_recvs;
-  t->kernels = find_kernels(ncs_pool_instruction_set(pool), dtype);
-  t->combine = t->kernels->combine[op == ncclAvg ? ncclSum : op];
-  t->divides = op == ncclAvg;
-  ncs_pool_run(pool, reduce_chunk, t, chunks, result_bytes * (size_t)t->n_ranks + t->bytes < NCS_SMALL_JOB_BYTES);
-}
-
-/* A copy is the reduction of one rank's bytes. */
-void ncs_cpu_copy(ncs_pool* pool, const void* from, void* const* to, int n, size_t bytes) {
-  const ncs_reduced tensor = {&from, to[0], bytes};
-  size_t begin = 0;
-  ncs_reduction task = {&tensor, 1, &begin, to, n, .n_ranks = 1, .size = 1};
-  reduce_all(pool, &task, ncclUint8, ncclSum);
-}
-
-ncclResult_t ncs_cpu_all_reduce(ncs_pool* pool, const void* const* sends, void* const* recvs, int n_ranks,
-                                size_t count, int dtype, int op) {
-  const size_t size = ncs_size_of(dtype);
-  size_t begin = 0;
-  int n_recvs = 1;
-  if (pool == NULL || sends == NULL || recvs == NULL || n_ranks < 1 || op < ncclSum || op > ncclAvg || size == 0 ||
-      count > SIZE_MAX / size)
-    return ncclInvalidArgument;
-  if (count == 0) return ncclSuccess;
-  for (int r = 0; r < n_ranks; ++r) {
-    if (!is_usable(sends[r], size) || !is_usable(recvs[r], size)) return ncclInvalidArgument;
-    if (recvs[r] != recvs[0]) n_recvs = n_ranks;
-  }
-  for (int r = 0; r < n_recvs; ++r) {
-    for (int s = 0; s < n_ranks; ++s)
-      if (overlaps_partly(recvs[r], sends[s], count * size)) return ncclInvalidArgument;
-    for (int s = 0; s < r; ++s)
-      if (overlaps_partly(recvs[r], recvs[s], count * size)) return ncclInvalidArgument;
-  }
-  if (n_ranks == 1) {
-    ncs_cpu_copy(pool, sends[0], recvs, 1, count * size);
-    return ncclSuccess;
-  }
-  const ncs_reduced tensor = {sends, recvs[0], count};
-  ncs_reduction task = {&tensor, 1, &begin, recvs, n_recvs, .n_ranks = n_ranks, .size = size};
-  reduce_all(pool, &task, dtype, op);
-  return ncclSuccess;
 }
 
 static int are_weights_usable(const double* weights, int n_ranks, int may_scale) {
@@ -274,16 +208,28 @@ static int are_weights_usable(const double* weights, int n_ranks, int may_scale)
 ncclResult_t ncs_cpu_reduce(ncs_pool* pool, const ncs_reduced* tensors, size_t n_tensors, const double* weights,
                             int n_ranks, int dtype, int op) {
   const size_t size = ncs_size_of(dtype);
-  size_t* begins;
-  int may_scale;
-  if (pool == NULL || tensors == NULL || weights == NULL || n_ranks < 1 || op < ncclSum || op > ncclMin || size == 0)
+  const int is_copy = n_ranks == 1 && weights == NULL; /* of bytes: no NaN is converted */
+  const ncs_kernels* kernels;
+  size_t read_bytes = 0, written_bytes = 0, chunks = 0, *begins;
+  if (pool == NULL || tensors == NULL || n_ranks < 1 || op < ncclSum || op > (weights != NULL ? ncclMin : ncclAvg) ||
+      size == 0)
     return ncclInvalidArgument;
-  may_scale = op == ncclSum && find_kernels(ncs_pool_instruction_set(pool), dtype)->scale != NULL;
-  if (!are_weights_usable(weights, n_ranks, may_scale)) return ncclInvalidArgument;
+  kernels = find_kernels(ncs_pool_instruction_set(pool), is_copy ? ncclUint8 : dtype);
+  if (weights != NULL && !are_weights_usable(weights, n_ranks, op == ncclSum && kernels->scale != NULL))
+    return ncclInvalidArgument;
   begins = malloc(n_tensors * sizeof(*begins) + 1);
   if (begins == NULL) return ncclSystemError;
-  ncs_reduction task = {tensors, n_tensors, begins, NULL, 1, weights, .n_ranks = n_ranks, .size = size};
-  reduce_all(pool, &task, dtype, op);
+  for (size_t v = 0; v < n_tensors; ++v) {
+    const size_t bytes = tensors[v].count * size;
+    begins[v] = chunks;
+    chunks += (bytes + NCS_CHUNK_BYTES - 1) / NCS_CHUNK_BYTES;
+    read_bytes += bytes * (size_t)n_ranks;
+    written_bytes += bytes * (size_t)tensors[v].n_recvs;
+  }
+  const ncs_reduction task = {
+      tensors, n_tensors, begins, weights, n_ranks, op == ncclAvg && !is_copy, size, written_bytes, kernels,
+      kernels->combine[op == ncclAvg ? ncclSum : op]};
+  ncs_pool_run(pool, reduce_chunk, &task, chunks, read_bytes + written_bytes < NCS_SMALL_JOB_BYTES);
   free(begins);
   return ncclSuccess;
 }

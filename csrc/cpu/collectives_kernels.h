@@ -25,27 +25,28 @@
     NCS_INDEPENDENT for (size_t i = 0; i < count; ++i) acc[i] = a[i] + LOAD(b[i]) * w;                          \
   }
 
-#define NCS_SUM_LINES(ours, T)                                                                                   \
-  NCS_TARGET static void NCS_KERNEL(ours##_sum_lines)(const ncs_reduction* t, const ncs_reduced* tensor,         \
-                                                      void* const* outs, size_t at, size_t end) {                \
-    typedef T line __attribute__((vector_size(NCS_LINE_BYTES)));                                                 \
-    const void* const* sends = tensor->sends;                                                                    \
-    const double* weights = t->weights;                                                                          \
-    const int n_ranks = t->n_ranks, n_outs = t->n_recvs, divides = t->divides;                                   \
-    for (; at < end; at += NCS_LINE_BYTES) {                                                                     \
-      line sum = {0}, next;                                                                                      \
-      int first = 1;                                                                                             \
-      for (int r = 0; r < n_ranks; ++r) {                                                                        \
-        const double weight = weights != NULL ? weights[r] : 1;                                                  \
-        if (weight == 0) continue;                                                                               \
-        memcpy(&next, (const char*)sends[r] + at, sizeof(next));                                                 \
-        next *= (T)weight;                                                                                       \
-        sum = first ? next : sum + next; /* not from 0: that would lose a negative zero */                       \
-        first = 0;                                                                                               \
-      }                                                                                                          \
-      if (divides) sum /= (T)n_ranks;                                                                            \
-      for (int o = 0; o < n_outs; ++o) stream_line((char*)outs[o] + at, &sum);                                   \
-    }                                                                                                            \
+#define NCS_SUM_LINES(ours, T)                                                                                       \
+  NCS_TARGET static void NCS_KERNEL(ours##_sum_lines)(const ncs_reduction* t, const ncs_reduced* tensor, size_t at,  \
+                                                      size_t end) {                                                  \
+    typedef T line __attribute__((vector_size(NCS_LINE_BYTES)));                                                     \
+    const void* const* sends = tensor->sends;                                                                        \
+    void* const* outs = tensor->recvs;                                                                               \
+    const double* weights = t->weights;                                                                              \
+    const int n_ranks = t->n_ranks, n_outs = tensor->n_recvs, divides = t->divides;                                  \
+    for (; at < end; at += NCS_LINE_BYTES) {                                                                         \
+      line sum = {0}, next;                                                                                          \
+      int first = 1;                                                                                                 \
+      for (int r = 0; r < n_ranks; ++r) {                                                                            \
+        const double weight = weights != NULL ? weights[r] : 1;                                                      \
+        if (weight == 0) continue;                                                                                   \
+        memcpy(&next, (const char*)sends[r] + at, sizeof(next));                                                     \
+        next *= (T)weight;                                                                                           \
+        sum = first ? next : sum + next; /* not from 0: that would lose a negative zero */                           \
+        first = 0;                                                                                                   \
+      }                                                                                                              \
+      if (divides) sum /= (T)n_ranks;                                                                                \
+      for (int o = 0; o < n_outs; ++o) stream_line((char*)outs[o] + at, &sum);                                       \
+    }                                                                                                                \
   }
 
 /* ---- 16-bit floats, which are added up in float32 ---- */

@@ -155,8 +155,16 @@ ncclResult_t ncs_poll(ncclResult_t (*look)(void* of, ncs_failure* failure), void
 /* The same of a communicator, with the context of one of its GPUs current. */
 ncclResult_t ncs_poll_comm(ncclResult_t (*look)(void* comm, ncs_failure* failure), ncs_nccl_comm* comm, double slice_s,
                            ncs_failure* failure);
-/* Makes a context current, and returns the one before; after ncclSuccess the caller must restore it. */
-ncclResult_t ncs_enter(const ncs_cuda* cuda, CUcontext context, ncs_failure* failure, CUcontext* before);
+/* Makes a context current, as *status says, and the one before again where the block ends. All calls of CUDA's runtime
+ * are made so: in a thread without a context the runtime would make one on the first GPU, which takes memory. */
+#define NCS_ENTER(cuda, context, failure, status) \
+  const ncs_entered entered __attribute__((cleanup(ncs_leave))) = ncs_enter(cuda, context, failure, status)
+typedef struct {
+  const ncs_cuda* cuda; /* NULL: there is nothing to restore */
+  CUcontext before;
+} ncs_entered;
+ncs_entered ncs_enter(const ncs_cuda* cuda, CUcontext context, ncs_failure* failure, ncclResult_t* status);
+void ncs_leave(const ncs_entered* entered);
 /* Record an event of a stream of the context, or let the stream's later work wait for one. NULL: of all its streams. The
  * context is current. */
 ncclResult_t ncs_record(const ncs_cuda* cuda, CUcontext context, cudaStream_t stream, cudaEvent_t event,

@@ -141,15 +141,12 @@ ncclResult_t ncs_nccl_abort(ncs_nccl_comm* comm, ncs_failure* failure) {
 
 ncclResult_t ncs_nccl_get_taken(const ncs_nccl_comm* comm, ncs_failure* failure, int64_t* bytes) {
   const ncs_cuda* cuda = &comm->cuda;
-  CUcontext before = NULL;
   ncclResult_t status = ncclSuccess;
   for (int r = 0; r < comm->n && status == ncclSuccess; ++r) {
-    size_t left, all;
-    status = ncs_enter(cuda, comm->contexts[r], failure, &before);
-    if (status != ncclSuccess) break;
-    status = NCS_CUDA(cudaMemGetInfo, (&left, &all));
+    size_t left = 0, all;
+    NCS_ENTER(cuda, comm->contexts[r], failure, &status);
+    if (status == ncclSuccess) status = NCS_CUDA(cudaMemGetInfo, (&left, &all));
     bytes[r] = left < comm->left[r] ? (int64_t)(comm->left[r] - left) : 0;
-    cuda->cuCtxSetCurrent(before);
   }
   return status;
 }
@@ -158,36 +155,31 @@ int ncs_nccl_has_context_events(const ncs_nccl_comm* comm) { return comm->cuda.c
 
 ncclResult_t ncs_nccl_scratch(ncs_nccl_comm* comm, int index, size_t size, ncs_failure* failure, void** pointer) {
   const ncs_cuda* cuda = &comm->cuda;
-  CUcontext before = NULL;
-  ncclResult_t status = ncs_enter(cuda, comm->contexts[index], failure, &before);
+  ncclResult_t status;
+  NCS_ENTER(cuda, comm->contexts[index], failure, &status);
   *pointer = NULL;
   if (status != ncclSuccess) return status;
   status = NCS_CUDA(cudaFree, (comm->scratch[index]));
   comm->scratch[index] = NULL;
   if (status == ncclSuccess && size > 0) status = NCS_CUDA(cudaMalloc, (&comm->scratch[index], size));
   *pointer = comm->scratch[index];
-  cuda->cuCtxSetCurrent(before);
   return status;
 }
 
 ncclResult_t ncs_nccl_copy(ncs_nccl_comm* comm, int index, void* to, const void* from, size_t size,
                            ncs_failure* failure) {
   const ncs_cuda* cuda = &comm->cuda;
-  CUcontext before = NULL;
-  ncclResult_t status = ncs_enter(cuda, comm->contexts[index], failure, &before);
-  if (status != ncclSuccess) return status;
-  status = NCS_CUDA(cudaMemcpy, (to, from, size, NCS_CUDA_MEMCPY_DEFAULT));
-  cuda->cuCtxSetCurrent(before);
-  return status;
+  ncclResult_t status;
+  NCS_ENTER(cuda, comm->contexts[index], failure, &status);
+  return status == ncclSuccess ? NCS_CUDA(cudaMemcpy, (to, from, size, NCS_CUDA_MEMCPY_DEFAULT)) : status;
 }
 
 ncclResult_t ncs_nccl_find_devices(const ncs_nccl_comm* comm, const uintptr_t* addresses, int n, ncs_failure* failure,
                                    int* devices) {
   int attributes[] = {NCS_CU_MEMORY_TYPE, NCS_CU_IS_MANAGED, NCS_CU_DEVICE_ORDINAL};
   const ncs_cuda* cuda = &comm->cuda;
-  CUcontext before = NULL;
-  ncclResult_t status = ncs_enter(cuda, comm->contexts[0], failure, &before);
-  if (status != ncclSuccess) return status;
+  ncclResult_t status;
+  NCS_ENTER(cuda, comm->contexts[0], failure, &status);
   for (int i = 0; i < n && status == ncclSuccess; ++i) {
     int type = NCS_CU_NO_MEMORY, is_managed = 0;
     void* data[] = {&type, &is_managed, &devices[i]};
@@ -196,6 +188,5 @@ ncclResult_t ncs_nccl_find_devices(const ncs_nccl_comm* comm, const uintptr_t* a
     else if (type == NCS_CU_NO_MEMORY) devices[i] = NCS_NOWHERE;
     else if (type == NCS_CU_HOST) devices[i] = NCS_ON_HOST;
   }
-  cuda->cuCtxSetCurrent(before);
   return status;
 }

@@ -39,19 +39,21 @@ ncclResult_t ncs_poll(ncclResult_t (*look)(void*, ncs_failure*), void* of, doubl
 
 ncclResult_t ncs_poll_comm(ncclResult_t (*look)(void*, ncs_failure*), ncs_nccl_comm* comm, double slice_s,
                            ncs_failure* failure) {
-  CUcontext current = NULL;
-  ncclResult_t status = ncs_enter(&comm->cuda, comm->contexts[0], failure, &current);
-  if (status != ncclSuccess) return status;
-  status = ncs_poll(look, comm, slice_s, failure);
-  comm->cuda.cuCtxSetCurrent(current);
-  return status;
+  ncclResult_t status;
+  NCS_ENTER(&comm->cuda, comm->contexts[0], failure, &status);
+  return status == ncclSuccess ? ncs_poll(look, comm, slice_s, failure) : status;
 }
 
-/* All calls of CUDA's runtime are between this and cuCtxSetCurrent: in a thread without a context the runtime would
- * make one on the first GPU, which takes memory. */
-ncclResult_t ncs_enter(const ncs_cuda* cuda, CUcontext context, ncs_failure* failure, CUcontext* before) {
-  const ncclResult_t status = NCS_CUDA(cuCtxGetCurrent, (before));
-  return status == ncclSuccess ? NCS_CUDA(cuCtxSetCurrent, (context)) : status;
+ncs_entered ncs_enter(const ncs_cuda* cuda, CUcontext context, ncs_failure* failure, ncclResult_t* status) {
+  ncs_entered entered = {NULL, NULL};
+  *status = NCS_CUDA(cuCtxGetCurrent, (&entered.before));
+  if (*status == ncclSuccess) *status = NCS_CUDA(cuCtxSetCurrent, (context));
+  if (*status == ncclSuccess) entered.cuda = cuda;
+  return entered;
+}
+
+void ncs_leave(const ncs_entered* entered) {
+  if (entered->cuda != NULL) entered->cuda->cuCtxSetCurrent(entered->before);
 }
 
 /* ---- Events ---- */

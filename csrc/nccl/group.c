@@ -39,10 +39,9 @@ ncclResult_t ncs_nccl_wait(ncs_nccl_comm* comm, double slice_s, ncs_failure* fai
 }
 
 ncclResult_t ncs_nccl_get_progress(ncs_nccl_comm* comm, int* progress) {
-  CUcontext current = NULL;
-  ncclResult_t status = ncs_enter(&comm->cuda, comm->contexts[0], NULL, &current);
-  if (status != ncclSuccess) return status;
-  for (int r = 0; r < comm->n; ++r) {
+  ncclResult_t status;
+  NCS_ENTER(&comm->cuda, comm->contexts[0], NULL, &status);
+  for (int r = 0; r < comm->n && status == ncclSuccess; ++r) {
     ncclResult_t state = ncclSuccess;
     if (comm->is_waiting) {
       progress[r] = comm->cuda.cudaEventQuery(comm->events[r]) == NCS_CUDA_NOT_READY ? NCS_ABSENT : NCS_LAUNCHED;
@@ -52,8 +51,7 @@ ncclResult_t ncs_nccl_get_progress(ncs_nccl_comm* comm, int* progress) {
     if (comm->is_launching) progress[r] = state == ncclSuccess ? NCS_LAUNCHED : NCS_ABSENT;
     else progress[r] = comm->cuda.cudaStreamQuery(comm->streams[r]) == 0 ? NCS_DONE : NCS_LAUNCHED;
   }
-  comm->cuda.cuCtxSetCurrent(current);
-  return ncclSuccess;
+  return status;
 }
 
 /* ---- Groups ---- */
@@ -109,11 +107,9 @@ static ncclResult_t call_next(const ncs_nccl_comm* comm, int i, const void* buff
 
 ncclResult_t ncs_nccl_launch_group(ncs_nccl_comm* comm, const ncs_buffer* const* buffers, int n_collectives,
                                    ncs_failure* failure) {
-  CUcontext current = NULL;
-  ncclResult_t status = ncs_enter(&comm->cuda, comm->contexts[0], failure, &current);
+  ncclResult_t status;
+  NCS_ENTER(&comm->cuda, comm->contexts[0], failure, &status);
   if (status != ncclSuccess) return status;
   comm->is_launching = 1;
-  status = ncs_call_group(comm, comm->n * n_collectives, buffers, call_next, failure);
-  comm->cuda.cuCtxSetCurrent(current);
-  return status;
+  return ncs_call_group(comm, comm->n * n_collectives, buffers, call_next, failure);
 }

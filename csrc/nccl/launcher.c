@@ -74,14 +74,13 @@ static void find_progress(const ncs_launcher* launcher, const ncs_launched* grou
 
 /* Reports a group, in any thread; querying an event needs a context. NCCL is asked nothing during a launch. */
 static void describe(const ncs_launcher* launcher, const ncs_launched* group, ncs_launch_failure* reported) {
-  CUcontext current = NULL;
+  ncclResult_t status;
   *reported = group->named;
   reported->stage = group->stage;
   reported->waited_s = ncs_now_s() - group->since;
   if (launcher->comm == NULL || group == launcher->launching) return;
-  if (ncs_enter(&launcher->cuda, launcher->contexts[0], NULL, &current) != ncclSuccess) return;
-  find_progress(launcher, group, reported);
-  launcher->cuda.cuCtxSetCurrent(current);
+  NCS_ENTER(&launcher->cuda, launcher->contexts[0], NULL, &status);
+  if (status == ncclSuccess) find_progress(launcher, group, reported);
 }
 
 /* Drops a request for cancellation. */
@@ -183,7 +182,6 @@ static ncclResult_t look(ncs_launcher* launcher, ncs_launched** ended) {
 static ncclResult_t look_once(void* launcher_, ncs_failure* unused) {
   ncs_launcher* launcher = launcher_;
   ncs_launched* ended = NULL;
-  CUcontext current = NULL;
   ncs_failure failure = {"", "", -1};
   ncclResult_t status = ncclSuccess;
   (void)unused;
@@ -191,10 +189,9 @@ static ncclResult_t look_once(void* launcher_, ncs_failure* unused) {
   if (launcher->first != NULL && launcher->comm != NULL) {
     status = ncclInProgress;
     if (!launcher->is_reserved) {
-      status = ncs_enter(&launcher->cuda, launcher->contexts[0], &failure, &current);
+      NCS_ENTER(&launcher->cuda, launcher->contexts[0], &failure, &status);
       if (status == ncclSuccess) {
         status = look(launcher, &ended);
-        launcher->cuda.cuCtxSetCurrent(current);
       } else {
         fail_groups(launcher, launcher->first, status, &failure);
         status = ncclSuccess;
@@ -263,7 +260,6 @@ ncclResult_t ncs_arrive(ncs_launcher* launcher, int rank, void* stream, const nc
   const size_t size = (size_t)buffers->n * sizeof(*buffers->buffers);
   ncs_arrival* arrival = calloc(1, sizeof(*arrival) + size);
   const ncs_cuda* cuda = &launcher->cuda;
-  CUcontext current = NULL;
   ncclResult_t status = ncclSuccess;
   *out = NULL;
   if (arrival == NULL) return ncclSystemError;
@@ -274,10 +270,9 @@ ncclResult_t ncs_arrive(ncs_launcher* launcher, int rank, void* stream, const nc
   arrival->users = 1;
   if (size > 0) memcpy(arrival->buffers, buffers->buffers, size);
   if (buffers->n > 0) {
-    status = ncs_enter(cuda, launcher->contexts[rank], failure, &current);
+    NCS_ENTER(cuda, launcher->contexts[rank], failure, &status);
     if (status == ncclSuccess) status = ncs_make_event(cuda, &arrival->before, failure);
     if (status == ncclSuccess) status = ncs_record(cuda, launcher->contexts[rank], stream, arrival->before, failure);
-    cuda->cuCtxSetCurrent(current);
   }
   if (status != ncclSuccess) {
     fail_before_launch(launcher, status, failure);
@@ -291,10 +286,10 @@ ncclResult_t ncs_arrive(ncs_launcher* launcher, int rank, void* stream, const nc
 }
 
 static void destroy_event(const ncs_launcher* launcher, int rank, cudaEvent_t event) {
-  CUcontext current = NULL;
-  if (event == NULL || ncs_enter(&launcher->cuda, launcher->contexts[rank], NULL, &current) != ncclSuccess) return;
-  launcher->cuda.cudaEventDestroy(event);
-  launcher->cuda.cuCtxSetCurrent(current);
+  ncclResult_t status;
+  if (event == NULL) return;
+  NCS_ENTER(&launcher->cuda, launcher->contexts[rank], NULL, &status);
+  if (status == ncclSuccess) launcher->cuda.cudaEventDestroy(event);
 }
 
 void ncs_arrival_release(ncs_arrival* arrival) {
@@ -375,7 +370,6 @@ static ncclResult_t enqueue(ncs_launcher* launcher, ncs_nccl_comm* comm, ncs_lau
 /* With the communicator reserved. */
 static ncclResult_t launch(ncs_launcher* launcher, ncs_nccl_comm* comm, ncs_launched* made,
                            const ncs_buffer* const* buffers, ncs_failure* failure) {
-  CUcontext current = NULL;
   ncclResult_t status;
   pthread_mutex_lock(&launcher->mutex);
   status = start_polling(launcher, failure);
@@ -393,13 +387,12 @@ static ncclResult_t launch(ncs_launcher* launcher, ncs_nccl_comm* comm, ncs_laun
   }
   pthread_mutex_unlock(&launcher->mutex);
   if (status != ncclSuccess) return status;
-  status = ncs_enter(&launcher->cuda, launcher->contexts[0], failure, &current);
+  NCS_ENTER(&launcher->cuda, launcher->contexts[0], failure, &status);
   if (status == ncclSuccess) status = enqueue(launcher, comm, made, buffers, failure);
   pthread_mutex_lock(&launcher->mutex);
   launcher->launching = NULL;
   if (status != ncclSuccess && launcher->comm != NULL) fail_groups(launcher, made, status, failure);
   pthread_mutex_unlock(&launcher->mutex);
-  launcher->cuda.cuCtxSetCurrent(current);
   return status;
 }
 
@@ -471,13 +464,10 @@ ncclResult_t ncs_launch(ncs_launcher* launcher, int64_t label, ncs_arrival* cons
 static ncclResult_t order(const ncs_launched* launched, int rank, cudaStream_t stream, ncs_failure* failure) {
   const ncs_launcher* launcher = launched->launcher;
   const ncs_cuda* cuda = &launcher->cuda;
-  CUcontext current = NULL;
   ncclResult_t status;
   if (launched->end[rank] == NULL) return ncclSuccess;
-  status = ncs_enter(cuda, launcher->contexts[rank], failure, &current);
-  if (status != ncclSuccess) return status;
-  status = ncs_order(cuda, launcher->contexts[rank], stream, launched->end[rank], failure);
-  cuda->cuCtxSetCurrent(current);
+  NCS_ENTER(cuda, launcher->contexts[rank], failure, &status);
+  if (status == ncclSuccess) status = ncs_order(cuda, launcher->contexts[rank], stream, launched->end[rank], failure);
   return status;
 }
 
@@ -557,13 +547,10 @@ void ncs_launcher_know(ncs_launcher* launcher, const ncs_nccl_comm* comm) {
 
 ncclResult_t ncs_launcher_synchronize(const ncs_launcher* launcher, ncs_failure* failure) {
   const ncs_cuda* cuda = &launcher->cuda;
-  CUcontext before = NULL;
   ncclResult_t status = ncclSuccess;
   for (int r = 0; r < launcher->n && status == ncclSuccess; ++r) {
-    status = ncs_enter(cuda, launcher->contexts[r], failure, &before);
-    if (status != ncclSuccess) break;
-    status = NCS_CUDA(cudaDeviceSynchronize, ());
-    cuda->cuCtxSetCurrent(before);
+    NCS_ENTER(cuda, launcher->contexts[r], failure, &status);
+    if (status == ncclSuccess) status = NCS_CUDA(cudaDeviceSynchronize, ());
   }
   return status;
 }

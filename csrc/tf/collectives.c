@@ -19,14 +19,14 @@ static void read_all_reduce(TF_OpKernelConstruction* context, collective_kernel*
   kernel->op = ncs_tf_read_attr(context, "op", status);
 }
 
-/* Reads all ranks' tensor v and makes its output. */
-static void prepare_tensor(TF_OpKernelContext* context, const collective_kernel* kernel, int v, const double* weights,
-                           ncs_reduced* reduced, const void** sends, TF_Status* status) {
+/* Reads all ranks' tensor v and makes its output; NULL on failure. */
+static void* prepare_tensor(TF_OpKernelContext* context, const collective_kernel* kernel, int v, const double* weights,
+                            ncs_reduced* reduced, const void** sends, TF_Status* status) {
   int64_t dims[NCS_MOST_DIMS];
   int first = -1, own, n_dims;
   for (int r = 0; r < kernel->ranks; ++r) {
     ncs_tf_view seen;
-    if (!ncs_tf_read_input(context, (int)(kernel->ranks + r * kernel->tensors + v), &seen, status)) return;
+    if (!ncs_tf_read_input(context, (int)(kernel->ranks + r * kernel->tensors + v), &seen, status)) return NULL;
     sends[r] = seen.data;
     if (weights[r] == 0) continue;
     if (first < 0) {
@@ -36,18 +36,17 @@ static void prepare_tensor(TF_OpKernelContext* context, const collective_kernel*
       ncs_tf_fail(status, TF_INVALID_ARGUMENT,
                   "Expected the towers' tensors to be of one size. Received: %lld elements on tower %d, %lld on tower "
                   "%d", (long long)reduced->count, first, (long long)seen.count, r);
-      return;
+      return NULL;
     }
   }
   if (first < 0) {
     ncs_tf_fail(status, TF_INVALID_ARGUMENT, "Expected a tower with samples. Received: none");
-    return;
+    return NULL;
   }
-  reduced->sends = sends;
   own = (int)(kernel->ranks + first * kernel->tensors + v);
   n_dims = ncs_tf_read_dims(context, own, dims, status);
-  if (n_dims >= 0)
-    reduced->recv = ncs_tf_allocate(context, v, dims, n_dims, &own, reduced->count >= NCS_FEW, status);
+  if (n_dims < 0) return NULL;
+  return ncs_tf_allocate(context, v, dims, n_dims, &own, reduced->count >= NCS_FEW, status);
 }
 
 static void compute_all_reduce(const collective_kernel* kernel, TF_OpKernelContext* context, TF_Status* status) {
@@ -55,15 +54,20 @@ static void compute_all_reduce(const collective_kernel* kernel, TF_OpKernelConte
   double* weights = ncs_tf_calloc(n_ranks, sizeof(*weights), status);
   ncs_reduced* reduced = ncs_tf_calloc(n_tensors, sizeof(*reduced), status);
   const void** sends = ncs_tf_calloc(n_ranks * n_tensors, sizeof(*sends), status);
+  void** recvs = ncs_tf_calloc(n_tensors, sizeof(*recvs), status);
   ncs_tf_view seen;
   for (int r = 0; r < kernel->ranks && ncs_tf_is_ok(status); ++r)
     if (ncs_tf_read_input(context, r, &seen, status)) weights[r] = *(const double*)seen.data;
-  for (int v = 0; v < kernel->tensors && ncs_tf_is_ok(status); ++v)
-    prepare_tensor(context, kernel, v, weights, &reduced[v], sends + (size_t)v * n_ranks, status);
+  for (int v = 0; v < kernel->tensors && ncs_tf_is_ok(status); ++v) {
+    const void** sent = sends + (size_t)v * n_ranks;
+    reduced[v] = (ncs_reduced){sent, &recvs[v], 1, 0};
+    recvs[v] = prepare_tensor(context, kernel, v, weights, &reduced[v], sent, status);
+  }
   if (ncs_tf_is_ok(status) && ncs_cpu_reduce(ncs_tf.pool, reduced, n_tensors, weights, (int)n_ranks,
                                              (int)kernel->dtype, (int)kernel->op) != ncclSuccess)
     ncs_tf_fail(status, TF_INVALID_ARGUMENT,
                 "Expected weights of 0 or 1 where nothing can be scaled. Received: others");
+  free(recvs);
   free(sends);
   free(reduced);
   free(weights);

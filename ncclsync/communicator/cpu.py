@@ -26,10 +26,9 @@ from ncclsync.communicator.base import (
 from ncclsync.communicator.buffers import HOST, Buffers, empty_aligned
 from ncclsync.communicator.extents import check_apart, extents_of
 from ncclsync.communicator.native import ffi, lib
-from ncclsync.errors import NcclError
 
 _SMALL = 1 << 18  # bytes of all ranks; up to here each process adds up the whole buffer
-_BYTES = ffi.typeof("char*")
+_BYTES, _PLACES = ffi.typeof("char*"), ffi.typeof("void*[]")
 
 
 class Move(NamedTuple):
@@ -65,15 +64,10 @@ class CpuCommunicator(Communicator):
     def _run_group(self, collectives: Sequence[AnyCollective]) -> None:
         """Run the collectives one after another: there is no launch to be saved, and nothing to be moved."""
         runs = [(one, *read_buffers(one, HOST, self.world_size)) for one in collectives]
-        if len(runs) > 1 or not isinstance(collectives[0], AllReduce):
-            self.check_buffers(runs)  # a single all-reduce is checked by C, before it writes
-        try:
-            for run in runs:
-                for _ in self.stages(*run):
-                    pass
-        except NcclError:
-            self.check_buffers(runs)  # C has written nothing: find out which buffer it was
-            raise
+        self.check_buffers(runs)
+        for run in runs:
+            for _ in self.stages(*run):
+                pass
 
     def check_buffers(self, runs: Sequence[tuple[AnyCollective, Buffers, Buffers]]) -> None:
         """Raise ValueError if a buffer of a collective begins within an element, or overlaps one that is written."""
@@ -152,16 +146,17 @@ def check_size(size: Any) -> None:
 
 
 def _add_up(sends: Sequence[Any], recvs: Sequence[Any], count: int, dtype: int, op: int) -> None:
-    """Reduce the buffers of all ranks, in their order, into others."""
-    n, pool = len(sends), native.process_pool()
-    recvs = [*recvs, *[recvs[0]] * (n - len(recvs))]
-    native.check(lib.ncs_cpu_all_reduce(pool, sends, recvs, n, count, dtype, op), "ncs_cpu_all_reduce")
+    """Reduce the buffers of all ranks, in their order, into other places, into each once."""
+    places, pool = [*dict.fromkeys(recvs)], native.process_pool()
+    sent, received = ffi.new(_PLACES, sends), ffi.new(_PLACES, places)
+    tensor = ffi.new("ncs_reduced*", (sent, received, len(places), count))
+    status = lib.ncs_cpu_reduce(pool, tensor, 1, ffi.NULL, len(sends), dtype, op)
+    native.check(status, "ncs_cpu_reduce")
 
 
 def _copy(source: np.ndarray, pointers: Sequence[Any]) -> None:
     """Copy bytes to other places, to each once; one may be the source itself."""
-    places = [*dict.fromkeys(pointers)]
-    lib.ncs_cpu_copy(native.process_pool(), *_pointers([[source]]), places, len(places), source.size)
+    _add_up(_pointers([[source]]), pointers, source.size, native.DTYPES["uint8"], native.OPS["sum"])
 
 
 def _width(buffers: Buffers) -> int:

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ncclsync.communicator.processes import Process
+from ncclsync.communicator.processes import OF_A_RUN, Process
 from ncclsync.errors import NcclSyncError, install
 
 logger = logging.getLogger("ncclsync")
@@ -46,12 +46,6 @@ host, port, name = sys.argv[1:]
 store, told = TCPStore(host, int(port), None, False, datetime.timedelta(days=9)), sys.stdin.read()
 store.set(name, told) if told else print(store.get(name).decode(), end="")
 """
-# What processes of one job share, and others do not, by their launcher. One around it may tell some of them alone.
-_OF_A_RUN = {
-    "Open MPI": ("PMIX_NAMESPACE",),
-    "Slurm": ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
-    "torchrun": ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
-}
 
 
 class Told(NamedTuple):
@@ -91,7 +85,7 @@ class Introduction(NamedTuple):
 
 def introduction(process: Process) -> Introduction:
     """Return how the processes of this one's launcher are introduced. Raises NcclSyncError if they cannot be."""
-    named = [os.environ.get(name, "") for name in _OF_A_RUN.get(process.launcher, ())]
+    named = [os.environ.get(name, "") for name in OF_A_RUN.get(process.launcher, ())]
     run, is_named = ".".join(filter(None, named)), "MASTER_ADDR" in os.environ
     if process.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return _by_store(process, run)

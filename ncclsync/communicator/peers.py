@@ -80,6 +80,7 @@ class Peers:
         failure: what has ended the agreement, for good.
         raised: an error of another process that may not have reached the user yet.
         lost: numbers of the processes that have ended or are silent.
+        given_up: by number, why a process no longer sends data, although it may be there.
         remark: is added to messages about this process, behind a semicolon.
         place, number, batch: as of `Doing`.
         generation: how often all have started over after failures, as far as these were raised here.
@@ -97,6 +98,7 @@ class Peers:
         self.failure: ProcessError | None = None
         self.raised: ProcessError | None = None
         self.lost: set[int] = set()
+        self.given_up: dict[int, str] = {}
         self.remark = self.place = self.batch = ""
         self._last_batch = ""  # that `on_batch` has named
         self.number = 0
@@ -263,6 +265,10 @@ class Peers:
         """Return the generation in which this process last began to meet the others."""
         return self.begun >> _COUNT_BITS
 
+    def give_up(self) -> None:
+        """Tell the others, without waiting, that this process sends no more data: its agreement has ended."""
+        self.service.tell({"rank": self.rank, "words": shortened(str(self.failure))}, 0)
+
     def end(self, words: str) -> None:
         """Tell the others that this process ends, and why; process 0 waits until they have heard of it."""
         failed, is_known = self._words[self.rank], self.failures[self.rank] <= self._met_in()
@@ -386,7 +392,9 @@ class Peers:
         self._dead.update(dead)
         if knows_end:
             self._know_end.add(rank)
-        if failures > self.failures[rank]:
+        if words and not failures:  # by `give_up`; a report counts its failure
+            self.given_up[rank] = words
+        elif failures > self.failures[rank]:
             self._words[rank] = words
             self.failures[rank] = failures
         if ended:

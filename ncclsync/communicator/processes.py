@@ -28,18 +28,13 @@ _VARIABLES = {
 }
 _PMI = ("PMI_RANK", "PMI_SIZE")  # of MPICH, Intel MPI and others; srun sets them, too
 _JOINED = "NCCLSYNC_JOINED"  # which process has joined, and which job
-_OF_A_JOB = (
-    "PMIX_NAMESPACE",
-    "OMPI_COMM_WORLD_RANK",
-    "SLURM_JOB_ID",
-    "SLURM_STEP_ID",
-    "SLURM_PROCID",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "RANK",
-    "TORCHELASTIC_RESTART_COUNT",
-    "TF_CONFIG",
-)
+# What processes of one job share, and others do not, by their launcher. One around it may tell some of them alone.
+OF_A_RUN = {
+    "Open MPI": ("PMIX_NAMESPACE",),
+    "Slurm": ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
+    "torchrun": ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+}
+_OF_ALL = ("MASTER_ADDR", "MASTER_PORT", "TF_CONFIG")
 _APART = (
     "For processes that are to train apart from each other, or where such variables are left over, as in a shell or a "
     "notebook, unset them, or write processes=False"
@@ -107,7 +102,8 @@ def claim() -> None:
 
     Raises NcclSyncError in such a child.
     """
-    job = " ".join(f"{name}={os.environ[name]}" for name in _OF_A_JOB if name in os.environ)
+    names = [name for launcher, own in _VARIABLES.items() for name in (*OF_A_RUN[launcher], own[0])]
+    job = " ".join(f"{name}={os.environ[name]}" for name in (*names, *_OF_ALL) if name in os.environ)
     if not job:
         return
     own = str(os.getpid())

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import itertools
 import logging
@@ -71,7 +72,7 @@ class Service:
 
     Attributes:
         notices: what processes have told all.
-        inbox: [size] what each process has sent this one, in order: pieces of bytes, or words on why no more come.
+        inbox: [size] what each process has sent this one, in order: pieces of bytes.
     """
 
     def __init__(self, rank: int, size: int, by: Introduction, *, join_s: float | None) -> None:
@@ -123,11 +124,7 @@ class Service:
     def send(self, rank: int, data: memoryview) -> None:
         """Send bytes to the inbox of another process, without waiting. They may change when this has returned."""
         for begin in range(0, len(data), _CHUNK):
-            self._post("send", b"data", rank, bytes(data[begin : begin + _CHUNK]))
-
-    def stop(self, rank: int, words: str) -> None:
-        """Send words on why no more bytes come."""
-        self._post("send", b"stop", rank, words.encode())
+            self._post("send", rank, bytes(data[begin : begin + _CHUNK]))
 
     def silence(self) -> list[float]:
         """Return [size] for how many seconds each process was silent: process 0 knows of all, the others of it."""
@@ -150,10 +147,6 @@ class Service:
             self.notices.put(value)
         elif (awaited := self._awaited.pop((what, number), None)) is not None:
             awaited.bring(value)
-
-    def arrive(self, kind: bytes, source: int, data: Any) -> None:
-        """Hear another process' data or words, in the thread."""
-        self.inbox[source].put(data if kind == b"data" else bytes(data).decode())
 
     def _expect(self, what: str, number: int) -> Awaited:
         return self._awaited.setdefault((what, number), Awaited())
@@ -245,6 +238,8 @@ class _Process0:
         for one in self.sockets:
             one.router_mandatory = one.router_handover = True
         by.tell(Told(own_addresses(), port, key))
+        # What this process itself asks and sends.
+        self.ask, self.send = functools.partial(self._hear, 0), functools.partial(self._pass, 0)
 
     def take(self, ready: zmq.Socket, frames: Sequence[Any]) -> None:
         """Hear another process, or one that would join."""
@@ -256,16 +251,8 @@ class _Process0:
             self._write(address, b"lost", b"its connection has ended in between")
         elif kind == b"ask":
             self._hear(rank, *messages.read(b"".join(rest)))
-        elif kind in (b"data", b"stop"):
-            self._pass(bytes(kind), rank, int(bytes(rest[0])), rest[1])
-
-    def ask(self, what: str, number: int, value: Any) -> None:
-        """Hear this process itself."""
-        self._hear(0, what, number, value)
-
-    def send(self, kind: bytes, to: int, data: bytes) -> None:
-        """Send this process' own data."""
-        self._pass(kind, 0, to, data)
+        elif kind == b"data":
+            self._pass(rank, int(bytes(rest[0])), rest[1])
 
     def pulses(self) -> dict[int, bool]:
         """Return which of the processes are connected."""
@@ -308,11 +295,11 @@ class _Process0:
             else:
                 self._write(self._members[rank], b"hear", *_pieces(data))
 
-    def _pass(self, kind: bytes, source: int, to: int, data: Any) -> None:
+    def _pass(self, source: int, to: int, data: Any) -> None:
         if to == 0:
-            self._service.arrive(kind, source, data)
+            self._service.inbox[source].put(data)
         elif to in self._members:
-            self._write(self._members[to], kind, b"%d" % source, data)
+            self._write(self._members[to], b"data", b"%d" % source, data)
 
     def _write(self, address: _Address, *frames: Any) -> bool:
         """Send to a process; return whether it is connected: of an end the others hear by its silence."""
@@ -394,8 +381,8 @@ class _Other:
         kind, *rest = frames
         if kind == b"hear":
             self._service.hear(*messages.read(b"".join(rest)))
-        elif kind in (b"data", b"stop"):
-            self._service.arrive(bytes(kind), int(bytes(rest[0])), rest[1])
+        elif kind == b"data":
+            self._service.inbox[int(bytes(rest[0]))].put(rest[1])
         elif kind == b"lost" and not self._service.lost[1]:
             self._service.lost = time.monotonic(), bytes(rest[0]).decode()
             self._pulse.disconnect(self._reached)  # both sides take the other one for silent
@@ -404,9 +391,9 @@ class _Other:
         """Ask process 0."""
         self._main.send_multipart([b"ask", *_pieces(messages.written(request))])
 
-    def send(self, kind: bytes, to: int, data: bytes) -> None:
+    def send(self, to: int, data: bytes) -> None:
         """Send data, which process 0 passes on."""
-        self._main.send_multipart([kind, b"%d" % to, data])
+        self._main.send_multipart([b"data", b"%d" % to, data])
 
     def pulses(self) -> dict[int, bool]:
         """Return whether process 0 is connected; have it say so if it does not know this process any more."""

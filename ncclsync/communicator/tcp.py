@@ -159,9 +159,6 @@ class TcpCommunicator(CpuCommunicator):
                         piece = peers.service.inbox[i].get(timeout=max(0.0, until - time.monotonic()))
                     except queue.Empty:
                         return False
-                    if isinstance(piece, str):
-                        peers.check_alive(text)  # a more telling reason
-                        peers.fail(f"Expected {text} to end. Received: {peers.name(i)} has given it up: {piece}")
                     buffers[0][: len(piece)] = piece
                     buffers[0] = buffers[0][len(piece) :]
                     if not buffers[0]:
@@ -172,9 +169,12 @@ class TcpCommunicator(CpuCommunicator):
             return [i for i, buffers in waiting.items() if buffers and peers.service.inbox[i].empty()]
 
         def check(what: str) -> None:
-            gone = peers.gone()
-            if peers.silent() or any(i in gone for i in late()):  # else who has ended has sent all before
-                peers.check_alive(what)
+            out = peers.gone().keys() | peers.given_up
+            out &= {*late()}  # afterwards: who has ended has sent all before
+            if peers.silent() or out:
+                peers.check_alive(what)  # a more telling reason
+            for i in out & peers.given_up.keys():
+                peers.fail(f"Expected {what} to end. Received: {peers.name(i)} has given it up: {peers.given_up[i]}")
 
         try:
             timeouts.wait(
@@ -188,8 +188,7 @@ class TcpCommunicator(CpuCommunicator):
         except BaseException as error:
             if peers.failure is None:
                 peers.failure = ProcessError(f"{type(error).__name__}: {error}")
-            for i in receives:  # no other process is to wait for this one
-                peers.service.stop(i, shortened(str(peers.failure)))
+            peers.give_up()  # no other process is to wait for this one
             raise
 
 

@@ -222,7 +222,7 @@ _APART = tuple(type(f"Apart{i}", (Apart,), {}) for i in range(8))
 
 def units_of(batch: Any) -> list[int]:
     """Return, for each flattened leaf of a batch or of its specs, 0 if it has samples; else the number of its unit."""
-    if not _is_marked(batch):
+    if not is_marked(batch):
         return [0] * len(tf.nest.flatten(batch))
 
     def numbered(node: Any) -> Any:
@@ -241,7 +241,7 @@ def grouped(batch: Any) -> Any:
     is not dense, or has an unknown number of rows. The step is to be given what `ungrouped` returns.
     """
     leaves = [leaf for leaf in tf.nest.flatten(batch) if _has_rows(leaf)]
-    if len({leaf.shape[0] for leaf in leaves}) < 2 or _is_marked(batch):
+    if len({leaf.shape[0] for leaf in leaves}) < 2 or is_marked(batch):
         return batch
     counts = [leaf.shape[0] for leaf in leaves]
     others = sorted({*counts} - {None})[:-1]
@@ -282,15 +282,11 @@ def ungrouped(batch: Any) -> Any:
             return tf.TensorSpec([None if samples is None else samples * each, *lengths], leaf.dtype)
         return tf.reshape(leaf, [-1, *lengths] if None not in lengths else tf.concat([[-1], tf.shape(leaf)[2:]], 0))
 
-    return keras.tree.traverse(ungroup, batch) if _is_marked(batch) else batch
+    return keras.tree.traverse(ungroup, batch) if is_marked(batch) else batch
 
 
-def has_groups(batch: Any) -> bool:
-    """Return whether a batch, or its specs, has `Grouped` leaves."""
-    return _is_marked(batch, Grouped)
-
-
-def _is_marked(batch: Any, kinds: Any = (Grouped, Apart)) -> bool:
+def is_marked(batch: Any, kinds: Any = (Grouped, Apart)) -> bool:
+    """Return whether a batch, or its specs, has leaves that are marked so."""
     found: list[Any] = []
     keras.tree.traverse(lambda node: found.append(node) if isinstance(node, kinds) else None, batch)
     return bool(found)

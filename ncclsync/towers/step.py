@@ -25,10 +25,11 @@ from ncclsync.ops.spans import Meter, NoBatchLeft
 from ncclsync.program.losses import MOST_LOST, losses_of
 from ncclsync.program.program import Program
 from ncclsync.semantics.shards import (
+    Grouped,
     digest_of_rows,
     fixed_specs,
     grouped,
-    has_groups,
+    is_marked,
     open_specs,
     rowed_leaves,
     rows_of,
@@ -384,7 +385,7 @@ class TowerStep(TracedStep):
         """Warn if towers, though exact, lose much of a step, since each needs the rows of all."""
         rows, towers, program = rows_of(function.kept.batch()) or 0, len(self.towers), function.program
         losses = losses_of(program.work, program.gradient_bytes(towers, rows), rows, towers)
-        if rows < towers and has_groups(function.kept.batch()):
+        if rows < towers and is_marked(function.kept.batch(), Grouped):
             self.towers.session.warn_once(
                 f"Exact, but {towers - rows} of {towers} towers have nothing to do: a batch has as many samples as its "
                 f"tensor with the fewest rows, {rows}. Give a value for the whole batch to each row, as tf.repeat "

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import psutil
 import pytest
-from processes import LAUNCHERS, ROOT, SCRIPTS, environment, free_port, variables_of
+from processes import LAUNCHERS, ROOT, SCRIPTS, environment, free_port, strangers, variables_of
 from virtual_host import PATH
 
 PROGRAM = ROOT / "examples" / "several_hosts.py"
@@ -45,6 +45,17 @@ def test_cpu_towers(launcher, alone):
             each = [variables_of(name, rank, port) | (step if "srun" in launcher else {}) for rank in range(2)]
             printed = "".join(done.stdout for done in pool.map(lambda more: run(*command, **more), each))
     assert re.findall("4 towers: .*", printed) == alone != []
+
+
+def test_strangers_during_a_whole_run(alone, tmp_path):
+    """Garbage, slow clients, scans and pickles from before the processes join until they have ended: the same bits."""
+    port = free_port()
+    with ThreadPoolExecutor(2) as pool, strangers(port, tmp_path / "ran") as connections:
+        each = [variables_of("RANK", rank, port) for rank in range(2)]
+        done = [*pool.map(lambda more: run(sys.executable, PROGRAM, 2, **more), each)]
+    assert re.findall("4 towers: .*", "".join(one.stdout for one in done)) == alone, done
+    assert len(connections) > 300 and not [*tmp_path.iterdir()]
+    assert not any(one.returncode or "Traceback" in one.stderr for one in done), done
 
 
 def test_process_that_has_no_other():

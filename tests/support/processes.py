@@ -1,12 +1,18 @@
 """Find what starts tests' programs as several processes: launchers, or variables alone."""
 
+import collections
+import contextlib
 import json
 import os
 import pathlib
+import pickle
+import random
 import shutil
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -68,3 +74,50 @@ def environment(**more: str) -> dict[str, str]:
     """Variables for a process that finds this source tree, on a machine that may have fewer cores than processes."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     return {**os.environ, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "3", **more}
+
+
+class Exploit:
+    """Makes a folder where somebody unpickles it."""
+
+    def __init__(self, folder: pathlib.Path):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
+def bothered(port: int, rng: random.Random, folder: pathlib.Path) -> Iterator[socket.socket]:
+    """Strangers' connections at a port: silent, garbage, a pickle, a greeting of ZeroMQ's, of sizes that are not."""
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00"
+    said = [b"", rng.randbytes(300), pickle.dumps(Exploit(folder)), b"GET / HTTP/1.0\r\n\r\n", greeting]
+    said += [greeting + b"CURVE".ljust(20, b"\0") + bytes(32) + b"\x06" + b"\x7f" * 8 + rng.randbytes(99)]
+    said += [greeting + b"NULL".ljust(20, b"\0") + bytes(32) + rng.randbytes(50), b"\x01\x00", b"\xff" * 64]
+    for words in said:
+        raw = socket.create_connection(("127.0.0.1", port), timeout=5)
+        raw.sendall(words)
+        yield raw
+
+
+@contextlib.contextmanager
+def strangers(port: int, folder: pathlib.Path) -> Iterator[collections.deque]:
+    """Bother whoever listens at a port, also by scans, for as long as the context lasts; yield the connections."""
+    ending, rng, made = threading.Event(), random.Random(0), collections.deque()
+
+    def call():
+        while not ending.wait(0.02):
+            with contextlib.suppress(OSError):  # nobody listens, yet or any more
+                socket.create_connection(("127.0.0.1", port), timeout=5).close()
+                for raw in bothered(port, rng, folder):
+                    made.append(raw)
+                    if len(made) > 50:
+                        made[-50].close()
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    try:
+        yield made
+    finally:
+        ending.set()
+        thread.join()
+        for raw in made:
+            raw.close()

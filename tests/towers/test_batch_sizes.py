@@ -8,7 +8,7 @@ from parity import assert_close, assert_towers_agree, data, fit, on_towers, stat
 
 import ncclsync
 from ncclsync import NcclSyncError, Towers
-from ncclsync.semantics.shards import Grouped, grouped, has_groups, rows_of, ungrouped, units_of
+from ncclsync.semantics.shards import Grouped, grouped, is_marked, rows_of, ungrouped, units_of
 
 X, LABELS = data(rows=26, features=5)
 MORE, _ = data(rows=26 * 7, features=5, seed=1)
@@ -232,15 +232,15 @@ def test_grouped_and_ungrouped():
     """Contiguous rows for each sample; of tensors and of specs, and back."""
     batch = {"x": tf.range(3), "u": (tf.reshape(tf.range(24), [6, 4]), None), "s": tf.constant(1.0)}
     made = grouped(batch)
-    assert isinstance(made["u"][0], Grouped) and made["x"] is batch["x"] and has_groups(made)
+    assert isinstance(made["u"][0], Grouped) and made["x"] is batch["x"] and is_marked(made, Grouped)
     np.testing.assert_array_equal(made["u"][0].rows, np.arange(24).reshape(3, 2, 4))
-    assert grouped(made) is made and not has_groups(batch) and ungrouped(batch) is batch
+    assert grouped(made) is made and not is_marked(batch) and ungrouped(batch) is batch
     tf.nest.map_structure(np.testing.assert_array_equal, ungrouped(made)["u"][0], batch["u"][0])
     assert grouped([tf.TensorSpec([2, 3]), tf.TensorSpec([8])])[1].rows.shape == [2, 4]
     assert ungrouped(Grouped(tf.TensorSpec([None, 4, 3]))).shape.as_list() == [None, 3]
     apart = {"a": tf.range(4), "b": None, "c": [tf.range(6), tf.range(4), tf.range(0)], "s": tf.constant(1)}
     made = grouped(apart)
-    assert units_of(made) == [2, 0, 0, 2, 1, 0] and rows_of(made) == 6 and not has_groups(made)
+    assert units_of(made) == [2, 0, 0, 2, 1, 0] and rows_of(made) == 6 and not is_marked(made, Grouped)
     tf.nest.map_structure(np.testing.assert_array_equal, ungrouped(made)["c"], apart["c"])
     ragged = tf.ragged.constant([[1], [2]])
     unchanged = [tf.TensorSpec([None]), tf.TensorSpec([4])], [tf.zeros(4), ragged], [tf.zeros(i) for i in range(12)]

@@ -54,6 +54,13 @@ static int expected(int op, int n, size_t i) {
   return op == ncclSum ? sum : op == ncclProd ? prod : op == ncclMax ? max : min;
 }
 
+/* Without weights, of one tensor; `recvs` may all be one. */
+static ncclResult_t all_reduce(ncs_pool* pool, const void* const* sends, void* const* recvs, int n, size_t count,
+                               int dtype, int op) {
+  const ncs_reduced tensor = {sends, recvs, n, count};
+  return ncs_cpu_reduce(pool, &tensor, 1, NULL, n, dtype, op);
+}
+
 static void reduce_and_compare(ncs_pool* pool, int dtype, size_t size, int op, int n, size_t count, int in_place) {
   void *sends[MAX_RANKS], *recvs[MAX_RANKS];
   void* wanted = malloc(count * size + 1);
@@ -63,11 +70,13 @@ static void reduce_and_compare(ncs_pool* pool, int dtype, size_t size, int op, i
     for (size_t i = 0; i < count; ++i) put(sends[r], i, dtype, (int)((i + (size_t)r) % 3));
   }
   for (size_t i = 0; i < count; ++i) put(wanted, i, dtype, expected(op, n, i));
-  EXPECT(ncs_cpu_all_reduce(pool, (const void* const*)sends, recvs, n, count, dtype, op) == ncclSuccess);
+  EXPECT(all_reduce(pool, (const void* const*)sends, recvs, n, count, dtype, op) == ncclSuccess);
   for (int r = 0; r < n; ++r) EXPECT(memcmp(recvs[r], wanted, count * size) == 0);
 
   put(recvs[n - 1], 0, dtype, count > 0 ? 77 : 0);
-  ncs_cpu_copy(pool, recvs[n - 1], recvs, n, count * size);
+  const void* last = recvs[n - 1];
+  const ncs_reduced copied = {&last, recvs, n, count};
+  EXPECT(ncs_cpu_reduce(pool, &copied, 1, NULL, 1, dtype, ncclSum) == ncclSuccess);
   for (int r = 0; r < n; ++r) EXPECT(memcmp(recvs[r], recvs[n - 1], count * size) == 0);
 
   for (int r = 0; r < n; ++r) {
@@ -88,7 +97,7 @@ static void reduce_weighted(ncs_pool* pool, int dtype, size_t size, size_t count
   const int scales = dtype >= ncclFloat16;
   const double weights[] = {1, scales ? 2 : 0, 1};
   const size_t counts[] = {count, 0, 1};
-  void* sends[3][3];
+  void *sends[3][3], *recvs[3];
   ncs_reduced tensors[3];
   for (int v = 0; v < 3; ++v) {
     for (int r = 0; r < 3; ++r) {
@@ -96,7 +105,9 @@ static void reduce_weighted(ncs_pool* pool, int dtype, size_t size, size_t count
       for (size_t i = 0; i < counts[v]; ++i) put(sends[v][r], i, dtype, (int)((i + (size_t)r) % 3));
     }
     tensors[v].sends = (const void* const*)sends[v];
-    tensors[v].recv = v == 0 ? malloc(counts[v] * size + 1) : sends[v][2];
+    recvs[v] = v == 0 ? malloc(counts[v] * size + 1) : sends[v][2];
+    tensors[v].recvs = &recvs[v];
+    tensors[v].n_recvs = 1;
     tensors[v].count = counts[v];
   }
   EXPECT(ncs_cpu_reduce(pool, tensors, 3, weights, 3, dtype, ncclSum) == ncclSuccess);
@@ -104,11 +115,11 @@ static void reduce_weighted(ncs_pool* pool, int dtype, size_t size, size_t count
     void* wanted = malloc(counts[v] * size + 1);
     for (size_t i = 0; i < counts[v]; ++i)
       put(wanted, i, dtype, (int)(i % 3 + (scales ? 2 : 0) * ((i + 1) % 3) + (i + 2) % 3));
-    EXPECT(memcmp(tensors[v].recv, wanted, counts[v] * size) == 0);
+    EXPECT(memcmp(recvs[v], wanted, counts[v] * size) == 0);
     free(wanted);
     for (int r = 0; r < 3; ++r) free(sends[v][r]);
   }
-  free(tensors[0].recv);
+  free(recvs[0]);
 }
 
 static void all_dtypes_weighted(ncs_pool* pool, size_t count) {
@@ -168,17 +179,13 @@ static void* call_repeatedly(void* pool) {
 
 static void bad_arguments(ncs_pool* pool) {
   float a[8] = {0}, b[8] = {0};
-  const void *sends[] = {a, b}, *missing[] = {a, NULL}, *skewed[] = {a, (char*)b + 1};
-  void *recvs[] = {a, b}, *partly[] = {a + 1, b};
-  EXPECT(ncs_cpu_all_reduce(pool, sends, recvs, 0, 4, ncclFloat32, ncclSum) == ncclInvalidArgument);
-  EXPECT(ncs_cpu_all_reduce(pool, sends, recvs, 2, 4, 99, ncclSum) == ncclInvalidArgument);
-  EXPECT(ncs_cpu_all_reduce(pool, sends, recvs, 2, 4, ncclFloat32, 5) == ncclInvalidArgument);
-  EXPECT(ncs_cpu_all_reduce(pool, sends, recvs, 2, SIZE_MAX, ncclFloat32, ncclSum) == ncclInvalidArgument);
-  EXPECT(ncs_cpu_all_reduce(pool, sends, partly, 2, 4, ncclFloat32, ncclSum) == ncclInvalidArgument);
-  EXPECT(ncs_cpu_all_reduce(pool, missing, recvs, 2, 4, ncclFloat32, ncclSum) == ncclInvalidArgument);
-  EXPECT(ncs_cpu_all_reduce(pool, missing, recvs, 2, 0, ncclFloat32, ncclSum) == ncclSuccess);
-  EXPECT(ncs_cpu_all_reduce(pool, skewed, recvs, 2, 4, ncclFloat32, ncclSum) == ncclInvalidArgument);
-  const ncs_reduced tensor = {sends, a, 4};
+  const void *sends[] = {a, b}, *missing[] = {a, NULL};
+  void* recvs[] = {a, b};
+  EXPECT(all_reduce(pool, sends, recvs, 0, 4, ncclFloat32, ncclSum) == ncclInvalidArgument);
+  EXPECT(all_reduce(pool, sends, recvs, 2, 4, 99, ncclSum) == ncclInvalidArgument);
+  EXPECT(all_reduce(pool, sends, recvs, 2, 4, ncclFloat32, 5) == ncclInvalidArgument);
+  EXPECT(all_reduce(pool, missing, recvs, 2, 0, ncclFloat32, ncclSum) == ncclSuccess);
+  const ncs_reduced tensor = {sends, recvs, 1, 4};
   const double none[] = {0, 0}, half[] = {1, 0.5};
   EXPECT(ncs_cpu_reduce(pool, &tensor, 1, none, 2, ncclFloat32, ncclSum) == ncclInvalidArgument);
   EXPECT(ncs_cpu_reduce(pool, &tensor, 1, half, 2, ncclFloat32, ncclMax) == ncclInvalidArgument);

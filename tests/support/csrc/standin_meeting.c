@@ -71,7 +71,8 @@ static int reduce(const meeting* at, size_t count, void* result) {
     sends[r] = scaled[r];
   }
   ncs_pool_create(1, NCS_INSTRUCTION_SET_BASELINE, &pool);
-  status = ncs_cpu_all_reduce(pool, sends, recvs, n, count, first->dtype, op >= FIRST_SCALED ? ncclSum : op);
+  const ncs_reduced tensor = {sends, recvs, 1, count};
+  status = ncs_cpu_reduce(pool, &tensor, 1, NULL, n, first->dtype, op >= FIRST_SCALED ? ncclSum : op);
   ncs_pool_destroy(pool);
   for (int r = 0; r < n; ++r) free(scaled[r]);
   return status;

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import ctypes
 import functools
+import gc
 import re
 import threading
 import weakref
@@ -269,6 +270,17 @@ def infer_shapes(definition: tf.compat.v1.GraphDef) -> None:
             c_api_util.ScopedTFImportGraphDefResults(results)
     finally:
         c_api.TF_DeleteBuffer(buffer)
+
+
+def variables_behind(handles: Sequence[tf.Tensor]) -> list[tf.Variable]:
+    """Return the variables that have these handles; others may be handles of tables, and the like.
+
+    A graph does not know which variable a handle is of if raw ops alone take it. All of Python's objects are searched.
+    """
+    wanted = {id(one) for one in handles if one.dtype == tf.resource and getattr(one._handle_data, "is_set", False)}
+    found = (one for one in gc.get_objects() if issubclass(type(one), tf.Variable)) if wanted else ()
+    # What an assignment returns in a graph has the variable's handle, too.
+    return [one for one in found if id(one.handle) in wanted and "_parent_op" not in vars(one)]
 
 
 def describe_handle(handle: tf.Tensor, variable: tf.Variable) -> None:

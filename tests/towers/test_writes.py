@@ -225,6 +225,32 @@ def test_towers_run():
     assert_close(*states)
 
 
+def test_steps_that_know_handles_alone():
+    """Raw ops read and write variables of which the step's graph knows no more than handles: as on one device."""
+    states = []
+    for towers in (0, 3):
+        count, total, weight = (tf.Variable(tf.zeros(shape)) for shape in ([], [5], [5]))
+        slots = [tf.Variable(tf.zeros([5])) for _ in range(2)]
+
+        def step(x, count=count, total=total, weight=weight, slots=slots):
+            raw.AssignAddVariableOp(resource=count.handle, value=1.0)
+            before = raw.ReadVariableOp(resource=total.handle, dtype=tf.float32)
+            raw.AssignVariableOp(resource=total.handle, value=0.5 * before + tf.reduce_sum(x, 0))
+            rates = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "beta1_power": 0.9, "beta2_power": 0.99, "epsilon": 1e-7}
+            handles = {"var": weight.handle, "m": slots[0].handle, "v": slots[1].handle}
+            raw.ResourceApplyAdam(grad=tf.reduce_mean(x, 0), **handles, **rates)
+            return tf.reduce_max(x)
+
+        if towers:
+            with ncclsync.Towers(towers) as opened:
+                losses = [opened.run(step, X) for _ in range(3)]
+                assert opened.divergence() == 0
+        else:
+            losses = [tf.function(step)(tf.constant(X)) for _ in range(3)]
+        states.append([*losses, *(one.numpy() for one in (count, total, weight, *slots))])
+    assert_close(*states)
+
+
 def test_two_models_that_share_a_variable():
     """A raw write is seen by both."""
     runs = [Run(0), Run(0)], [Run(2), Run(2)]

@@ -104,7 +104,7 @@ class Copies(Holder):
         if self.role is not Role.PARTIAL or self._is_whole:
             return
         held_ops.let_go_of_written(self._pending.left, [self.variable], [self.slot])
-        if not self._pending.left.knows(self.slot):
+        if not self._pending.left.knows(self.slot) and self._key not in self._shared:  # others add up their parts
             self.session.warn_once(
                 f"{self._name}, of which each tower holds a part, was written by a tf.function, or a raw op: the other "
                 "towers' parts are dropped, as by an assignment. Write such variables outside of tf.functions, by "

@@ -15,7 +15,7 @@ from ncclsync.compat import keras as keras_compat
 from ncclsync.compat import keras_optimizers, other_libraries
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.source_lines import user_line
-from ncclsync.errors import NcclSyncError
+from ncclsync.errors import NcclSyncError, shown
 from ncclsync.ops import current_context
 from ncclsync.ops.buckets import DEFAULT_BUCKET_BYTES
 from ncclsync.semantics.holders import holders_of
@@ -204,7 +204,8 @@ def _check_model(model: Any, opened: Towers) -> None:
     if not isinstance(model, keras.Model):
         raise TypeError(
             "Expected the factory to return a keras.Model, to be trained on towers: end it with `return model`. "
-            f"Received: {model!r} of type {type(model).__name__}"
+            f"Received: {shown(model)} of type {type(model).__name__}. Decorate the function that makes the model, not "
+            "its train_step; of several models, as a GAN's, make one keras.Model with a train_step that trains them"
         )
     for owner in (model, getattr(model, "optimizer", None)):
         strategy = keras_compat.strategy_of(owner)

@@ -154,15 +154,16 @@ def _explain(model: keras.Model, towers: Towers, batch: Any) -> Explanation:
         raise NcclSyncError(f"Expected a compiled model, with an optimizer. Received: {model!r}")
     model.make_train_function()
     step = step_of(model) or ModelStep(model, towers, "train_step")  # one tower runs Keras' own function
-    if batch is None and (last := step.last()) is not None:
+    if isinstance(batch, int) and (isinstance(batch, bool) or batch < 1):
+        raise ValueError(f"Expected a batch of at least one row. Received: {batch}")
+    of_last = batch is None or (isinstance(batch, int) and not getattr(model, "inputs", None))
+    if of_last and (last := step.last()) is not None:
         program, ran = last
-        return explain_program(program, towers, rows_of(ran))
+        return explain_program(program, towers, batch or rows_of(ran))
     rows, plain, unseen = None, is_plain(towers), batch is None and not fixed_batch_size(model)
     if batch is None:
         batch = fixed_batch_size(model) or _BATCH_SIZE
     if isinstance(batch, int):
-        if isinstance(batch, bool) or batch < 1:
-            raise ValueError(f"Expected a batch of at least one row. Received: {batch}")
         rows = batch
         made = rows if fixed_batch_size(model) else min(rows, _BATCH_SIZE)
         try:

@@ -232,3 +232,27 @@ def test_batch_of_inputs_alone():
         return model
 
     assert on_towers(build, 2).towers.explain((X,)).shards[-1].end == len(X)
+
+
+def test_a_batch_size_for_a_model_without_inputs():
+    """After a step its shapes are those of that step's batch."""
+
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(3)
+
+        def call(self, x):
+            return self.dense(x)
+
+    def build():
+        model = Model()
+        model.compile("sgd", "mse")
+        return model
+
+    model = on_towers(build, 2)
+    with pytest.raises(ValueError, match="give a batch"):
+        model.towers.explain(31)
+    model.fit(np.ones((8, 2)), np.ones((8, 3)), batch_size=4, verbose=0)
+    assert [one.end for one in model.towers.explain(31).shards] == [16, 31]
+    assert [one.end for one in model.towers.explain().shards] == [2, 4]

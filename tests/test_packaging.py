@@ -36,6 +36,15 @@ def test_the_console_command(monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("usage: ncclsync ")
 
 
+def test_a_script_beside_the_clone(tmp_path):
+    """A folder named `ncclsync`, as the clone's, is not taken for the package."""
+    (tmp_path / "ncclsync").mkdir()
+    script = tmp_path / "train.py"
+    script.write_text("import ncclsync\nprint(ncclsync.__file__)")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == str(ROOT / "ncclsync" / "__init__.py") or "site-packages" in done.stdout, done.stderr
+
+
 def test_pages_and_forms_of_github():
     """Links lead somewhere; forms ask for what a report needs; a workflow that was never run says so."""
     for page in ("CONTRIBUTING.md", "SECURITY.md"):

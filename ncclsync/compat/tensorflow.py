@@ -280,7 +280,7 @@ def variables_behind(handles: Sequence[tf.Tensor]) -> list[tf.Variable]:
     wanted = {id(one) for one in handles if one.dtype == tf.resource and getattr(one._handle_data, "is_set", False)}
     found = (one for one in gc.get_objects() if issubclass(type(one), tf.Variable)) if wanted else ()
     # What an assignment returns in a graph has the variable's handle, too.
-    return [one for one in found if id(one.handle) in wanted and "_parent_op" not in vars(one)]
+    return [one for one in found if id(vars(one).get("_handle")) in wanted and "_parent_op" not in vars(one)]
 
 
 def describe_handle(handle: tf.Tensor, variable: tf.Variable) -> None:

@@ -32,6 +32,24 @@ def ops_of(function, *arguments):
     return {op.type: op for op in graph.get_operations()}
 
 
+def test_variables_behind():
+    """Handles that raw ops alone take lead to Python's objects, whatever else has the same handles."""
+    variable, other = tf.Variable([1.0, 2.0]), tf.Variable(1)
+    table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.float32, 0.0)
+    kept = []
+
+    def step():
+        tf.raw_ops.AssignAddVariableOp(resource=variable.handle, value=[1.0, 1.0])
+        kept.append(other.assign(2))
+        return table.size()
+
+    function = tf.function(step).get_concrete_function()
+    (found,) = tf_compat.variables_behind([one for one in function.captured_inputs if one is not other.handle])
+    assert found is variable and not any(one is variable for one in function.variables)
+    assert any(one is other for one in tf_compat.variables_behind(function.captured_inputs))
+    assert tf_compat.variables_behind([table.resource_handle]) == []
+
+
 def test_written_handles():
     """TensorFlow's bookkeeping tells reads from writes, also inside a branch, a loop and a function."""
     read, written = tf.Variable(1.0), tf.Variable(2.0)

@@ -313,6 +313,8 @@ def test_bad_arguments():
         BackupAndRestore("folder", 0)
     with pytest.raises(TypeError, match=r"data to be an ncclsync.Shuffled or None. Received: 3"):
         BackupAndRestore("folder", data=3)
+    with pytest.raises(TypeError, match=r"Received: ndarray of shape \(5, 3\)$"):
+        BackupAndRestore("folder", data=np.zeros((5, 3)))
 
 
 def test_epochs_without_data(tmp_path):

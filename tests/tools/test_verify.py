@@ -45,6 +45,25 @@ def reasons(report) -> str:
     return " | ".join(map(str, report.reasons))
 
 
+def test_a_train_step_is_given_what_fit_gives():
+    """Two values without sample weights, as in Keras' guide."""
+
+    class Guide(keras.Sequential):
+        def train_step(self, batch):
+            x, y = batch
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+            self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+            return {"loss": loss}
+
+    def build():
+        model = Guide([keras.Input((12,)), layers.Dense(5)])
+        model.compile("sgd", "mse")
+        return model
+
+    assert check(build).ok
+
+
 class Batches(keras.utils.PyDataset):
     """Four batches of ten rows."""
 

@@ -37,7 +37,8 @@ def plain_model():
 def test_factory_must_return_a_model(returned, named):
     """A factory that returns no keras.Model is told what it returned."""
     with pytest.raises(
-        TypeError, match=rf"Expected the factory to return a keras.Model, .*. Received: .* of type {named}$"
+        TypeError,
+        match=rf"Expected the factory to return a keras.Model, .*. Received: .* of type {named}. Decorate the ",
     ):
         nccl_parallel(towers=2)(lambda: returned)()
 

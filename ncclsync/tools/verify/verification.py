@@ -1,7 +1,7 @@
 """Train a model on N towers and on one device, side by side, compare them, and find why they differ.
 
-Before the first step the towers get one device's state; then both get the same batches, one step at a time, by
-`train_on_batch`.
+Before the first step the towers get one device's state; then both get the same batches, one step at a time, each an
+epoch of `fit`: a `train_step` is given what `fit` gives it.
 """
 
 import collections
@@ -325,9 +325,12 @@ def _copy_state(one: keras.Model, other: keras.Model) -> None:
 
 
 def _train(model: keras.Model, batch: Batch, step: int, seed: int) -> dict[str, Any]:
-    """Run one step; return the logs. Metrics go on counting from step to step, as in an epoch."""
+    """Run one step, an epoch; return the logs."""
     keras.utils.set_random_seed(seed + step)
-    return _logs(model.train_on_batch(*batch, return_dict=True))
+    packed = keras.utils.pack_x_y_sample_weight(*batch)
+    data = tf.data.Dataset.from_tensors(keras.tree.lists_to_tuples(packed))
+    history = model.fit(data, epochs=1, verbose=0, shuffle=False).history
+    return _logs({name: values[-1] for name, values in history.items()})
 
 
 def _logs(logs: Any) -> dict[str, Any]:

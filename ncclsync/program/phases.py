@@ -23,7 +23,8 @@ def divide(graph: StepGraph, scheduled: Schedule) -> Schedule:
     """Return a schedule whose segments, of which one may become several, run for each shard or once for a tower.
 
     Raises:
-        NcclSyncError: an op writes both what towers share and what belongs to a shard.
+        NcclSyncError: an op writes both what towers share and what belongs to a shard, or a loop or branch writes what
+            towers share and gives what belongs to a shard.
     """
     kinds = _Kinds(graph)
     parts = [_Part(graph, scheduled, kinds, number) for number in range(scheduled.count)]
@@ -54,7 +55,12 @@ class _Kinds:
             if op.name in graph.traced.placeholders:
                 continue
             roles = {graph.traced.role[handle] for handle in graph.writes[op.name]}
-            inputs = graph.inputs[op.name]
+            inputs, results = graph.inputs[op.name], {output.name for output in op.outputs}
+            if Role.SAME in roles and graph.functions.runs(op) and not graph.differing.isdisjoint(results):
+                raise NcclSyncError(
+                    "Expected a step with shards= in which no loop or branch both writes a weight and gives rows. "
+                    f"Received: {op.type}, at {user_line(op.traceback)}. Write the weight in a branch of its own"
+                )
             if Role.SAME in roles:
                 if len(roles) > 1:
                     raise NcclSyncError(
@@ -64,7 +70,6 @@ class _Kinds:
                     )
                 self.once.add(op.name)
                 continue
-            results = {output.name for output in op.outputs}
             rests_on_own = not own.isdisjoint(inputs)
             if rests_on_own or not graph.differing.isdisjoint(results.union(inputs)):
                 self.shards.add(op.name)

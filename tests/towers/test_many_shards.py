@@ -15,6 +15,7 @@ from models import gan, out_of_memory_above, step_of
 from parity import assert_close, assert_towers_agree, bits, data, mlp, on_towers, state
 from thorough import paired, some
 
+import ncclsync
 from ncclsync import BackupAndRestore, Health, NcclSyncError, NonFiniteError, Throughput, Towers, nccl_parallel
 from ncclsync.communicator import NcclCommunicator
 from ncclsync.communicator.buffers import CUDA, HOST
@@ -517,3 +518,21 @@ def test_a_run_goes_on_with_other_towers(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         fit(8, BackupAndRestore(tmp_path / "backup"), Stop())
     assert fit(2, BackupAndRestore(tmp_path / "backup")) == fit(1)
+
+
+def test_a_branch_that_writes_and_gives_rows():
+    """It would have to run once and for each shard: it is refused, with its line."""
+    scale = tf.Variable(1.0, trainable=False)
+
+    def write(x):
+        scale.assign(scale * 0.5)
+        return x * 2.0
+
+    def step(x):
+        return tf.cond(tf.reduce_mean(x) > -100.0, lambda: write(x), lambda: x) * scale
+
+    x = np.arange(7.0, dtype="float32")[:, None]
+    with ncclsync.Towers(2, shards=6) as towers:
+        with pytest.raises(ncclsync.NcclSyncError, match="Write the weight in a branch of its own"):
+            towers.run(step, x)
+    assert scale.numpy() == 1.0

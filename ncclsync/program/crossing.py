@@ -115,11 +115,11 @@ class Forms:
                     queue.append(op)
         return found[::-1]
 
-    def recomputed(self, ops: Sequence[OpName], written: Collection[TensorName]) -> list[OpName]:
+    def recomputed(self, ops: Sequence[OpName]) -> list[OpName]:
         """Return the cheap ops of earlier segments that a segment computes again, so that fewer bytes cross to it.
 
         In one program XLA would do so by itself: it writes to memory only what no other kernel can compute on the way.
-        A variable is read again, too, unless its handle is among `written`.
+        No variable is read again: somebody may have written it meanwhile.
         """
         if not self.jit_compile:
             return []
@@ -129,7 +129,7 @@ class Forms:
         while better:
             groups: dict[frozenset[TensorName], tuple[set[TensorName], list[OpName]]] = {}  # by what crosses instead
             for name in crossing:
-                made, given, _ = self._ways(name, crossing - {name}, written)
+                made, given, _ = self._ways(name, crossing - {name})
                 members, ways = groups.setdefault(frozenset(given), (set(), []))
                 members.add(name)
                 ways += made
@@ -141,27 +141,25 @@ class Forms:
         return sorted({*found}, key=lambda one: self._places[one])
 
     def _ways(
-        self, name: TensorName, crossing: Collection[TensorName], written: Collection[TensorName], depth: int = 8
+        self, name: TensorName, crossing: Collection[TensorName], depth: int = 8
     ) -> tuple[list[OpName], set[TensorName], float]:
         """Return the ops that compute a tensor anew, what crosses for them besides, and how many bytes that has."""
         op = op_name(name)
-        if not depth or op not in self._places or not self._is_cheap(op, written):
+        if not depth or op not in self._places or not self._is_cheap(op):
             return [], {name}, math.inf
         made, given, cost = [op], set[TensorName](), 0.0
         for one in self._graph.inputs[op]:
             if one in crossing or not self._bytes(one):
                 continue
-            ways = self._ways(one, crossing, written, depth - 1)
+            ways = self._ways(one, crossing, depth - 1)
             if ways[2] <= self._bytes(one):
                 made, given, cost = made + ways[0], given | ways[1], cost + ways[2]
             else:
                 given, cost = given | {one}, cost + self._bytes(one)
         return made, given, cost
 
-    def _is_cheap(self, name: OpName, written: Collection[TensorName]) -> bool:
+    def _is_cheap(self, name: OpName) -> bool:
         op, inputs = self._graph.by_name[name], self._graph.inputs[name]
-        if op.type == "ReadVariableOp":
-            return inputs[0] in self._graph.traced.variable_of.keys() - written
         lists = any(tensor.dtype == tf.variant for tensor in op.outputs)
         known = op.type not in MOVING | FILLING or all(map(self._graph.is_constant, inputs[1:]))  # the new shape
         return op.type in _CHEAP and known and not lists and self._of_numbers.isdisjoint(inputs)

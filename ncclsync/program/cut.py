@@ -223,10 +223,8 @@ def _plan_segments(graph: StepGraph, scheduled: Schedule, target: Target, forms:
         if op.name in scheduled.segments:
             ops[scheduled.segments[op.name]].append(op.name)
     ops = [[*forms.made_where_used(names), *names] for names in ops]
-    written = set[TensorName]()
-    for number, names in enumerate([] if scheduled.once else ops):
-        written.update(*(graph.writes[name] for name in names))
-        ops[number] = [*forms.recomputed(names, written), *names]
+    if not scheduled.once:
+        ops = [[*forms.recomputed(names), *names] for names in ops]
     sent: list[list[Exchange]] = [[] for _ in range(count)]
     for result, exchange in graph.exchanges.items():
         sent[scheduled.sent[result]].append(exchange)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pathlib
 import shutil
+import zlib
 
 import cffi
 from setuptools.command.build_ext import build_ext
@@ -32,6 +33,14 @@ def read_cdef(header: pathlib.Path = HEADER) -> str:
     return declarations + PYTHON_FUNCTIONS
 
 
+def checksum(folder: pathlib.Path = HEADER.parent) -> int:
+    """Return the checksum of all C sources. The extension holds it; native.py compares it with the clone's."""
+    found = 0
+    for file in sorted(folder.rglob("*.[ch]")):
+        found = zlib.crc32(file.read_bytes(), found)
+    return found
+
+
 class BuildNative(build_ext):
     """Generate the binding's C file and compile it with the C library into one extension."""
 
@@ -48,8 +57,8 @@ class BuildNative(build_ext):
     def build_extension(self, ext) -> None:
         """Compile all of ``csrc`` and the generated file; again if any of them, or a header, is newer."""
         ffi = cffi.FFI()
-        ffi.cdef(read_cdef())
-        ffi.set_source(ext.name, f'#include "{HEADER.name}"')
+        ffi.cdef(f"{read_cdef()}#define NCS_SOURCES {checksum()}\n")
+        ffi.set_source(ext.name, f'#include "{HEADER.name}"\n#define NCS_SOURCES {checksum()}')
         generated = pathlib.Path(self.build_temp, ext.name.rpartition(".")[2] + ".c")
         generated.parent.mkdir(parents=True, exist_ok=True)
         ffi.emit_c_code(str(generated))

@@ -247,8 +247,9 @@ def _warn_of_training(make: Callable[..., Any], model: keras.Model, *args: Any, 
             idle.session.warn_once(f"{model.name} {_WITHIN_WITH}", about=_ONE_DEVICE)
         elif vars(model).pop(_COPIED, False):
             logger.warning(
-                "A model that was loaded or copied trains on one device. To go on on towers, let a decorated factory "
-                "return it: nccl_parallel(lambda: keras.models.load_model(path))(), or nccl_parallel(lambda: model)()"
+                "A model that was loaded, copied or made of a configuration trains on one device. To go on on towers, "
+                "let a decorated factory return it: nccl_parallel(lambda: keras.models.load_model(path))(), or "
+                "nccl_parallel(lambda: model)()"
             )
     return make(model, *args, **kwargs)
 

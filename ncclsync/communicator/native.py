@@ -17,6 +17,7 @@ import pathlib
 import struct
 import threading
 import weakref
+import zlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -29,6 +30,23 @@ except ImportError as error:
         "Expected the compiled extension ncclsync._native. Received: "
         f"{error}. Install ncclsync by pip, which needs a C compiler: {install()}"
     ) from error
+
+
+def _check_sources(folder: pathlib.Path) -> None:
+    """Refuse an extension that was compiled of other sources than a clone has, as after a `git pull`."""
+    found = 0
+    for file in sorted(folder.rglob("*.[ch]")):
+        found = zlib.crc32(file.read_bytes(), found)
+    if getattr(lib, "NCS_SOURCES", None) != found:
+        raise NcclSyncError(
+            "Expected the compiled extension ncclsync._native to be of the C sources beside it. Received: one of "
+            f"others, as after a `git pull`. Compile it anew: {install()}"
+        )
+
+
+_CLONED = pathlib.Path(__file__).parents[2] / "csrc"
+if (_CLONED / "ncclsync.h").is_file():
+    _check_sources(_CLONED)
 
 
 def _enumerated(enum: str, prefix: str) -> dict[str, int]:

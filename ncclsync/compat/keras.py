@@ -1,6 +1,7 @@
 """Wrap the interfaces that Keras does not promise to keep, except those of its optimizers."""
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -69,6 +70,8 @@ _COPIERS = (
     (legacy_h5_format, "load_model_from_hdf5"),
     (cloning, "_clone_sequential_model"),
     (cloning, "_clone_functional_model"),
+    (keras.Model, "from_config"),
+    (keras.Sequential, "from_config"),
 )
 
 
@@ -98,10 +101,12 @@ def train_models_by(replacement: Callable[..., Any]) -> None:
 def replace_for_good(functions: Sequence[tuple[ModuleType | type, str]], replacement: Callable[..., Any]) -> None:
     """Replace functions for the rest of the process; a second call with the same replacement changes nothing."""
     for module, name in functions:
-        own = getattr(module, name, None)
+        found: Any = inspect.getattr_static(module, name, None)
+        own = getattr(found, "__func__", found)  # of a class method
         if own is not None and getattr(own, "replacement", None) is not replacement:
-            setattr(module, name, tf_compat.wrapped(own, replacement))
-            getattr(module, name).replacement = replacement
+            function: Any = tf_compat.wrapped(own, replacement)
+            function.replacement = replacement
+            setattr(module, name, function if own is found else classmethod(function))
 
 
 def replace_methods(model: keras.Model, methods: Mapping[str, Callable[..., Any]]) -> None:

@@ -1,7 +1,9 @@
 """Library search, versions, statuses, and the process-wide pool."""
 
 import os
+import pathlib
 import pickle
+import shutil
 import subprocess
 import sys
 
@@ -10,6 +12,8 @@ from pools import pool
 
 from ncclsync.communicator import native
 from ncclsync.errors import NcclError, NcclSyncError, NcclUnavailableError
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 needs_wheel = pytest.mark.skipif(len(native._candidates(*native._NCCL)) < 2, reason="nvidia-nccl-cu12 is not installed")
 
@@ -168,6 +172,16 @@ except NcclSyncError as error:
     printed = run_python(code)
     assert "Expected the compiled extension ncclsync._native" in printed
     assert "pip install" in printed
+
+
+def test_extension_of_other_sources(tmp_path):
+    """A clone that is newer than what was compiled of it, in any C file, is told what to run."""
+    shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
+    native._check_sources(tmp_path / "csrc")
+    with (tmp_path / "csrc" / "cpu" / "pool.c").open("a", encoding="utf-8") as file:
+        file.write("\n")
+    with pytest.raises(NcclSyncError, match="as after a `git pull`"):
+        native._check_sources(tmp_path / "csrc")
 
 
 def test_nothing_here_imports_tensorflow():

@@ -135,12 +135,15 @@ def test_model_built_by_its_first_batch():
             self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
             return {"loss": loss}
 
-    def build():
+    def build(shape=None):
         model = Own()
+        if shape:
+            model.build(shape)  # which Keras takes for built, without its layers
         model.compile("adam", loss="mse")
         return model
 
     assert check(build).ok
+    assert check(lambda: build((None, 12))).ok
 
 
 @pytest.mark.slow
@@ -677,7 +680,9 @@ def test_progress(capsys):
     verify(build, (x, y), 2, 1, progress=True)
     printed = capsys.readouterr()
     assert "building the model on 2 towers\n" in printed.err and printed.out == ""
-    assert "step 1 of 1, on one device and on 2 towers\n" in printed.err
+    assert "step 1 of 1, on one device and on 2 towers: traces it first\n" in printed.err
+    verify(build, (x, y), 2, 2, progress=True)
+    assert "step 2 of 2, on one device and on 2 towers, equal so far\n" in capsys.readouterr().err
     verify(build, (x, y), 2, 1)
     assert "step 1" not in capsys.readouterr().err
 

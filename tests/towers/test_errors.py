@@ -82,8 +82,9 @@ def test_pytorchs_name_of_a_gpu():
 
 def copied(model, how, folder):
     """A model that comes from another by way of Keras."""
-    if how == "clone":
-        clone = keras.models.clone_model(model)
+    if how in ("clone", "configuration"):
+        configured = type(model).from_config
+        clone = keras.models.clone_model(model) if how == "clone" else configured(model.get_config())
         clone.compile("sgd", "mse")
         return clone
     if how == "file":
@@ -93,7 +94,7 @@ def copied(model, how, folder):
 
 
 @pytest.mark.slow(but=1)
-@pytest.mark.parametrize("how", ["clone", "file", "deepcopy", "pickle"])
+@pytest.mark.parametrize("how", ["clone", "configuration", "file", "deepcopy", "pickle"])
 def test_a_copy_that_trains_on_one_device_says_so(how, tmp_path, caplog):
     """Once, and not where it only predicts, nor on towers."""
     x, y = np.ones((8, 12), "float32"), np.ones((8, 5), "float32")

@@ -14,7 +14,7 @@ from virtual_host import run
 ROOT = pathlib.Path(__file__).parents[2]
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(ROOT / "csrc"))
-from cffi_build import read_cdef  # noqa: E402
+from cffi_build import checksum, read_cdef  # noqa: E402
 
 LAUNCHER, GROUP, EXCHANGE = "nccl/launcher.c", "nccl/library.c", "tf/exchange.c"
 RECORD = "ncs_record(cuda, launcher->contexts[rank], stream, arrival->before, failure)"
@@ -63,8 +63,9 @@ def build(folder, file, old, new):
     assert not old or text.count(old) == 1, old
     mutated.write_text(text.replace(old, new) if old else text, encoding="utf-8")
     ffi = cffi.FFI()
-    ffi.cdef(read_cdef(ROOT / "csrc" / "ncclsync.h"))
-    ffi.set_source("ncclsync._native", '#include "ncclsync.h"')
+    sources = f"#define NCS_SOURCES {checksum(folder / 'csrc')}\n"
+    ffi.cdef(read_cdef(ROOT / "csrc" / "ncclsync.h") + sources)
+    ffi.set_source("ncclsync._native", f'#include "ncclsync.h"\n{sources}')
     ffi.emit_c_code(str(folder / "native.c"))
     sources = [*sorted((folder / "csrc").rglob("*.c")), folder / "native.c"]
     include = [f"-I{folder / 'csrc'}", f"-I{sysconfig.get_paths()['include']}"]

@@ -150,6 +150,8 @@ class Report(Printed):
             since = left.get((one.kind, one.name))
             figures = f"{one.absolute:.2g}", f"{one.relative:.2g}", _when(one), f"from {_when(since)}" if since else ""
             table.add_row(one.kind, Text(one.name), *figures, style="red" if since else None)
+        least = f"at least {_LEAST_MAGNITUDE:g}, of a log {_LEAST_MAGNITUDE_OF_LOGS:g}"
+        table.caption = f"relative: to the array's largest magnitude, {least}"
         return table
 
 

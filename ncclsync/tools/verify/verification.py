@@ -202,7 +202,8 @@ class _Run:
             change = _LAST_BIT[keras.backend.standardize_dtype(weight.dtype)] * signs.choice([-1, 1], weight.shape)
             weight.assign(weight * tf.cast(1 + change, weight.dtype))
         for step, batch in enumerate(self._batches, start=1):
-            self.say(f"step {step} of {len(self._batches)}, {what}")
+            so_far = "" if step == 1 else ", equal so far" if all(one.ok for one in found) else ", other so far"
+            self.say(f"step {step} of {len(self._batches)}, {what}{so_far or ': traces it first'}")
             expected = _train(one, batch, step, self._seed)
             actual = _train(other, batch, step, self._seed)
             for kind, right, variable in _paired(one, other):
@@ -307,7 +308,7 @@ def _paired(one: keras.Model, other: keras.Model) -> list[tuple[str, tf.Variable
 
 def _create_state(model: keras.Model, batch: Batch) -> None:
     """Create the variables of a model that has none before its first call, and its optimizer's."""
-    if not model.built:
+    if not all(layer.built for layer in (model, *keras_compat.layers_of(model))):
         if not _defines(model, "call"):
             return  # its train_step will create all variables, from the same seed
         model(batch[0], training=False)

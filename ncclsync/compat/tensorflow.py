@@ -285,13 +285,13 @@ def variables_behind(handles: Sequence[tf.Tensor]) -> list[tf.Variable]:
 
 def describe_handle(handle: tf.Tensor, variable: tf.Variable) -> None:
     """Give a function's argument that stands for a variable's handle the variable's shape."""
-    handle_data_util.copy_handle_data(variable.handle, handle)
+    handle_data_util.copy_handle_data(handle_of(variable), handle)
 
 
 @contextlib.contextmanager
 def open_rows(variables: Iterable[tf.Variable]) -> Iterator[None]:
     """Let graphs that are traced meanwhile not know how long the first axis of these variables is."""
-    known = [(variable.handle, variable.handle._handle_data) for variable in variables]
+    known = [(handle := handle_of(variable), handle._handle_data) for variable in variables]
     try:
         for handle, data in known:
             opened = copy.deepcopy(data)
@@ -339,7 +339,7 @@ def run_without_results(op_type: str, inputs: Sequence[tf.Tensor], attributes: M
 
 def read_variables(variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
     """Return what variables of one device contain, by one op, in a graph or outside; no method of theirs is called."""
-    handles, dtypes = [one.handle for one in variables], [one.dtype for one in variables]
+    handles, dtypes = [handle_of(one) for one in variables], [one.dtype for one in variables]
     enums = [dtype.as_datatype_enum for dtype in dtypes]
     with tf.device(variables[0].device):
         if tf.executing_eagerly():
@@ -513,21 +513,68 @@ def _method_of(variable: tf.Variable, name: str) -> Callable:
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return method(held(), *args, **kwargs)
+        own: Any = held()
+        with _unseen(own):  # whoever tracks writes hears of it already
+            return method(own, *args, **kwargs)
 
     return call
 
 
+def handle_of(variable: tf.Variable) -> tf.Tensor:
+    """Return a variable's handle, which `track_reads` does not hear of."""
+    return vars(variable)["_handle"]
+
+
 def track_reads(variable: tf.Variable, before: Callable[[], None]) -> None:
-    """Call `before` at every read of a variable's value, by whatever method."""
-    read = _method_of(variable, "_read_variable_op")
+    """Call `before` whenever somebody takes a variable's handle, which every op that reads or writes it needs.
 
-    @functools.wraps(read)
-    def tracked(*args, **kwargs):
-        before()
-        return read(*args, **kwargs)
+    Not by methods alone: TensorFlow's C++ takes the handle of a variable that an eager op is given. Who has kept the
+    handle from before, such as a graph, is not heard of.
+    """
+    vars(variable)[_BEFORE] = before
+    own: Any = type(variable)
+    variable.__class__ = _tracked_class(own)
 
-    variable._read_variable_op = tracked
+
+_BEFORE = "_ncclsync_before"  # an attribute of variables whose reads are tracked
+
+
+class _Unseen(threading.local):
+    """Hold the ids of the variables whose handles this thread takes unseen."""
+
+    ids: frozenset[int] = frozenset()
+
+
+_UNSEEN = _Unseen()
+
+
+@contextlib.contextmanager
+def _unseen(variable: tf.Variable) -> Iterator[None]:
+    """Let this thread take a variable's handle in the body without a call of `before`."""
+    kept = _UNSEEN.ids
+    _UNSEEN.ids = kept | {id(variable)}
+    try:
+        yield
+    finally:
+        _UNSEEN.ids = kept
+
+
+@functools.cache
+def _tracked_class(own: type) -> type:
+    """Return a class of variables that is `own` but for the handle, which an object's own attribute cannot hide."""
+
+    def handle(variable: Any) -> tf.Tensor:
+        before = vars(variable).get(_BEFORE)
+        if before is not None and id(variable) not in _UNSEEN.ids:
+            with _unseen(variable):
+                before()
+        return handle_of(variable)
+
+    def put(variable: Any, value: tf.Tensor) -> None:
+        vars(variable)["_handle"] = value
+
+    device = property(lambda variable: handle_of(variable).device)
+    return type(own)(own.__name__, (own,), {"_handle": property(handle, put), "device": device, "__doc__": own.__doc__})
 
 
 def track_writes(variable: tf.Variable, wrap: Callable[[Callable], Callable]) -> None:
@@ -539,8 +586,10 @@ def track_writes(variable: tf.Variable, wrap: Callable[[Callable], Callable]) ->
 
 def untrack(variable: tf.Variable) -> None:
     """Undo `track_reads` and `track_writes`."""
-    for name in ("_read_variable_op", *VARIABLE_WRITERS):
+    for name in VARIABLE_WRITERS:
         vars(variable).pop(name, None)
+    if vars(variable).pop(_BEFORE, None) is not None:
+        variable.__class__ = type(variable).__base__
 
 
 def read_by(tensor: tf.Tensor, read: Callable[..., Any]) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from ncclsync.communicator import native
+from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError
 from ncclsync.ops import held
 from ncclsync.semantics.holders import Holder
@@ -97,7 +98,7 @@ class PartitionedSlot(Holder):
                     # Not into a slice: TensorFlow would then copy the variable at every read.
                     partition.assign(tf.concat([before, part, after], 0))
         with tf.device(variable.device):
-            tf.raw_ops.AssignVariableOp(resource=variable.handle, value=tf.zeros([0], variable.dtype))
+            tf.raw_ops.AssignVariableOp(resource=tf_compat.handle_of(variable), value=tf.zeros([0], variable.dtype))
         held.compare(self._left, [variable], [self.slot], [True], begins=False)
         self._is_whole = self._is_written = False
         self.mark_others_stale()  # they read it before their next step, which makes it whole
@@ -105,14 +106,16 @@ class PartitionedSlot(Holder):
     def make_whole(self) -> None:
         """Let the optimizer's variable hold the whole of the towers' parts. Collective, with several processes."""
         variable = self.held
-        if variable is None or self._is_whole:
+        if variable is None:
             return
-        if not tf.executing_eagerly():
+        if not tf.executing_eagerly():  # though it may be whole now: the function runs when it is empty again
             raise NcclSyncError(
                 f"Expected {variable.name}, which shard_optimizer divides among the towers, to be read and "
                 "written outside of any tf.function. Received: a tf.function that does so, or a step on "
                 "other towers, which need shard_optimizer=True as well."
             )
+        if self._is_whole:
+            return
         if self.was_written():
             self.mark_stale()
             return
@@ -122,7 +125,7 @@ class PartitionedSlot(Holder):
             if self._processes.gather is not None:
                 rows = self._processes.gather(rows, variable.name)
             whole = self._place.whole(rows, variable.shape)
-            tf.raw_ops.AssignVariableOp(resource=variable.handle, value=whole)
+            tf.raw_ops.AssignVariableOp(resource=tf_compat.handle_of(variable), value=whole)
         held.compare(self._left, [variable], [self.slot], [True], begins=False)
         self._is_whole = True
 

@@ -22,6 +22,10 @@ def compare(
             ends.
         begins: whether the op fails if somebody else has written a variable; else `held.take_disturbed` tells.
     """
+    if tf.executing_eagerly() and not begins:
+        with tf.device(variables[0].device):  # a variable of which slices were read would give its readers copies
+            for one in variables:
+                tf.raw_ops.DisableCopyOnRead(resource=tf_compat.handle_of(one))
     return hold(held, tf_compat.read_variables(variables), slots, writes, begins=begins, device=variables[0].device)
 
 

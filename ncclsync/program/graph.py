@@ -46,9 +46,9 @@ class TracedGraph:
         self.arguments = tuple(given[:count])
         self.row_splits: set[TensorName] = set()  # of ragged leaves whose values lie in rows, not in rows of rows
         self.argument_placements = self._place_arguments(trace)
-        by_handle = {id(variable.handle): variable for variable in function.variables}
+        by_handle = {id(tf_compat.handle_of(variable)): variable for variable in function.variables}
         others = [one for one in function.captured_inputs if id(one) not in by_handle]
-        by_handle |= {id(variable.handle): variable for variable in tf_compat.variables_behind(others)}
+        by_handle |= {id(tf_compat.handle_of(variable)): variable for variable in tf_compat.variables_behind(others)}
         pairs = list(zip(given[count:], function.captured_inputs, strict=True))
         self.captures = tuple((name, tensor) for name, tensor in pairs if id(tensor) not in by_handle)
         variables = self.variable_of = {name: by_handle[id(one)] for name, one in pairs if id(one) in by_handle}

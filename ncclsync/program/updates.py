@@ -1,9 +1,14 @@
-"""Find the exchange that a variable's new value depends on: its gradient's, or that of the value itself."""
+"""Find what a variable's new value depends on: an exchange, its gradient's or its own; or not even the batch."""
 
 import collections
+from collections.abc import Iterable, Mapping, Sequence
 
+import tensorflow as tf
+
+from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.names import OpName, TensorName, op_name
 from ncclsync.program.graph import StepGraph
+from ncclsync.program.program import Program
 from ncclsync.semantics.roles import Role
 
 
@@ -51,3 +56,51 @@ def _nearest(graph: StepGraph, writers: list[OpName]) -> list[TensorName]:
                 seen.add(parent)
                 queue.append(parent)
     return list(dict.fromkeys(results))
+
+
+def written_without_batch(program: Program, counter: tf.Variable | None, known_rows: bool) -> list[tf.Variable]:
+    """Return the variables that ops write which wait for nothing of the batch.
+
+    One device's step runs these ops, too, if its iterator has no batch. An optimizer's `counter` of its updates is left
+    out if nothing but its own next number rests on it. If one device knows how many rows each batch has, it need not
+    wait for their number.
+    """
+    if program.graph is None:
+        return []
+    ops, variables = program.graph.get_operations(), dict(program.variables)
+    takers: dict[OpName, list[tf.Operation]] = collections.defaultdict(list)
+    waiters: dict[OpName, list[tf.Operation]] = collections.defaultdict(list)
+    for op in ops:
+        parents = {tensor.op.name for tensor in op.inputs}
+        for parent in parents:
+            takers[parent].append(op)
+        for parent in parents.union(one.name for one in op.control_inputs):
+            if not (known_rows and op.type in _NUMBERS):
+                waiters[parent].append(op)
+    given = [program.graph.get_tensor_by_name(name) for name in program.arguments]
+    # A number for each tower is of its rows.
+    waiting = _followers([one.op.name for one in given if one.shape.rank != 0 or not known_rows], waiters)
+    written = {handle for op in ops if op.name not in waiting for handle in tf_compat.written_handles(op)}
+    found = [(handle, variables[handle]) for handle in variables if handle in written]
+    return [one for handle, one in found if one is not counter or _is_used(program.graph, handle, takers)]
+
+
+_NUMBERS = frozenset({"Shape", "ShapeN", "Size"})  # ops that tell how many rows there are
+
+
+def _is_used(graph: tf.Graph, handle: TensorName, takers: Mapping[OpName, Sequence[tf.Operation]]) -> bool:
+    """Return whether results, or other variables' new values, rest on a variable."""
+    used = _followers([op_name(handle)], takers)
+    writes = {name for op in map(graph.get_operation_by_name, used) for name in tf_compat.written_handles(op)}
+    return bool(writes - {handle}) or any(tensor.op.name in used for tensor in graph.outputs)
+
+
+def _followers(names: Iterable[OpName], following: Mapping[OpName, Sequence[tf.Operation]]) -> set[OpName]:
+    """Return the names of ops, and of all that follow them."""
+    found, queue = set(), list(names)
+    while queue:
+        name = queue.pop()
+        if name not in found:
+            found.add(name)
+            queue += [op.name for op in following.get(name, ())]
+    return found

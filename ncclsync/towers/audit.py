@@ -122,12 +122,14 @@ class Audit:
         begun = []
         for repeat, kept in zip(self.repeats, self._kept, strict=True):
             handles = {name: values[self._first[repeat.tower]][name] for name, _ in self._program.variables}
-            self._again.append({**values[repeat.shard], **handles, **{name: one.handle for name, one in kept.items()}})
+            self._again.append(
+                {**values[repeat.shard], **handles, **{name: tf_compat.handle_of(one) for name, one in kept.items()}}
+            )
         for source, copy in self._copies.values():
             with tf.device(source.device):
-                value = tf.raw_ops.ReadVariableOp(resource=source.handle, dtype=source.dtype)
+                value = tf.raw_ops.ReadVariableOp(resource=tf_compat.handle_of(source), dtype=source.dtype)
             with tf.device(copy.device):
-                begun.append(tf.raw_ops.AssignVariableOp(resource=copy.handle, value=value))
+                begun.append(tf.raw_ops.AssignVariableOp(resource=tf_compat.handle_of(copy), value=value))
         return [op for op in begun if op is not None]
 
     def compute(self, number: int, segment: Segment, calls: Sequence[SegmentCall], towers: Sequence[Any]) -> None:
@@ -163,8 +165,8 @@ class Audit:
         if not self._differences:
             return []
         found = tf.concat(self._differences, 0)
-        before = tf.raw_ops.ReadVariableOp(resource=self._found.handle, dtype=tf.int64)
-        return [tf.raw_ops.AssignVariableOp(resource=self._found.handle, value=tf.maximum(before, found))]
+        before = tf.raw_ops.ReadVariableOp(resource=tf_compat.handle_of(self._found), dtype=tf.int64)
+        return [tf.raw_ops.AssignVariableOp(resource=tf_compat.handle_of(self._found), value=tf.maximum(before, found))]
 
     def _compared(self, sent: Sequence[Sequence[Sequence[tf.Tensor]]]) -> tf.Tensor:
         """Compare, in a graph, what a shard's computations send: given [s][times] lists of K tensors, [K, s, pairs].

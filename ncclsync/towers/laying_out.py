@@ -91,7 +91,7 @@ class _Run:
                 site = Site(has_samples[shard], tf.constant(i == 0), tf.constant(layout.ranks[tower]))
             arguments = [*components_of(shards.batches[i]), *shards.shares[shard], *site]
             values = dict(zip(program.arguments, arguments, strict=True)) | dict(program.captures)
-            self.values.append(values | {name: copies[i].handle for name, copies in handles.items()})
+            self.values.append(values | {name: tf_compat.handle_of(copies[i]) for name, copies in handles.items()})
         self._audit = audit
         by_name, segments = dict(program.variables), program.segments
         self._sliced = {id(by_name[name]) for segment in segments for name in segment.sliced}
@@ -201,7 +201,7 @@ class _Run:
             with tf.control_dependencies(waits):
                 # A variable of which slices were written or read gives its readers copies, unless it is told otherwise.
                 sliced = () if begins else [one for one in variables if id(one) in self._sliced]
-                shares = [tf.raw_ops.DisableCopyOnRead(resource=one.handle) for one in sliced]
+                shares = [tf.raw_ops.DisableCopyOnRead(resource=tf_compat.handle_of(one)) for one in sliced]
             with tf.control_dependencies([*waits, *shares]):
                 made = held.compare(replicas.left, variables, slots, writes, begins=begins)
             ops[not is_home].append(made)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops.spans import delay
 from ncclsync.program.own_memory import own_copy
 from ncclsync.program.program import Program
@@ -101,13 +102,17 @@ class Rollback:
         """Save, in the graph of the step; return the ops that the step must wait for."""
         if self._begun is None:
             return []
-        reads = [tf.raw_ops.ReadVariableOp(resource=one.handle, dtype=one.dtype) for one, _, _ in self._saved]
+        reads = [
+            tf.raw_ops.ReadVariableOp(resource=tf_compat.handle_of(one), dtype=one.dtype) for one, _, _ in self._saved
+        ]
         saves = [saved.assign(value) for (_, saved, _), value in zip(self._saved, reads, strict=True)]
         with tf.control_dependencies(_ops(saves)):
             begun = _ops([self._begun.assign(True)])
         with tf.control_dependencies(begun):
             emptied = [
-                tf.raw_ops.AssignVariableOp(resource=variable.handle, value=tf.zeros(variable.shape, variable.dtype))
+                tf.raw_ops.AssignVariableOp(
+                    resource=tf_compat.handle_of(variable), value=tf.zeros(variable.shape, variable.dtype)
+                )
                 for variable in self._sums
             ]
         return [*begun, *(emptied if not tf.executing_eagerly() else [])]
@@ -145,7 +150,7 @@ class Rollback:
                     with tf.device(copy.device):
                         value = saved.read_value()
                         value = own_copy(value) if is_cpu(copy.device) else value
-                        writes.append(tf.raw_ops.AssignVariableOp(resource=copy.handle, value=value))
+                        writes.append(tf.raw_ops.AssignVariableOp(resource=tf_compat.handle_of(copy), value=value))
         with tf.control_dependencies([] if tf.executing_eagerly() else writes):
             return tf.constant(0.0)
 

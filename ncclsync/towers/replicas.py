@@ -105,24 +105,25 @@ class Copies(Holder):
             return
         held_ops.let_go_of_written(self._pending.left, [self.variable], [self.slot])
         if not self._pending.left.knows(self.slot) and self._key not in self._shared:  # others add up their parts
-            self.session.warn_once(
-                f"{self._name}, of which each tower holds a part, was written by a tf.function, or a raw op: the other "
-                "towers' parts are dropped, as by an assignment. Write such variables outside of tf.functions, by "
-                "methods of their own",
-                about="written parts",
-            )
+            if any(bool(tf.reduce_any(copy.value() != 0)) for copy in self.copies):  # else no part is lost
+                self.session.warn_once(
+                    f"{self._name}, of which each tower holds a part, was written by a tf.function, or a raw op: the "
+                    "other towers' parts are dropped, as by an assignment. Write such variables outside of "
+                    "tf.functions, by methods of their own",
+                    about="written parts",
+                )
         elif self.session.layout.meets_processes:
             # Raw reads, which are not tracked.
             both = (self.variable, *self.copies)
-            parts = [tf.raw_ops.ReadVariableOp(resource=one.handle, dtype=one.dtype) for one in both]
+            parts = [tf.raw_ops.ReadVariableOp(resource=tf_compat.handle_of(one), dtype=one.dtype) for one in both]
             total = self.session.total(parts, self.variable.name)
             self._is_whole = True
             self._pending.keys.add(self._key)
-            tf.raw_ops.AssignVariableOp(resource=self.variable.handle, value=total)
+            tf.raw_ops.AssignVariableOp(resource=tf_compat.handle_of(self.variable), value=total)
         else:
             for part in [copy.value() for copy in self.copies]:
                 with tf.device(self.variable.device):
-                    tf.raw_ops.AssignAddVariableOp(resource=self.variable.handle, value=tf.identity(part))
+                    tf.raw_ops.AssignAddVariableOp(resource=tf_compat.handle_of(self.variable), value=tf.identity(part))
         self._let_tower_0_hold_all()
 
     def _let_tower_0_hold_all(self) -> None:
@@ -136,7 +137,7 @@ class Copies(Holder):
             self._is_whole = False
             if not is_root:
                 value = tf.zeros(self.variable.shape, self.variable.dtype)
-                tf.raw_ops.AssignVariableOp(resource=self.variable.handle, value=value)
+                tf.raw_ops.AssignVariableOp(resource=tf_compat.handle_of(self.variable), value=value)
             held_ops.compare(self._pending.left, [self.variable], [self.slot], [True], begins=False)
 
     def before_access(self, replaces: bool = False) -> None:
@@ -200,7 +201,7 @@ class Replicas:
             for place, one in self._values(variable, role, value):
                 if place == 0:
                     value = one
-                    tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
+                    tf.raw_ops.AssignVariableOp(resource=tf_compat.handle_of(variable), value=value)
                     continue
                 with tf.device(self._device_of(variable, place, role)):
                     copies.append(
@@ -336,19 +337,19 @@ class Replicas:
             # in another thread may read them.
             for copy in held.copies if not self._pending.is_read_elsewhere() else ():
                 with tf.device(copy.device):
-                    tf.raw_ops.AssignVariableOp(resource=copy.handle, value=tf.zeros([0], copy.dtype))
+                    tf.raw_ops.AssignVariableOp(resource=tf_compat.handle_of(copy), value=tf.zeros([0], copy.dtype))
             copies = [held.variable, *held.copies]
             for place, one in self._values(held.variable, held.role, value):
                 if agrees:
                     arriving.append((copies[place], one))
                 else:
-                    tf.raw_ops.AssignVariableOp(resource=copies[place].handle, value=one)
+                    tf.raw_ops.AssignVariableOp(resource=tf_compat.handle_of(copies[place]), value=one)
                 value = one if place == 0 else value
             sent.append((held, value))
         if agrees:
             self._session.communicator.agree(None, "the sending of variables")
         for variable, one in arriving:
-            tf.raw_ops.AssignVariableOp(resource=variable.handle, value=one)
+            tf.raw_ops.AssignVariableOp(resource=tf_compat.handle_of(variable), value=one)
         self._hold(sent)
         self._pending.keys.difference_update(id(held.variable) for held, _ in sent)
 
@@ -426,7 +427,7 @@ class Replicas:
     def _value_of(self, variable: tf.Variable) -> tf.Tensor:
         """Return what a variable of tower 0 holds, in the variable's own memory."""
         with tf.device(variable.device):  # after a sparse write its readers get copies
-            tf.raw_ops.DisableCopyOnRead(resource=variable.handle)
+            tf.raw_ops.DisableCopyOnRead(resource=tf_compat.handle_of(variable))
         return variable.value()
 
     def _values(self, variable: tf.Variable, role: Role, value: tf.Tensor) -> Iterator[tuple[int, tf.Tensor]]:

@@ -19,13 +19,15 @@ import tensorflow as tf
 
 from ncclsync.communicator.timeouts import interruptible
 from ncclsync.compat import keras as keras_compat
-from ncclsync.compat import keras_optimizers, other_libraries
+from ncclsync.compat import other_libraries
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError, shown
 from ncclsync.ops.device_ops import default_device
 from ncclsync.ops.spans import Meter, NoBatchLeft
 from ncclsync.program.program import Program
+from ncclsync.program.updates import written_without_batch
 from ncclsync.semantics.exactness import Inexact, find_inexact
+from ncclsync.semantics.roles import Role, role_of
 from ncclsync.semantics.shards import fixed_specs, grouped, rows_of, without_optionals
 from ncclsync.towers.explanation import Explanation, explain_program
 from ncclsync.towers.retracing import Retracing, Version
@@ -226,10 +228,12 @@ class ModelStep(TowerStep):
                 with _ending_no_epoch():
                     logs = self.run_on_iterator(iterator)
             except NoBatchLeft:
+                self._warn_of_keras_count(iterator, goes_on=False)
                 self._found_no_batch = True
                 raise
             if self._found_no_batch:
-                self._warn_of_keras_count()
+                self._found_no_batch = False
+                self._warn_of_keras_count(iterator, goes_on=True)
             return logs
         logs = None
         for _, batch in zip(range(self._model.steps_per_execution), iterator, strict=False):
@@ -238,20 +242,27 @@ class ModelStep(TowerStep):
             raise StopIteration
         return logs
 
-    def _warn_of_keras_count(self) -> None:
-        """Warn if updates depend on `iterations`: Keras counts the step that finds no batch, and towers do not."""
+    def _warn_of_keras_count(self, iterator: tf.data.Iterator, *, goes_on: bool) -> None:
+        """Warn of what Keras' step writes where it finds no batch, and towers' does not; of metrics' state at once."""
         model = self._model
-        optimizer = getattr(model, "optimizer", None)
-        counts = self._name == "train_step" and model.steps_per_execution == 1 and not model.jit_compile
-        if not counts or optimizer is None:
+        program = next(reversed(self.programs.values()), None)
+        if program is None or self._jit_compile or model.steps_per_execution > 1:
             return
-        if type(optimizer) is keras.optimizers.SGD and keras_optimizers.schedule_of(optimizer) is None:
-            return  # it does not use `iterations`
+        counter = getattr(getattr(model, "optimizer", None), "iterations", None)
+        counter = None if counter is None else tf_compat.backend_variable(counter)
+        leaves = tf.nest.flatten(iterator.element_spec, expand_composites=True)
+        known_rows = all(leaf.shape.rank and leaf.shape[0] is not None for leaf in leaves)
+        written = written_without_batch(program, counter, known_rows)
+        if not written or not (goes_on or any(role_of(one) is Role.SUM for one in written)):
+            return
+        names = self.towers.session.names_of(written)
+        since = "from the second epoch on" if goes_on else "in what an epoch reports"
         self.towers.session.warn_once(
-            "Towers and plain Keras differ from the second epoch on: the length of the data is not known beforehand, "
-            "and Keras counts the step that finds no batch in optimizer.iterations. Towers do not, nor does Keras if "
-            "the length is known. Remedy: steps_per_epoch=, or "
-            "dataset.apply(tf.data.experimental.assert_cardinality(batches))"
+            f"Towers and plain Keras differ {since}: the length of the data is not known beforehand, and Keras' step "
+            f"writes {', '.join(names[:3])}{' and others' * (len(names) > 3)} also where it finds no batch. Towers do "
+            "not, nor does Keras if the length is known. Remedy: steps_per_epoch=, or "
+            "dataset.apply(tf.data.experimental.assert_cardinality(batches))",
+            about="a step without a batch",
         )
 
     def run_each(self, batches: Sequence[Any]) -> Any:

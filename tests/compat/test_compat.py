@@ -566,19 +566,31 @@ def test_a_variable_has_attributes_that_its_copy_has_not():
         lambda v: v + 1.0,
         lambda v: np.asarray(v),
         lambda v: tf.train.Checkpoint(v=v).write("checkpoint"),
+        lambda v: tf.multiply(v, 2.0),
+        lambda v: tf.shape(v),
+        lambda v: tf.gather(v, [0]),
+        lambda v: tf.gather_nd(v, [[0]]),
+        lambda v: v.sparse_read([0]),
+        lambda v: keras.ops.norm(v),
+        lambda v: tf.raw_ops.ReadVariableOp(resource=v.handle, dtype=v.dtype),
+        lambda v: tf.function(lambda x: x + 1.0)(v),
+        lambda v: tf.function(lambda: v + 1.0)(),
+        lambda v: copy.deepcopy(v),
     ],
 )
 def test_track_reads(read, tmp_path, monkeypatch):
-    """Every way to a variable's value passes the tracker, until it is taken off."""
+    """Every way to a variable's value passes the tracker, until it is taken off; where it lies does not."""
     monkeypatch.chdir(tmp_path)
-    variable, seen = tf.Variable(1.0), []
-    tf_compat.track_reads(variable, lambda: seen.append(1))
+    variable, seen = tf.Variable([1.0]), []
+    own = type(variable)
+    tf_compat.track_reads(variable, lambda: seen.append(variable.read_value()))
+    assert (variable.shape, variable.dtype, len(variable.device) > 0) == ([1], tf.float32, True) and not seen
     read(variable)
     assert seen
     tf_compat.untrack(variable)
     seen.clear()
     read(variable)
-    assert not seen
+    assert not seen and type(variable) is own and isinstance(copy.deepcopy(variable), own)
 
 
 @pytest.mark.parametrize("read", [lambda t: t.numpy(), float, str, tf.get_static_value, lambda t: f"{t:.1f}", bool])

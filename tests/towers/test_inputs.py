@@ -152,6 +152,38 @@ def regression(steps=1, optimizer=None, **options):
     return model
 
 
+class Counting(keras.Sequential):
+    """Counts its training steps."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.count = self.add_weight(shape=(), initializer="zeros", trainable=False, name="count")
+
+    def train_step(self, data):
+        self.count.assign_add(1.0)
+        return super().train_step(data)
+
+
+def counting_regression(optimizer):
+    model = Counting([keras.Input((5,)), keras.layers.Dense(3), keras.layers.Dense(1)])
+    model.compile(optimizer, "mse")
+    return model
+
+
+def drawing_regression(optimizer):
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dropout(0.5, seed=1), keras.layers.Dense(1)])
+    model.compile(optimizer, "mse")
+    return model
+
+
+def decayed(optimizer):
+    return regression(optimizer=keras.optimizers.get({"class_name": optimizer, "config": {"weight_decay": 0.1}}))
+
+
+def regression_of_sevens(optimizer):
+    return regression(optimizer=optimizer)
+
+
 def fitted(model, length, **options):
     told = Told()
     epochs = 1 if length == "generator" else 3
@@ -190,14 +222,24 @@ def test_data_of_unknown_length(length, steps, options):
 def test_data_of_unknown_length_are_warned_of(caplog):
     """Once, since Keras differs; where the length is known, or an update does not look at `iterations`, not at all."""
 
-    def warned(length, optimizer, epochs=2):
+    def warned(length, optimizer, epochs=2, make=regression):
         caplog.clear()
-        model = nccl_parallel(towers=2)(lambda: regression(optimizer=optimizer))()
-        model.fit(batches(length), epochs=epochs, verbose=0)
+        model = nccl_parallel(towers=2)(lambda: make(optimizer=optimizer))()
+        data = batches(length)
+        if make is regression_of_sevens:
+            data = data.unbatch().batch(7, drop_remainder=True)
+        model.fit(data, epochs=epochs, verbose=0)
         return [r.getMessage() for r in caplog.records if "assert_cardinality" in r.getMessage()]
 
     assert len(warned("unknown", "adam")) == 1
     assert warned("known", "adam") == warned("unknown", "sgd") == warned("unknown", "adam", epochs=1) == []
+    for make, written in [(decayed, "kernel"), (counting_regression, "count"), (drawing_regression, "seed_gen")]:
+        (told,) = warned("unknown", "sgd", make=make)
+        assert written in told and "from the second epoch on" in told
+        assert warned("unknown", "sgd", make=make, epochs=1) == []
+    # Keras counts the rows, of which it knows the number, once more: of the loss, too.
+    (told,) = warned("unknown", "sgd", 1, regression_of_sevens)
+    assert "in what an epoch reports" in told and "loss/count" in told
 
 
 @pytest.mark.slow

@@ -143,8 +143,9 @@ def test_parts_that_are_written(caplog):
     for run in runs:
         run.step()
         sums = [tf_compat.backend_variable(one) for one in run.model.optimizer._accumulated_gradients]
-        for one in sums:
-            raw.AssignVariableOp(resource=one.handle, value=tf.ones(one.shape))
+        handles, _ = [one.handle for one in sums], run.step()
+        for one, handle in zip(sums, handles, strict=True):  # nobody hears of a handle that was kept
+            raw.AssignVariableOp(resource=handle, value=tf.ones(one.shape))
         run.step()
         sums[0].assign_add(sums[0])
         run.step()
@@ -155,6 +156,57 @@ def test_parts_that_are_written(caplog):
     assert_close(sums[0].numpy(), first.numpy())
     with pytest.raises(ncclsync.NcclSyncError, match="Call it without"):
         tf.function(lambda: sums[0] + 1.0)()
+
+
+READS = {
+    "operator": lambda v: v * 2.0,
+    "norm": lambda v: keras.ops.norm(v),
+    "shape": lambda v: tf.shape(v),
+    "gather": lambda v: tf.gather(v, [1]),
+    "gather_nd": lambda v: tf.gather_nd(v, [[1]]),
+    "raw": lambda v: raw.ReadVariableOp(resource=v.handle, dtype=v.dtype),
+    "assignment": lambda v: v.assign(tf.multiply(v, 0.5)).numpy(),
+    "raw addition": lambda v: (raw.AssignAddVariableOp(resource=v.handle, value=tf.ones(v.shape)), v.numpy())[1],
+}
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("options", [{"shard_optimizer": True}, {"accumulate": 3}])
+def test_reads_of_what_is_divided(options, caplog):
+    """By whatever op, eager ones without a method of the variable's among them: the whole is read."""
+    runs = [Run(0, **{"accumulate": options["accumulate"]} if "accumulate" in options else {}), Run(3, **options)]
+    for name, read in READS.items():
+        found = []
+        for run in runs:
+            run.step()
+            divided = getattr(run.model.optimizer, "_accumulated_gradients", None)
+            found.append(read(tf_compat.backend_variable(divided[0]) if divided else run.slot))
+        np.testing.assert_allclose(found[1], found[0], rtol=1e-4, atol=1e-5, err_msg=name)
+    assert_close(runs[1].step(), runs[0].step())
+    assert_close(runs[1].state, runs[0].state)
+    assert "holds a part" not in caplog.text
+    variable = tf_compat.backend_variable(divided[0]) if divided else runs[1].slot
+    for is_whole in (True, False):  # a function runs when the state is divided again
+        with pytest.raises(ncclsync.NcclSyncError, match="outside of any"):
+            tf.function(lambda: variable + 1.0)()
+        if is_whole:
+            runs[1].step()
+
+
+class ReadsItsMomentum(keras.Sequential):
+    """Reports the sum of the first weight's momentum."""
+
+    def train_step(self, data):
+        return {**super().train_step(data), "momentum": tf.reduce_sum(tf.abs(self.optimizer.variables[2].value))}
+
+
+def test_a_step_that_reads_divided_state_is_refused():
+    """It would read what tower 0's variable holds of it."""
+    model = ReadsItsMomentum([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+    ncclsync.nccl_parallel(towers=2, shard_optimizer=True)(lambda: model)()
+    with pytest.raises(ncclsync.NcclSyncError, match="which shard_optimizer divides"):
+        model.fit(np.ones([4, 4]), np.ones([4, 1]), verbose=0)
 
 
 def test_writes_before_evaluate_predict_and_a_comparison():

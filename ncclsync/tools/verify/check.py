@@ -69,7 +69,8 @@ def first_difference(trace: Trace, home_device: str, batch: Any, towers: int) ->
     count = towers if any(root >= _TOWERS for root in roots) else min(towers, _TOWERS)
     few, most = 2 * count + 1, rows_of(batch) or 0
     state = {
-        name: tf.raw_ops.ReadVariableOp(resource=v.handle, dtype=v.dtype) for name, v in traced.variable_of.items()
+        name: tf.raw_ops.ReadVariableOp(resource=tf_compat.handle_of(v), dtype=v.dtype)
+        for name, v in traced.variable_of.items()
     }
     with _precise(), tf.device(f"/{home_device}"):
         for rows in [few, most] if most >= count else [few]:
@@ -119,7 +120,9 @@ class _Check:
             held = [value, value, *[others] * (len(parts.shares) - 1)]
             copies = [tf.Variable(one, trainable=False, shape=tf.TensorShape(None)) for one in held]
             self._copies[handle] = copies
-            self._values[handle] = None if traced.role[handle] is Role.PARTITION else [copy.handle for copy in copies]
+            self._values[handle] = (
+                None if traced.role[handle] is Role.PARTITION else [tf_compat.handle_of(copy) for copy in copies]
+            )
         self._writers: dict[TensorName, tf.Operation] = {}  # the last op that writes each variable
         # By an op's name and its inputs' ids: the inputs, so that their ids stay theirs, and the results.
         self._made: dict[tuple[Any, ...], tuple[list[Any], list[Any]]] = {}

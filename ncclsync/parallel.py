@@ -248,8 +248,9 @@ def _warn_of_training(make: Callable[..., Any], model: keras.Model, *args: Any, 
         elif vars(model).pop(_COPIED, False):
             logger.warning(
                 "A model that was loaded, copied or made of a configuration trains on one device. To go on on towers, "
-                "let a decorated factory return it: nccl_parallel(lambda: keras.models.load_model(path))(), or "
-                "nccl_parallel(lambda: model)()"
+                "let a factory return it that is decorated with your options, as by towers=2: "
+                "nccl_parallel(towers=2)(lambda: keras.models.load_model(path))(), or "
+                "nccl_parallel(towers=2)(lambda: model)()"
             )
     return make(model, *args, **kwargs)
 

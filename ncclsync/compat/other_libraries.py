@@ -26,12 +26,12 @@ def check_outside_strategy() -> None:
         )
 
 
-def check_undistributed(leaf: Any) -> None:
-    """Raise TypeError for a part of a batch that `tf.distribute` has already split among replicas."""
-    if isinstance(leaf, tf.distribute.DistributedValues):
+def check_undistributed(given: Any) -> None:
+    """Raise TypeError for a part of a batch, or an iterator, that `tf.distribute` splits among replicas."""
+    if isinstance(given, (tf.distribute.DistributedValues, tf.distribute.DistributedIterator)):
         raise TypeError(
             "Expected the global batch, as tensors or arrays, which is split among the towers here. "
-            f"Received: {type(leaf).__name__} of tf.distribute. Pass the tf.data.Dataset that went into "
+            f"Received: {type(given).__name__} of tf.distribute. Pass the tf.data.Dataset that went into "
             "experimental_distribute_dataset."
         )
 

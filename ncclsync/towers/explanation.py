@@ -114,10 +114,12 @@ class Explanation(Printed):
         )
 
 
-def explain_program(program: Program, towers: TowerState, rows: int | None, *, plain: bool = False) -> Explanation:
+def explain_program(
+    program: Program, towers: TowerState, rows: int | None, *, plain: bool = False, of_last: bool = False
+) -> Explanation:
     """Explain the program of a step on `towers`, for a batch of this number of rows, if it is known.
 
-    `plain`: Keras' own function runs in its place, on one tower.
+    `plain`: Keras' own function runs in its place, on one tower. `of_last`: that batch was the last one.
     """
     if plain:  # one part, that is what meets rows
         program = dataclasses.replace(program, segments=(max(program.segments, key=lambda one: one.takes_rows),))
@@ -156,7 +158,8 @@ def explain_program(program: Program, towers: TowerState, rows: int | None, *, p
     shards = _shards(towers, rows)
     parts = len(program.segments), tuple(variables), cuts, shards, wholes
     order = "One tower runs Keras' own step." if plain else _order(program, towers)
-    words = order, _compiled(program, shards, towers)
+    order += f" The last batch, of {rows} rows, is shown." * (of_last and rows is not None)
+    words = order.strip(), _compiled(program, shards, towers)
     return Explanation(*parts, *words, towers.communicator.taken_bytes)
 
 

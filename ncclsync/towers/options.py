@@ -280,7 +280,9 @@ class TowerOptions:
         if not isinstance(self.exact, bool):
             known = isinstance(self.exact, Sequence) and not isinstance(self.exact, str)
             if not known or not all(one in EXACT for one in self.exact):
-                raise ValueError(f"Expected exact to be a bool or a tuple of some of {EXACT}. Received: {self.exact!r}")
+                words = f"Expected exact to be a bool or a tuple of some of {EXACT}. Received: {self.exact!r}"
+                near = difflib.get_close_matches(str(self.exact), EXACT, 1)
+                raise ValueError(words + "".join(f'. Write exact=("{one}",)' for one in near))
         health: Any = self.health
         if not isinstance(health, Health):
             words = "check_every=1000"
@@ -335,7 +337,8 @@ class TowerOptions:
                     "choose devices, use devices=."
                 )
             if towers < 1:
-                raise ValueError(f"Expected towers to be at least 1. Received: towers={towers}")
+                words = "Leave towers= out to take every GPU"
+                raise ValueError(f"Expected towers to be at least 1. Received: towers={towers}. {words}")
             if towers > MOST_TOWERS:
                 raise ValueError(
                     f"Expected towers to be at most {MOST_TOWERS}, more than a host has GPUs. "
@@ -352,6 +355,14 @@ class TowerOptions:
             raise ValueError(
                 f"Expected devices to name at most {MOST_TOWERS}, one for each tower. Received: {len(devices)}"
             )
+
+
+def written(options: Any) -> str:
+    """Return the arguments that make options, without defaults, as a user writes them."""
+    pairs = [(field, getattr(options, field.name)) for field in dataclasses.fields(options)]
+    given = [(field.name, value) for field, value in pairs if value != field.default]
+    words = {name: f"ncclsync.Health({written(v)})" if isinstance(v, Health) else repr(v) for name, v in given}
+    return ", ".join(f"{name}={text}" for name, text in words.items())
 
 
 def takes(options: type[TowerOptions]) -> Callable[[Function], Function]:

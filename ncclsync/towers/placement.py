@@ -16,7 +16,7 @@ from ncclsync.communicator.joining import peers_of
 from ncclsync.communicator.processes import Process, find_process
 from ncclsync.compat import host_gpus, other_libraries
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.errors import install
+from ncclsync.errors import NcclUnavailableError, install
 from ncclsync.ops import host_ops
 from ncclsync.program.program import Target
 from ncclsync.towers.layout import Layout, is_cpu
@@ -174,15 +174,21 @@ def connect(
         ordinals = [
             index if is_cpu(device) else known[int(device.split(":")[1])] for index, device in enumerate(choice.devices)
         ]
-        return shared.share(
-            user,
-            ordinals,
-            peers=None if process is None else peers_of(process, timeout_s),
-            on_host=any(map(is_cpu, choice.devices)),
-            timeout_s=timeout_s,
-            preflight=preflight,
-            repeatable=tf_compat.is_op_determinism_enabled(),
-        )
+        try:
+            return shared.share(
+                user,
+                ordinals,
+                peers=None if process is None else peers_of(process, timeout_s),
+                on_host=any(map(is_cpu, choice.devices)),
+                timeout_s=timeout_s,
+                preflight=preflight,
+                repeatable=tf_compat.is_op_determinism_enabled(),
+            )
+        except NcclUnavailableError as error:
+            if not all(map(is_cpu, choice.devices)):
+                raise
+            words = "TensorFlow sees no GPU here, so that towers stand on the CPU: they train without backend='nccl'"
+            raise NcclUnavailableError(f"{words}. {error}") from error
     if process is not None:
         return TcpCommunicator(peers_of(process, timeout_s), len(choice.devices), timeout_s=timeout_s)
     return CpuCommunicator(len(choice.devices))

@@ -22,7 +22,7 @@ from ncclsync.ops.group_ops import group_exchange
 from ncclsync.towers.feeding import Feeder
 from ncclsync.towers.in_flight import InFlight
 from ncclsync.towers.layout import Layout, is_cpu
-from ncclsync.towers.options import AUTO, TowerOptions
+from ncclsync.towers.options import AUTO, TowerOptions, written
 from ncclsync.towers.placement import (
     announce,
     choose_devices,
@@ -144,10 +144,11 @@ class Session:
     def require_open(self) -> None:
         """Raise NcclSyncError if the towers are closed."""
         if self.closed:
+            given = f"({options})" if (options := written(self.options)) else ""
             raise NcclSyncError(
                 "Expected open towers. Received: towers that were closed, by close() or where `with towers:` ends. "
                 "Keep all epochs within one `with`, or make new Towers. A model of a factory goes on on new ones, with "
-                "its weights, by: model = nccl_parallel(lambda: model)(). Calling and saving it work without."
+                f"its weights, by: model = nccl_parallel{given}(lambda: model)(). Calling and saving it work without."
             )
 
     def require_eager(self, what: str) -> None:

@@ -161,7 +161,7 @@ def _explain(model: keras.Model, towers: Towers, batch: Any) -> Explanation:
     of_last = batch is None or (isinstance(batch, int) and not getattr(model, "inputs", None))
     if of_last and (last := step.last()) is not None:
         program, ran = last
-        return explain_program(program, towers, batch or rows_of(ran))
+        return explain_program(program, towers, batch or rows_of(ran), of_last=batch is None)
     rows, plain, unseen = None, is_plain(towers), batch is None and not fixed_batch_size(model)
     if batch is None:
         batch = fixed_batch_size(model) or _BATCH_SIZE
@@ -235,6 +235,7 @@ class ModelStep(TowerStep):
                 self._found_no_batch = False
                 self._warn_of_keras_count(iterator, goes_on=True)
             return logs
+        other_libraries.check_undistributed(iterator)
         logs = None
         for _, batch in zip(range(self._model.steps_per_execution), iterator, strict=False):
             logs = self._run_batch(self._taken(batch))

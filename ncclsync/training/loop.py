@@ -192,7 +192,7 @@ class Towers(TowerState):
                 f"Received: {len(last)} steps that have run, and the batch {shown(batch)}"
             )
         program, ran = last[-1]
-        return explain_program(program, self, rows_of(ran))
+        return explain_program(program, self, rows_of(ran), of_last=True)
 
     def close(self) -> None:
         """Free the other towers' copies. In one process: end the communicator that no other towers use. Idempotent.

@@ -49,7 +49,11 @@ def random_data(
     x = keras.tree.map_structure(lambda one: _random_input(model, one, rows, open_size, rng), tensors)
     if all(loss is None for loss in keras.tree.flatten(model.loss)):
         return (x,)
+    kept = [(one, one.numpy()) for one in model.non_trainable_variables]  # an LSTM's dropout draws as it predicts
     outputs = model.predict_on_batch(keras.tree.map_structure(lambda one: one[:batch_size], x))
+    for one, value in kept:
+        if not np.array_equal(one.numpy(), value, equal_nan=value.dtype.kind in "fc"):
+            one.assign(value)
     targets = [
         _random_target(loss, np.asarray(output).shape[1:], rows, rng)
         for loss, output in zip(_losses_by_output(model, outputs), keras.tree.flatten(outputs), strict=True)

@@ -56,6 +56,10 @@ def test_a_train_step_is_given_what_fit_gives():
             self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
             return {"loss": loss}
 
+        def test_step(self, batch):
+            x, y = batch
+            return {"loss": self.compute_loss(x, y, self(x, training=False))}
+
     def build():
         model = Guide([keras.Input((12,)), layers.Dense(5)])
         model.compile("sgd", "mse")
@@ -669,7 +673,7 @@ def test_command_line(tmp_path, monkeypatch, capsys, arguments, code, out, err):
 
 
 def test_progress(capsys):
-    """What is under way is said on standard error, if asked for."""
+    """What is under way is said on standard error, unless told otherwise."""
     x, y = np.ones((4, 3), "float32"), np.ones((4, 2), "float32")
 
     def build():
@@ -677,13 +681,13 @@ def test_progress(capsys):
         model.compile("sgd", loss="mse")
         return model
 
-    verify(build, (x, y), 2, 1, progress=True)
+    verify(build, (x, y), 2, 1)
     printed = capsys.readouterr()
     assert "building the model on 2 towers\n" in printed.err and printed.out == ""
     assert "step 1 of 1, on one device and on 2 towers: traces it first\n" in printed.err
-    verify(build, (x, y), 2, 2, progress=True)
+    verify(build, (x, y), 2, 2)
     assert "step 2 of 2, on one device and on 2 towers, equal so far\n" in capsys.readouterr().err
-    verify(build, (x, y), 2, 1)
+    verify(build, (x, y), 2, 1, progress=False)
     assert "step 1" not in capsys.readouterr().err
 
 

@@ -342,7 +342,7 @@ def test_model_made_under_a_strategy(strategy, under_scope):
 @pytest.mark.parametrize(
     "arguments, error, message",
     [
-        (dict(towers=0), ValueError, r"Expected towers to be at least 1. Received: towers=0"),
+        (dict(towers=0), ValueError, r"Expected towers to be at least 1. Received: towers=0. Leave towers= out"),
         (dict(towers=-1), ValueError, r"Expected towers to be at least 1. Received: towers=-1"),
         (dict(towers=2.0), TypeError, r"Expected towers to be an int. Received: 2.0 of type float"),
         (dict(towers="2"), TypeError, r"Expected towers to be an int. Received: '2' of type str"),
@@ -699,7 +699,8 @@ def test_closed_towers():
     model = on_towers(mlp, 2)
     with model.towers:
         pass
-    with pytest.raises(NcclSyncError, match=r"Expected open towers. Received: towers that were closed.*lambda: model"):
+    words = r"Expected open towers. Received: towers that were closed.*nccl_parallel\(towers=2\)\(lambda: model\)\(\)"
+    with pytest.raises(NcclSyncError, match=words):
         model.train_on_batch(X, Y)
     assert model(X[:3]).shape == (3, 5)
     kept, model = model.get_weights(), nccl_parallel(lambda: model)()

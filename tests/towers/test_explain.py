@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 from parity import data, mlp, on_towers
 
-from ncclsync import NcclSyncError, Towers, ops
+from ncclsync import NcclSyncError, Towers, nccl_parallel, ops
 
 X, Y = data(rows=20)
 PARTS = "all-reduce: sum of the towers' parts"
@@ -256,3 +256,17 @@ def test_a_batch_size_for_a_model_without_inputs():
     model.fit(np.ones((8, 2)), np.ones((8, 3)), batch_size=4, verbose=0)
     assert [one.end for one in model.towers.explain(31).shards] == [16, 31]
     assert [one.end for one in model.towers.explain().shards] == [2, 4]
+
+
+def test_the_state_stays_as_it_was():
+    """Though an LSTM's dropout draws where it predicts, and outputs are predicted to make targets up."""
+    model = keras.Sequential([keras.Input((4, 3)), keras.layers.LSTM(2, dropout=0.5), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    nccl_parallel(towers=2)(lambda: model)()
+    before = [one.numpy() for one in model.variables]
+    explained = model.towers.explain()
+    for one, value in zip(model.variables, before, strict=True):
+        np.testing.assert_array_equal(one, value, err_msg=one.path)
+    assert "last batch" not in str(explained)
+    model.fit(np.ones([7, 4, 3]), np.ones([7, 1]), batch_size=4, verbose=0)
+    assert "The last batch, of 3 rows, is shown." in str(model.towers.explain())

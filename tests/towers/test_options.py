@@ -12,7 +12,7 @@ import pytest
 import ncclsync
 from ncclsync import nccl_parallel, parallel
 from ncclsync.parallel import ModelOptions
-from ncclsync.towers.options import Health, TowerOptions
+from ncclsync.towers.options import Health, TowerOptions, written
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(ModelOptions)}
 README = pathlib.Path(__file__).parents[2] / "README.md"
@@ -174,3 +174,15 @@ def test_numbers_may_be_numpys():
     ncclsync.Timeline("never.json", steps=(np.int64(1), np.int64(2)))
     ncclsync.LargeBatch(np.int64(8), np.float32(1))
     ncclsync.NoiseScale(np.float32(0.5))
+
+
+def test_options_as_they_are_written():
+    """Without defaults; what is written makes the same options."""
+    options = TowerOptions(towers=3, exact=("random",), health=Health(check_every=7))
+    assert written(options) == "towers=3, exact=('random',), health=ncclsync.Health(check_every=7)"
+    assert (
+        eval(f"TowerOptions({written(options)})", {"TowerOptions": TowerOptions, "ncclsync": ncclsync}) == options
+        and written(TowerOptions()) == ""
+    )
+    with pytest.raises(ValueError, match=r'Write exact=\("batch_norm",\)'):
+        TowerOptions(exact="batchnorm")

@@ -64,6 +64,5 @@ def _compare(given: argparse.Namespace) -> Any:
         batch_size=batch_size,
         tolerance=given.tolerance,
         seed=given.seed,
-        progress=True,
         **{name: value for name, value in options.items() if value},
     )

@@ -120,9 +120,11 @@ class Report(Printed):
             parts.append(Text(f"{hidden} more differ less.", style="dim"))
         if self.reasons:
             parts.append(Text("Likely reasons:" if not self.ok else "Worth knowing:", style="bold"))
+        by_remedy: dict[str, list[Text]] = {}
         for reason in self.reasons:
-            parts.append(Text(f"  {reason.where}: {reason.reason}."))
-            parts.append(Text(f"    Remedy: {reason.remedy}", style="dim"))
+            by_remedy.setdefault(reason.remedy, []).append(Text(f"  {reason.where}: {reason.reason}."))
+        for remedy, group in by_remedy.items():
+            parts += [*group, Text(f"    Remedy: {remedy}", style="dim")]
         return Group(*parts)
 
     def _verdict(self) -> Text:

@@ -50,6 +50,7 @@ def verify(
     batch_size: int = 32,
     tolerance: float | None = None,
     seed: int = 0,
+    progress: bool = True,
     **options: Any,
 ) -> Report:
     """Train a model on one device and on N towers from the same start, and compare after every step.
@@ -68,7 +69,8 @@ def verify(
             dtype that Keras and the model compute in: float64 1e-12, float32 1e-5, float16 1e-2, bfloat16 8e-2.
         seed: for `keras.utils.set_random_seed` before each build and, incremented, before each step. Afterwards
             Python's and NumPy's generators are restored; TensorFlow's and Keras' seeds, which cannot be read, are not.
-        options: further arguments of `nccl_parallel`; and `progress=True`, to say on standard error what is under way.
+        progress: whether to say on standard error what is under way.
+        options: further arguments of `nccl_parallel`.
 
     Returns:
         A `Report`; print it. A failing `assert verify(...).ok` shows it.
@@ -81,7 +83,7 @@ def verify(
     if np.ndim(towers):
         words = "Expected all data in one argument: write verify(build_model, (x, y))"
         raise TypeError(f"{words}. Received: {shown(towers)} as a third")
-    say = turns.progress if options.pop("progress", False) else lambda text: None
+    say = turns.progress if progress else lambda text: None
     known = [*inspect.signature(verify).parameters][:-1]
     devices = ModelOptions.of("verify", options, known).devices
     count = towers if devices is None else len(devices)
@@ -102,6 +104,7 @@ def verify(
                 run.say = say
                 return run.report(model, made)
         finally:
+            say("")
             made.close()
     finally:
         random.setstate(states[0])
@@ -202,7 +205,7 @@ class _Run:
             change = _LAST_BIT[keras.backend.standardize_dtype(weight.dtype)] * signs.choice([-1, 1], weight.shape)
             weight.assign(weight * tf.cast(1 + change, weight.dtype))
         for step, batch in enumerate(self._batches, start=1):
-            so_far = "" if step == 1 else ", equal so far" if all(one.ok for one in found) else ", other so far"
+            so_far = "" if step == 1 else ", equal so far" if all(one.ok for one in found) else ", different so far"
             self.say(f"step {step} of {len(self._batches)}, {what}{so_far or ': traces it first'}")
             expected = _train(one, batch, step, self._seed)
             actual = _train(other, batch, step, self._seed)
@@ -264,7 +267,7 @@ def _check_arguments(factory: Any, towers: int, steps: int, batch_size: int, tol
 
 def _end(one: keras.Model, other: keras.Model, batch: Batch) -> Iterator[tuple[str, str, Any, Any]]:
     """Yield (kind, name, of `other`, of `one`) for the results of evaluating and predicting a batch."""
-    expected, actual = (_logs(model.test_on_batch(*batch, return_dict=True)) for model in (one, other))
+    expected, actual = (_logs(model.evaluate(_as_data(batch), verbose=0, return_dict=True)) for model in (one, other))
     for name, value in expected.items():
         yield "evaluate", name, actual.get(name, np.nan), value
     if not _predicts(one):
@@ -328,10 +331,13 @@ def _copy_state(one: keras.Model, other: keras.Model) -> None:
 def _train(model: keras.Model, batch: Batch, step: int, seed: int) -> dict[str, Any]:
     """Run one step, an epoch; return the logs."""
     keras.utils.set_random_seed(seed + step)
-    packed = keras.utils.pack_x_y_sample_weight(*batch)
-    data = tf.data.Dataset.from_tensors(keras.tree.lists_to_tuples(packed))
-    history = model.fit(data, epochs=1, verbose=0, shuffle=False).history
+    history = model.fit(_as_data(batch), epochs=1, verbose=0, shuffle=False).history
     return _logs({name: values[-1] for name, values in history.items()})
+
+
+def _as_data(batch: Batch) -> tf.data.Dataset:
+    """Return data of one batch, of which a step is given what `fit` and `evaluate` give."""
+    return tf.data.Dataset.from_tensors(keras.tree.lists_to_tuples(keras.utils.pack_x_y_sample_weight(*batch)))
 
 
 def _logs(logs: Any) -> dict[str, Any]:

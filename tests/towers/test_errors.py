@@ -601,7 +601,9 @@ def test_nccl_without_gpu():
     with pytest.raises(NcclUnavailableError) as caught:
         nccl_parallel(towers=2, backend="nccl")(plain_model)()
     assert isinstance(caught.value, NcclSyncError)
-    assert "Expected the NVIDIA driver's libcuda. Received: " in str(caught.value), str(caught.value)
+    text = str(caught.value)
+    assert text.startswith("TensorFlow sees no GPU here") and "without backend='nccl'" in text
+    assert "Expected the NVIDIA driver's libcuda. Received: " in text, text
 
 
 def uneven(static):

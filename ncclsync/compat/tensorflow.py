@@ -283,6 +283,15 @@ def variables_behind(handles: Sequence[tf.Tensor]) -> list[tf.Variable]:
     return [one for one in found if id(vars(one).get("_handle")) in wanted and "_parent_op" not in vars(one)]
 
 
+def captured_by_graphs() -> list[tf.Tensor]:
+    """Return what the function that is being traced, and those around it, have taken from outside so far."""
+    graph, found = tf.compat.v1.get_default_graph(), []
+    while graph is not None:
+        found += [outside for outside, _ in getattr(graph, "captures", ())]
+        graph = getattr(graph, "outer_graph", None)
+    return found
+
+
 def describe_handle(handle: tf.Tensor, variable: tf.Variable) -> None:
     """Give a function's argument that stands for a variable's handle the variable's shape."""
     handle_data_util.copy_handle_data(handle_of(variable), handle)

@@ -59,6 +59,15 @@ class Processes(NamedTuple):
     gather: Callable[[tf.Tensor, str], tf.Tensor] | None
 
 
+def not_in_a_function(variable: tf.Variable) -> NcclSyncError:
+    """Return the error of a graph that uses an optimizer's variable, which is empty when it runs."""
+    return NcclSyncError(
+        f"Expected {variable.name}, which shard_optimizer divides among the towers, to be read and written outside of "
+        "steps and of any tf.function. Received: one that does so, or a step on other towers, which need "
+        "shard_optimizer=True as well. Read and write it between steps, as a callback does"
+    )
+
+
 class PartitionedSlot(Holder):
     """Hold an optimizer's own variable, whose parts the towers hold.
 
@@ -109,11 +118,7 @@ class PartitionedSlot(Holder):
         if variable is None:
             return
         if not tf.executing_eagerly():  # though it may be whole now: the function runs when it is empty again
-            raise NcclSyncError(
-                f"Expected {variable.name}, which shard_optimizer divides among the towers, to be read and "
-                "written outside of any tf.function. Received: a tf.function that does so, or a step on "
-                "other towers, which need shard_optimizer=True as well."
-            )
+            raise not_in_a_function(variable)
         if self._is_whole:
             return
         if self.was_written():

@@ -20,7 +20,7 @@ from ncclsync.communicator import native
 from ncclsync.compat import keras_optimizers
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError
-from ncclsync.gradients.partitions import PartitionedSlot, Place, Processes
+from ncclsync.gradients.partitions import PartitionedSlot, Place, Processes, not_in_a_function
 from ncclsync.ops import Collective, CollectiveKind
 from ncclsync.semantics.roles import Role, declare_role
 from ncclsync.semantics.rules import ELEMENTWISE
@@ -62,6 +62,7 @@ class _Sharded:
         for name, scalar in keras_optimizers.scalars_of(optimizer).items():
             setattr(self.twin, name, scalar)
         indices = {id(weight): i for i, weight in enumerate(keras_optimizers.built_for(optimizer, None))}
+        taken = set(map(id, sharding.captured))
         wholes = keras_optimizers.slots_of(optimizer)
         self.slots = []
         partitions = keras_optimizers.slots_of(self.twin) if wholes else {}
@@ -71,6 +72,8 @@ class _Sharded:
                 parts = copies(tf_compat.backend_variable(partition))
                 for weight, place in group.pairs:
                     whole = tf_compat.backend_variable(wholes[name][indices[id(weight)]])
+                    if id(tf_compat.handle_of(whole)) in taken:
+                        raise not_in_a_function(whole)
                     self.slots.append(PartitionedSlot(whole, place, parts, sharding.processes, sharding.left))
         for group in self.groups:
             declare_role(tf_compat.backend_variable(group.flat), Role.PARTITION)
@@ -118,6 +121,7 @@ class OptimizerSharding:
         self.bucket_bytes = bucket_bytes
         self.processes = processes
         self.left = left
+        self.captured: list[tf.Tensor] = []  # what the trace that first divides an optimizer has used before
         self._sharded: dict[int, _Sharded] = {}  # by id of the optimizer
         self._addends: dict[int, tf.Tensor] = {}  # by their ids
 
@@ -221,6 +225,7 @@ class OptimizerSharding:
     def _sharded_of(self, optimizer: keras.Optimizer, weights: Sequence[Any], copies: Copies) -> _Sharded:
         sharded = self._sharded.get(id(optimizer))
         if sharded is None:
+            self.captured = tf_compat.captured_by_graphs()
             with tf.init_scope():
                 sharded = _Sharded(optimizer, weights, copies, self)
             self._sharded[id(optimizer)] = sharded

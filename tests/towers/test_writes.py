@@ -187,26 +187,49 @@ def test_reads_of_what_is_divided(options, caplog):
     assert "holds a part" not in caplog.text
     variable = tf_compat.backend_variable(divided[0]) if divided else runs[1].slot
     for is_whole in (True, False):  # a function runs when the state is divided again
-        with pytest.raises(ncclsync.NcclSyncError, match="outside of any"):
+        with pytest.raises(ncclsync.NcclSyncError, match="outside of"):
             tf.function(lambda: variable + 1.0)()
         if is_whole:
             runs[1].step()
 
 
-class ReadsItsMomentum(keras.Sequential):
-    """Reports the sum of the first weight's momentum."""
+class UsesItsMomentum(keras.Sequential):
+    """Reads or writes the first weight's momentum, before or after the update."""
+
+    when, use = "", staticmethod(lambda v: None)
 
     def train_step(self, data):
-        return {**super().train_step(data), "momentum": tf.reduce_sum(tf.abs(self.optimizer.variables[2].value))}
+        found, momentum = {}, self.optimizer.variables[2].value
+        if self.when == "before":
+            found = {"used": tf.reduce_sum(self.use(momentum))}
+        logs = super().train_step(data)
+        if self.when == "after":
+            found = {"used": tf.reduce_sum(self.use(momentum))}
+        return {**logs, **found}
 
 
-def test_a_step_that_reads_divided_state_is_refused():
-    """It would read what tower 0's variable holds of it."""
-    model = ReadsItsMomentum([keras.Input((4,)), keras.layers.Dense(1)])
+@pytest.mark.slow(but=2)
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda v: v.value(),
+        lambda v: tf.multiply(v, 2.0),
+        lambda v: v.assign(v * 0.5),
+        lambda v: tf.cond(tf.reduce_sum(v) > 0.0, lambda: v * 1.0, lambda: v * 2.0),
+        lambda v: tf.function(lambda: v * 2.0)(),
+    ],
+)
+def test_a_step_that_uses_divided_state_is_refused(when, use):
+    """It would read and write what tower 0's variable holds of it. What is used before is found by the update."""
+    model = UsesItsMomentum([keras.Input((4,)), keras.layers.Dense(1)])
+    model.when, model.use = when, use
     model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+    model.optimizer.build(model.trainable_variables)
     ncclsync.nccl_parallel(towers=2, shard_optimizer=True)(lambda: model)()
-    with pytest.raises(ncclsync.NcclSyncError, match="which shard_optimizer divides"):
-        model.fit(np.ones([4, 4]), np.ones([4, 1]), verbose=0)
+    for _ in range(2):
+        with pytest.raises(ncclsync.NcclSyncError, match="which shard_optimizer divides"):
+            model.fit(np.ones([4, 4]), np.ones([4, 1]), verbose=0)
 
 
 def test_writes_before_evaluate_predict_and_a_comparison():

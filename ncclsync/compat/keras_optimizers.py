@@ -128,6 +128,13 @@ def clipped(optimizer: keras.Optimizer, gradients: Sequence[Any]) -> list[Any]:
     return list(optimizer._clip_gradients(list(gradients)))
 
 
+def averaged_beside(optimizer: keras.Optimizer, variables: Sequence[Any]) -> list[Any]:
+    """Return the variables that an optimizer averages where it updates these: all others, though without a gradient."""
+    given = {id(tf_compat.backend_variable(one)) for one in variables}
+    known = optimizer._trainable_variables if optimizer.use_ema else ()
+    return [one for one in known if id(tf_compat.backend_variable(one)) not in given]
+
+
 def updating_some(optimizer: keras.Optimizer, variables: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
     """Let an optimizer clip nothing, and average these variables alone, for a while."""
     members: dict[str, Any] = {"_clip_gradients": lambda gradients: gradients}

@@ -212,10 +212,12 @@ class OptimizerSharding:
         pairs = list(zip(gradients, weights, strict=True))
         dense = [(g, w) for g, w in pairs if not isinstance(g, tf.IndexedSlices)]
         sparse = [(g, w) for g, w in pairs if isinstance(g, tf.IndexedSlices)]
+        others = keras_optimizers.averaged_beside(optimizer, weights)
         if sparse:
             _check_scalars(optimizer, sparse[0][1])
-            given = list(map(list, zip(*sparse, strict=True)))
-            with keras_optimizers.updating_some(optimizer, given[1]):
+        if sparse or others:
+            given = [gradient for gradient, _ in sparse], [weight for _, weight in sparse]
+            with keras_optimizers.updating_some(optimizer, [*given[1], *others]):
                 update(optimizer, *given)
         if dense:
             sharded = self._sharded_of(optimizer, [weight for _, weight in dense], copies)

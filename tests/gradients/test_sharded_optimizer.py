@@ -198,6 +198,38 @@ def test_sparse_gradients(averages):
     assert [weight for weight, _ in group.pairs] == model.layers[-1].trainable_weights
 
 
+class TrainsTheFirst(keras.Sequential):
+    """Updates its first layer alone."""
+
+    def train_step(self, data):
+        x, y = data
+        weights = self.layers[0].trainable_variables
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        return {"loss": loss}
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("averages", [{"ema_overwrite_frequency": 3}, {}])
+def test_weights_without_a_gradient_are_averaged(averages):
+    """As Keras averages all that an optimizer is built for: else `fit` ends with averages of 0 in these weights."""
+
+    def build():
+        keras.utils.set_random_seed(2)
+        model = TrainsTheFirst([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9, use_ema=True, ema_momentum=0.5, **averages), "mse")
+        model.optimizer.build(model.trainable_variables)
+        return model
+
+    x = np.random.default_rng(3).random((16, 4)).astype("float32")
+    alone, model = build(), on_towers(build, 3, shard_optimizer=True)
+    for one in (alone, model):
+        one.fit(x, x[:, :1], batch_size=4, epochs=2, shuffle=False, verbose=0)
+    assert_close(state(model), state(alone))
+    assert np.abs(model.layers[1].kernel.numpy()).sum() > 0.1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [{"jit_compile": True, "steps_per_execution": 3}, {"run_eagerly": True}])
 def test_ways_to_run(arguments):

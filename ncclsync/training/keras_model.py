@@ -235,6 +235,7 @@ class ModelStep(TowerStep):
                 self._found_no_batch = False
                 self._warn_of_keras_count(iterator, goes_on=True)
             return logs
+        other_libraries.check_outside_strategy()  # within which Keras divides the data
         other_libraries.check_undistributed(iterator)
         logs = None
         for _, batch in zip(range(self._model.steps_per_execution), iterator, strict=False):

@@ -1,6 +1,7 @@
 """Wrap the interfaces of Keras' optimizers that Keras does not promise to keep."""
 
 import contextlib
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -225,9 +226,33 @@ def scalars_of(optimizer: keras.Optimizer) -> dict[str, keras.Variable]:
     return {name: value for name, value in vars(optimizer).items() if isinstance(value, keras.Variable)}
 
 
+# What `exclude_from_weight_decay` sets: a twin has weights apart that are excluded.
+_OF_EXCLUSIONS = (
+    *("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern", "_exclude_from_weight_decay_cache"),
+    "_weight_decay_by_var_key",
+)
+
+
+def is_as_keras_made_it(optimizer: keras.Optimizer, twin: keras.Optimizer) -> bool:
+    """Return whether an optimizer is of a class of Keras', and has no attributes or methods that its twin has not."""
+    known = {*vars(twin), *_OF_EXCLUSIONS}
+    own = [name for name, one in vars(optimizer).items() if name not in known or inspect.isroutine(one)]
+    return type(optimizer).__module__.partition(".")[0] == "keras" and not own
+
+
 def twin_of(optimizer: keras.Optimizer) -> keras.Optimizer:
-    """Return a new, unbuilt optimizer that updates like another one, without clipping, at its learning rate."""
-    twin = type(optimizer).from_config(optimizer.get_config())
+    """Return a new, unbuilt optimizer that updates like another one, without clipping, at its learning rate.
+
+    Raises:
+        ValueError: its configuration does not make it again.
+    """
+    try:
+        twin = type(optimizer).from_config(optimizer.get_config())
+    except Exception as error:  # of any kind: it is the user's code
+        raise ValueError(
+            "Expected, with shard_optimizer, an optimizer that from_config(get_config()) makes again. Received: "
+            f"{type(optimizer).__name__}, for which that fails: {error}"
+        ) from error
     twin._iterations, twin._learning_rate = optimizer._iterations, optimizer._learning_rate
     twin._clip_gradients = lambda gradients: gradients
     follow(twin, optimizer)

@@ -20,6 +20,7 @@ from tensorflow.python.client import pywrap_tf_session as c_api
 from tensorflow.python.eager import context as eager_context
 from tensorflow.python.eager import execute as eager_execute
 from tensorflow.python.eager.polymorphic_function import attributes as function_attributes
+from tensorflow.python.eager.polymorphic_function import polymorphic_function
 from tensorflow.python.framework import (
     auto_control_deps,
     auto_control_deps_utils,
@@ -281,6 +282,11 @@ def variables_behind(handles: Sequence[tf.Tensor]) -> list[tf.Variable]:
     found = (one for one in gc.get_objects() if issubclass(type(one), tf.Variable)) if wanted else ()
     # What an assignment returns in a graph has the variable's handle, too.
     return [one for one in found if id(vars(one).get("_handle")) in wanted and "_parent_op" not in vars(one)]
+
+
+def is_made_in_a_function(variable: tf.Variable) -> bool:
+    """Return whether a variable was created while a function was traced, which takes its handle to initialise it."""
+    return isinstance(variable, polymorphic_function.UnliftedInitializerVariable)
 
 
 def captured_by_graphs() -> list[tf.Tensor]:

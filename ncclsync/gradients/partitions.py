@@ -11,7 +11,7 @@ import tensorflow as tf
 from ncclsync.communicator import native
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError
-from ncclsync.ops import held
+from ncclsync.ops import current_context, held
 from ncclsync.semantics.holders import Holder
 
 
@@ -91,6 +91,7 @@ class PartitionedSlot(Holder):
         self._place, self.partitions, self._processes = place, partitions, processes
         self._left, self.slot = left, left.add()
         self._is_whole = self._is_written = True
+        self._is_new = True  # no step has run
         self.track(reads=True, keeps=True)
 
     def divide(self) -> None:
@@ -109,7 +110,7 @@ class PartitionedSlot(Holder):
         with tf.device(variable.device):
             tf.raw_ops.AssignVariableOp(resource=tf_compat.handle_of(variable), value=tf.zeros([0], variable.dtype))
         held.compare(self._left, [variable], [self.slot], [True], begins=False)
-        self._is_whole = self._is_written = False
+        self._is_whole = self._is_written = self._is_new = False
         self.mark_others_stale()  # they read it before their next step, which makes it whole
 
     def make_whole(self) -> None:
@@ -118,6 +119,8 @@ class PartitionedSlot(Holder):
         if variable is None:
             return
         if not tf.executing_eagerly():  # though it may be whole now: the function runs when it is empty again
+            if self._is_new and current_context() is None:
+                return  # TensorFlow initialises what was created while the step was traced
             raise not_in_a_function(variable)
         if self._is_whole:
             return

@@ -61,6 +61,9 @@ class _Sharded:
         self.twin.build([group.flat for group in self.groups])
         for name, scalar in keras_optimizers.scalars_of(optimizer).items():
             setattr(self.twin, name, scalar)
+        if not keras_optimizers.is_as_keras_made_it(optimizer, self.twin):
+            for group in self.groups:
+                _check_parts(optimizer, self.twin, [weight for weight, _ in group.pairs], group.flat)
         indices = {id(weight): i for i, weight in enumerate(keras_optimizers.built_for(optimizer, None))}
         taken = set(map(id, sharding.captured))
         wholes = keras_optimizers.slots_of(optimizer)
@@ -72,7 +75,7 @@ class _Sharded:
                 parts = copies(tf_compat.backend_variable(partition))
                 for weight, place in group.pairs:
                     whole = tf_compat.backend_variable(wholes[name][indices[id(weight)]])
-                    if id(tf_compat.handle_of(whole)) in taken:
+                    if id(tf_compat.handle_of(whole)) in taken and not tf_compat.is_made_in_a_function(whole):
                         raise not_in_a_function(whole)
                     self.slots.append(PartitionedSlot(whole, place, parts, sharding.processes, sharding.left))
         for group in self.groups:
@@ -250,6 +253,46 @@ def _check(optimizer: keras.Optimizer, weights: Sequence[Any]) -> None:
             "Expected, with shard_optimizer, an optimizer that updates each element of a weight by itself, "
             f"as SGD and Adam do. Received: {type(optimizer).__name__}: {coupling}"
         )
+
+
+def _check_parts(optimizer: keras.Optimizer, twin: keras.Optimizer, weights: Sequence[Any], flat: Any) -> None:
+    """Refuse an optimizer of the user's own whose update of a weight is not what its twin makes of a part.
+
+    Such an update goes by a weight's shape, name or place, or by what the optimizer's configuration does not tell.
+    """
+    expected = _update_of(twin, flat)
+    for weight in weights:
+        if _update_of(optimizer, weight) != expected:
+            raise ValueError(
+                "Expected, with shard_optimizer, an optimizer that updates a weight's elements alike wherever they "
+                f"lie, and that from_config(get_config()) makes again. Received: {type(optimizer).__name__}, whose "
+                f"update of {weight.name}, of shape {tuple(weight.shape)}, computes with other numbers or ops than "
+                "that of a part of it: by the weight's shape, name or place, or by an attribute that get_config() "
+                "does not give"
+            )
+
+
+def _update_of(optimizer: keras.Optimizer, weight: Any) -> list[Any]:
+    """Return the ops of an optimizer's update of one weight, without shapes, names and variables."""
+
+    @tf.function(input_signature=[tf.TensorSpec(weight.shape, weight.dtype)], autograph=False)
+    def update(gradient):
+        no_branch = tf_compat.members_replaced(optimizer, ema_overwrite_frequency=None)
+        with keras_optimizers.updating_some(optimizer, [weight]), no_branch:
+            keras_optimizers.apply_gradients(optimizer, [gradient], [weight])
+
+    with ops.running_in(None):
+        made = update.get_concrete_function().graph.get_operations()
+    places = {tensor.ref(): (i, j) for i, op in enumerate(made) for j, tensor in enumerate(op.outputs)}
+    return [(op.type, [places[one.ref()] for one in op.inputs], _number_of(op)) for op in made]
+
+
+def _number_of(op: tf.Operation) -> Any:
+    """Return what a constant holds: one number, if all of it are equal. None: the op is none."""
+    if op.type != "Const":
+        return None
+    value = np.asarray(tf.get_static_value(op.outputs[0]))
+    return value.flat[0].item() if value.size and np.all(value == value.flat[0]) else (value.shape, value.tobytes())
 
 
 def _check_scalars(optimizer: keras.Optimizer, weight: Any) -> None:

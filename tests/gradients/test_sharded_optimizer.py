@@ -12,6 +12,8 @@ from parity import assert_close, assert_towers_agree, data, on_towers, state
 
 import ncclsync
 from ncclsync import NcclSyncError
+from ncclsync.compat import keras_optimizers
+from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.gradients.partitions import Place
 from ncclsync.gradients.sharded_optimizer import find_coupling
 
@@ -48,7 +50,7 @@ def sharding_of(model):
 
 def elements(variable):
     """How many elements lie in a variable's memory just now."""
-    return int(tf.size(tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)))
+    return int(tf.size(tf.raw_ops.ReadVariableOp(resource=tf_compat.handle_of(variable), dtype=variable.dtype)))
 
 
 @pytest.mark.slow
@@ -421,3 +423,49 @@ def test_beside_check_numerics():
             fit(model, epochs=1)
     finally:
         tf.debugging.disable_check_numerics()
+
+
+def of_its_own(kind):
+    """An optimizer with an update that a part of a weight does not have."""
+
+    class Own(keras.optimizers.SGD):
+        def update_step(self, gradient, variable, learning_rate):
+            factors = {
+                "rank": 2.0 if len(variable.shape) == 2 else 0.5,
+                "fan-in": 1 / np.sqrt(variable.shape[0]),
+                "name": 0.1 if "kernel" in variable.name else 1.0,
+                "place": 1.0 + self._get_variable_index(variable),
+                "attribute": getattr(self, "factors", {"by": 1.0})["by"],
+                "none": 3.0,
+            }
+            super().update_step(gradient * factors[kind], variable, learning_rate)
+
+    optimizer = keras.optimizers.SGD(0.05, momentum=0.9) if kind == "method" else Own(0.05, momentum=0.9)
+    optimizer.factors = {"by": 0.5}
+    if kind == "method":
+        update = optimizer.update_step
+        optimizer.update_step = lambda gradient, *others: update(gradient * 0.5, *others)
+    return optimizer
+
+
+@pytest.mark.slow(but=2)
+@pytest.mark.parametrize("kind", ["rank", "fan-in", "name", "place", "attribute", "method"])
+def test_updates_that_a_part_does_not_have_are_refused(kind):
+    """An optimizer of the user's own is compared with its twin: op by op, for each weight."""
+    model = on_towers(lambda: mlp(of_its_own(kind)), 2, shard_optimizer=True)
+    with pytest.raises(ValueError, match=f"Received: {'SGD' if kind == 'method' else 'Own'}, whose update of "):
+        fit(model, epochs=1)
+
+
+def test_optimizers_of_ones_own():
+    """One that updates all alike is divided; Keras' own are not compared."""
+    alone, model = mlp(of_its_own("none")), on_towers(lambda: mlp(of_its_own("none")), 2, shard_optimizer=True)
+    for one in (alone, model):
+        fit(one, epochs=1)
+    assert_close(state(model), state(alone))
+    for make in OPTIMIZERS.values():
+        optimizer = make()
+        twin = keras_optimizers.twin_of(optimizer)
+        for one in (optimizer, twin):
+            one.build([keras.Variable(np.ones([2, 3]))])
+        assert keras_optimizers.is_as_keras_made_it(optimizer, twin), optimizer

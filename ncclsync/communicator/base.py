@@ -111,8 +111,17 @@ class Communicator(contextlib.AbstractContextManager):
 
     @functools.cached_property
     def users(self) -> weakref.WeakSet[Any]:
-        """Return who shares it: `reopen` calls `keep(failure)` of each before it forgets what has ended it."""
+        """Return who uses it, and is told of failures: as `Failures` of `towers`, by `keep` and `put`."""
         return weakref.WeakSet()
+
+    def tell_users(self, error: Exception) -> None:
+        """Tell who uses it of an error that is raised in a graph, where TensorFlow raises its own in its place."""
+        for user in [*self.users]:
+            user.put(error)
+
+    def find_failure(self) -> BaseException | None:
+        """Return `failure`, after a look at the groups that ops have launched."""
+        return self.failure
 
     @abc.abstractmethod
     def _run_group(self, collectives: Sequence[AnyCollective]) -> None:
@@ -125,7 +134,7 @@ class Communicator(contextlib.AbstractContextManager):
     @property
     def closed(self) -> bool:
         """Return whether the communicator has ended: by ``close`` or by a failed collective."""
-        return self._closed or self.failure is not None
+        return self._closed or self.find_failure() is not None
 
     def all_reduce(self, sends: Sequence[Any], recvs: Sequence[Any], op: str = "sum", *, label: str = "") -> None:
         """Reduce over all ranks; every rank receives the result. Collective; blocks until done.
@@ -248,28 +257,24 @@ class Communicator(contextlib.AbstractContextManager):
         """Return this process' number."""
         return 0 if self.peers is None else self.peers.rank
 
-    def take_error(self) -> Exception | None:
-        """Return the error that another process has caused in the last collective, once; None if there is none."""
-        return None
-
     def report_failure(self, error: BaseException) -> None:
         """Tell the other processes, at their next collective, that something has failed in this one; once for an error.
 
         Errors that another process has caused are not reported.
         """
-        if any(isinstance(cause, ProcessError) or _TOLD in vars(cause) for cause in causes_of(error)):
-            return
-        self.mark_told(error)
-        self._tell(f"{type(error).__name__}: {error}")
+        known = any(isinstance(cause, ProcessError) or _TOLD in vars(cause) for cause in causes_of(error))
+        if self.peers is not None and not known:
+            self.mark_told(error)
+            self._tell(self.peers, f"{type(error).__name__}: {error}")
 
     @staticmethod
     def mark_told(error: BaseException) -> None:
         """Remember that the other processes know of an error, so that `report_failure` does not report it again."""
         vars(error)[_TOLD] = True
 
-    def _tell(self, words: str) -> None:
+    def _tell(self, peers: Peers, words: str) -> None:
         """Have the other processes' next collective raise an error with these words."""
-        return
+        peers.report(words)
 
     def interrupt(self) -> None:
         """Let a collective that waits end soon, after Ctrl-C. Nothing to do where none waits."""

@@ -78,7 +78,7 @@ class Peers:
         size: how many there are.
         hosts: [size] their names.
         failure: what has ended the agreement, for good.
-        raised: an error of another process that may not have reached the user yet.
+        raised: the last error of another process that was raised here.
         lost: numbers of the processes that have ended or are silent.
         given_up: by number, why a process no longer sends data, although it may be there.
         remark: is added to messages about this process, behind a semicolon.

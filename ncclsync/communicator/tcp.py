@@ -7,6 +7,7 @@ A process that ends, is silent, or is interrupted in a collective ends the agree
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import queue
@@ -57,11 +58,6 @@ class TcpCommunicator(CpuCommunicator):
         """Return the error that has ended the agreement of the processes."""
         return self.peers.failure
 
-    def take_error(self) -> ProcessError | None:
-        """Return the error that another process has caused, once; see `Communicator.take_error`."""
-        error, self.peers.raised = self.peers.raised, None
-        return error
-
     def exchange(self, value: Any, what: str) -> list[Any]:
         """Return what each process gives; see `Communicator.exchange`."""
         if self.closed:
@@ -79,15 +75,12 @@ class TcpCommunicator(CpuCommunicator):
                 return self.peers.exchange(value, what, self.timeout_s)
         return [value] * self.peers.size
 
-    def _tell(self, words: str) -> None:
+    def _tell(self, peers: Peers, words: str) -> None:
         if self.closed:
             return
-        try:
-            with self.peers.in_turn:
-                self._meet("the report of a failure", [], kind=f"failed: {words}")
-                self.peers.exchange(None, shortened(words), self.timeout_s, failed=True)
-        except NcclSyncError:  # as in all processes
-            self.peers.raised = None
+        with contextlib.suppress(NcclSyncError), peers.in_turn:  # raised as in all processes
+            self._meet("the report of a failure", [], kind=f"failed: {words}")
+            peers.exchange(None, shortened(words), self.timeout_s, failed=True)
 
     def reopen(self) -> None:
         """Do nothing, or raise the failure: processes cannot be joined again."""

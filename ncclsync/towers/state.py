@@ -116,7 +116,7 @@ class TowerState:
         ENTERED[:] = [one for one in ENTERED if one() not in (None, self)]
         session, replicas, failure = self.session, self.replicas, None
         try:
-            session.in_flight.settle()
+            session.failures.settle()
         except NcclSyncError as error:  # raised when all is closed
             failure = error
         session.closed = True
@@ -124,7 +124,7 @@ class TowerState:
             replicas.sharding.release()
         with contextlib.ExitStack() as ends:  # each, whatever fails before
             ends.callback(session.speak_again)
-            ends.callback(shared.leave, session.in_flight, session.communicator)
+            ends.callback(shared.leave, session.failures, session.communicator)
             ends.callback(replicas.close)
             # Other processes may have ended, or may not close their towers now.
             with contextlib.suppress(ProcessError) if self.layout.meets_processes else contextlib.nullcontext():
@@ -143,7 +143,7 @@ class TowerState:
             raise ValueError(f"Expected a tower from {ranks[0]} to {ranks[-1]}. Received: {tower!r}")
         with self.telling():
             self.replicas.sync()
-            self.session.in_flight.settle()
+            self.session.failures.settle()
             first = self.layout.places[ranks.index(tower)][0]
             weights = self.replicas.variables if model.weights is None else model.weights()
             return [self.replicas.of_shards(tf_compat.backend_variable(v))[first].numpy() for v in weights]
@@ -173,5 +173,5 @@ class TowerState:
         except (Exception, KeyboardInterrupt) as error:
             if self.layout.meets_processes:
                 self.replicas.mark_stale()
-                self.session.tell(error)
+                self.session.failures.tell(error)
             raise

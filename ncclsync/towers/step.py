@@ -163,7 +163,7 @@ class TowerStep(TracedStep):
                         break
                     done += 1
                 if towers.session.communicator.enqueues:
-                    towers.session.in_flight.add(function.written, results)
+                    towers.session.failures.add(function.written, results)
         except NcclSyncError as error:
             if kind is OnGiven or towers.layout.meets_processes or not says_unequal(error):
                 raise
@@ -296,12 +296,12 @@ class TowerStep(TracedStep):
             function: of the step; None: Python runs it.
 
         Raises:
-            Exception: the cause of the step's error, by `Session.cause_of`.
+            Exception: the cause of the step's error, by `Failures.cause_of`.
         """
         session, replicas = self.towers.session, self.towers.replicas
         if function is not None:
             function.rollback.undone = False
-        session.in_flight.take()  # forget what was raised outside a step
+        session.failures.forget()
         begun = None
         try:
             about = (frozenset[int](), "") if function is None else (function.written, function.program.python)
@@ -311,11 +311,11 @@ class TowerStep(TracedStep):
                 with session.interruptible():
                     yield
         except NoBatchLeft:
-            session.in_flight.settle()
+            session.failures.settle()
             raise
         except BaseException as error:
             self._mend(begun)
-            cause = session.cause_of(error)
+            cause = session.failures.cause_of(error)
             if isinstance(cause, tf.errors.CancelledError) and function and not session.layout.meets_processes:
                 cause = self._find_what_cancelled(function) or cause
             if isinstance(cause, tf.errors.OpError) and function is not None:
@@ -336,7 +336,7 @@ class TowerStep(TracedStep):
             finally:
                 self.towers.replicas.mark_stale()
                 if function is not None and self.towers.communicator.enqueues:
-                    self.towers.session.in_flight.add(function.written)
+                    self.towers.session.failures.add(function.written)
 
     def _find_what_cancelled(self, function: StepFunction) -> BaseException | None:
         """Run the batch of a cancelled step again, outside a graph, one tower after another; return its error."""
@@ -345,7 +345,7 @@ class TowerStep(TracedStep):
             lay_out(function.program, self.towers, function.kept.batch(), function.rollback)
         except BaseException as error:
             self._mend(function)
-            return self.towers.session.cause_of(error)
+            return self.towers.session.failures.cause_of(error)
         return None
 
     def count(self, steps: int, audit: Audit | None = None) -> None:
@@ -439,5 +439,5 @@ def _report_nonfinite(
     try:
         state.watch.on_nonfinite.report(finite, sizes, names, given, state.layout.owners, own)
     except NonFiniteError as error:  # TensorFlow wraps it
-        state.session.in_flight.put(error)
+        state.session.failures.put(error)
         raise

@@ -67,7 +67,7 @@ class Watch:
         if every is None or self.steps // every == before // every:
             return
         self._replicas.sync()
-        self._session.in_flight.settle()
+        self._session.failures.settle()
         kept = self._replicas.identical
         # Start all, each on its own device, before waiting for the first.
         checksums = [[_on_device_of(copy, checksum, copy.value()) for copy in copies] for copies in kept]
@@ -87,7 +87,7 @@ class Watch:
         """See `TowerState.divergence`."""
         session = self._session
         self._replicas.sync()
-        session.in_flight.settle()
+        session.failures.settle()
         session.communicator.exchange(None, "divergence")
         largest = 0.0
         for copies in self._replicas.identical:

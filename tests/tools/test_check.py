@@ -411,7 +411,7 @@ def everything(model):
     logs = {
         "pending": set(towers.replicas._pending.keys),
         "warned": set(towers.session._warned),
-        "communicator": towers.communicator.failure,
+        "communicator": towers.communicator.find_failure(),
     }
     return held, logs, tf.config.experimental.tensor_float_32_execution_enabled(), keras.config.floatx()
 

@@ -101,7 +101,6 @@ class Communicator(contextlib.AbstractContextManager):
     repeatable: bool = True  # whether sums have equal bits in every call and every run
     peers: Peers | None = None  # the other processes, if there are any
     compares_batches = False  # whether the processes compare the batches that `Peers.on_batch` names
-    reads_same_rows = True  # whether all processes read the same batches; False where each reads its own rows alone
     enqueues: bool = False  # whether ops launch collectives on it and the host does not wait for their ends
     failed_group: int = 0  # the first launched group that the last failure has ended, from 1
     was_delivered: bool = False  # whether an op may have computed with the failed groups' results
@@ -113,11 +112,6 @@ class Communicator(contextlib.AbstractContextManager):
     def users(self) -> weakref.WeakSet[Any]:
         """Return who uses it, and is told of failures: as `Failures` of `towers`, by `keep` and `put`."""
         return weakref.WeakSet()
-
-    def tell_users(self, error: Exception) -> None:
-        """Tell who uses it of an error that is raised in a graph, where TensorFlow raises its own in its place."""
-        for user in [*self.users]:
-            user.put(error)
 
     def find_failure(self) -> BaseException | None:
         """Return `failure`, after a look at the groups that ops have launched."""

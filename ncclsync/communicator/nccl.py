@@ -275,7 +275,6 @@ class NcclCommunicator(Communicator):
         try:
             given = self.exchange(value, what)
         except NcclSyncError as error:
-            self.tell_users(error)
             self.report_failure(error)
             while not self._launcher.wait(timeouts.SLICE_S):
                 pass  # what fails with it has then failed, too

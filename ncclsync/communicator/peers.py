@@ -265,8 +265,10 @@ class Peers:
         """Return the generation in which this process last began to meet the others."""
         return self.begun >> _COUNT_BITS
 
-    def give_up(self) -> None:
-        """Tell the others, without waiting, that this process sends no more data: its agreement has ended."""
+    def give_up(self, error: BaseException) -> None:
+        """End the agreement because of an error; tell the others, without waiting, that this process sends no more."""
+        if self.failure is None:
+            self.failure = ProcessError(f"{type(error).__name__}: {error}")
         self.service.tell({"rank": self.rank, "words": shortened(str(self.failure))}, 0)
 
     def end(self, words: str) -> None:

@@ -23,7 +23,7 @@ from ncclsync.communicator.base import NAMES, AnyCollective, read_buffers
 from ncclsync.communicator.buffers import HOST, Buffers
 from ncclsync.communicator.cpu import CpuCommunicator, Move, check_size
 from ncclsync.communicator.peers import SAME_MODEL, Peers, shortened
-from ncclsync.errors import NcclSyncError, ProcessError
+from ncclsync.errors import NcclSyncError
 
 _HEADER = struct.Struct("<16sq")  # what a process does next, and how many bytes it sends along
 
@@ -179,9 +179,7 @@ class TcpCommunicator(CpuCommunicator):
                 check=check,
             )
         except BaseException as error:
-            if peers.failure is None:
-                peers.failure = ProcessError(f"{type(error).__name__}: {error}")
-            peers.give_up()  # no other process is to wait for this one
+            peers.give_up(error)  # no other process is to wait for this one
             raise
 
 

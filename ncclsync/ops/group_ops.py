@@ -39,7 +39,7 @@ class Turns:
     """
 
     def __init__(self, batch: Sequence[tf.Tensor], describe: Callable[..., str]) -> None:
-        """Begin a step; `describe` returns words of a communicator and the arrays of `batch`."""
+        """Begin a step; `describe` returns words of the arrays of `batch`."""
         self.batch, self.describe = batch, describe
         self.last: list[tf.Tensor] = []
 
@@ -193,7 +193,7 @@ def _join_processes(
             group.append(collective._replace(sends=sends, recvs=recvs * (ranks // count)))
             results += recvs
         with _alive(borrowed) as joined:
-            batch = describe(joined, *given) if describe is not None else None
+            batch = describe(*given) if describe is not None else None
             peers = joined.peers if in_step else None
             with contextlib.nullcontext() if peers is None else peers.on_batch(batch):
                 joined.run_group(group)
@@ -218,14 +218,17 @@ def _join_processes(
 
 @contextlib.contextmanager
 def _alive(borrowed: "weakref.ref[Communicator]") -> Iterator[Communicator]:
-    """Yield the communicator, which a graph does not keep alive; tell its users what another process has caused."""
+    """Yield the communicator, which a graph does not keep alive; tell its users of errors that it does not keep."""
     communicator = borrowed()
     if communicator is None:
         raise NcclSyncError("Expected an open communicator. Received: one that was deleted.")
     try:
         yield communicator
-    except ProcessError as error:
-        communicator.tell_users(error)
+    except NcclSyncError as error:
+        # What ends the agreement of CPU towers' processes, as a timeout, is their communicator's failure.
+        if isinstance(error, ProcessError) or isinstance(communicator, NcclCommunicator):
+            for user in [*communicator.users]:
+                user.put(error)
         raise
 
 

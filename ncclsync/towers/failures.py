@@ -31,15 +31,10 @@ class _Step:
 
 
 class Failures:
-    """Know what has failed on some towers.
+    """Be told of what was enqueued (`add`) and of what has failed; be asked what to raise; forget what is mended.
 
-    A failure is what has ended the communicator. It is *found* when somebody asks, and *raised* once; the next step
-    joins the towers again.
-
-    - Told: by each step that was enqueued (`add`), by the communicator that is about to forget (`keep`), by Python in
-      the graph of a step (`put`), and of what a step, or another call, has raised (`cause_of`, `tell`).
-    - Asked: whether something is to be raised (`check`, `settle`), and what rests on it (`before_read`, `raise_lost`).
-    - Cleared: when a step begins (`forget`), and of a variable that is written (`before_write`).
+    A failure is what has ended the communicator. It is found when somebody asks, or when the communicator is about to
+    forget it (`keep`), and raised once. An error that Python raises in a graph (`put`) is the cause of a step's.
     """
 
     def __init__(self, connect: Callable[["Failures"], Communicator]) -> None:
@@ -182,9 +177,6 @@ class Failures:
 
         TensorFlow wraps an error that a collective or Python raises within a graph, or reports an op that was cancelled
         by it. The result is the original error, or an NcclSyncError with ncclsync's sentence about it, or else `error`.
-
-        Args:
-            error: that the step has raised.
         """
         in_graph, self._in_graph, failure = self._in_graph, None, None
         if not isinstance(error, Exception):  # Ctrl-C, which may have caused both

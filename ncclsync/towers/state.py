@@ -33,9 +33,6 @@ ENTERED: list["weakref.ref[TowerState]"] = []  # those whose `with` is under way
 class TowerState:
     """Hold N replicas of one model's state, one per device: `Towers` without the steps that they run."""
 
-    # The data of steps that are given their batches, if each process reads its own rows.
-    own_rows_given: CountingDataset | None = None
-
     def __init__(self, options: TowerOptions) -> None:
         """Choose devices and backend, and join them; see `Session`."""
         self.options = options
@@ -44,6 +41,7 @@ class TowerState:
         self.replicas = Replicas(self.session)
         self.watch = Watch(self.session, self.replicas)
         self.compression = None if options.compression is None else ErrorFeedback()
+        self.own_rows: CountingDataset | None = None  # see `given_rows_of`
 
     def __len__(self) -> int:
         """Return the number of towers in all processes."""
@@ -79,6 +77,10 @@ class TowerState:
             *(begin, 2 * count, most, 2 * count),
         )
         return True
+
+    def given_rows_of(self, data: CountingDataset) -> contextlib.AbstractContextManager[None]:
+        """Return a context whose steps are given batches of `data`, of which each process reads its own rows."""
+        return tf_compat.members_replaced(self, own_rows=data)
 
     def __repr__(self) -> str:
         state = ", closed" if self.session.closed else ""

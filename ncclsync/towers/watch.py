@@ -33,6 +33,10 @@ class Watch:
         self._audited = 0  # steps up to the last audit
         self._watchers: list[Watcher] = []
 
+    def keep_traces(self) -> None:
+        """Keep the traces of training steps from now on."""
+        self.traces = []
+
     def watch_next(self, watcher: Watcher) -> None:
         """Give `watcher` the timestamps of the next training step, or of all steps that the next call makes.
 

@@ -50,14 +50,8 @@ def attach(model: keras.Model, towers: Towers) -> None:
     path = towers.options.health.emergency_checkpoint
     # By a weak reference: a save must not keep the model alive.
     save = None if path is None else functools.partial(_save, weakref.ref(model), pathlib.Path(path))
-    towers.session.serve(
-        ModelSide(
-            weights=lambda: model.weights,
-            paths=lambda: keras_compat.paths_of(model),
-            save=save,
-            explain=functools.partial(_explain, model, towers),
-        )
-    )
+    paths, explain = functools.partial(keras_compat.paths_of, model), functools.partial(_explain, model, towers)
+    towers.session.serve(ModelSide(lambda: model.weights, paths, save, explain))
     # Track writes from here on, before the first step; also on one tower: other towers may share its weights.
     for variable in model.weights:
         towers.replicas.of(tf_compat.backend_variable(variable))

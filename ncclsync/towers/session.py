@@ -3,7 +3,6 @@
 A session holds no variables. `replicas.py` holds them, `watch.py` compares them; `failures.py` says what has failed.
 """
 
-import contextlib
 import dataclasses
 import itertools
 import logging
@@ -14,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from ncclsync.communicator import AllReduce, Broadcast, NcclCommunicator
-from ncclsync.communicator.timeouts import interruptible, raise_ctrl_c_again
+from ncclsync.communicator.timeouts import raise_ctrl_c_again
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError
 from ncclsync.ops import device_ops, gpu_streams
@@ -172,10 +171,6 @@ class Session:
         """Return the names of tower 0's variables for messages: their Keras paths if known."""
         paths = self.model.paths()
         return [paths.get(id(variable), variable.name) for variable in variables]
-
-    def interruptible(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which Ctrl-C ends collectives, where they can hang, and is what is raised."""
-        return interruptible(self.communicator.interrupt)
 
     # Exchanges between processes, collective if there are several; `what` names the values in messages.
 

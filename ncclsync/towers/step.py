@@ -303,7 +303,7 @@ class TowerStep(TracedStep):
             with replicas.under_way(*about):
                 replicas.sync(compares=False)
                 begun = function
-                with session.interruptible():
+                with interruptible(session.communicator.interrupt):
                     yield
         except NoBatchLeft:
             session.failures.settle()

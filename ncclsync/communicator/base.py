@@ -101,7 +101,6 @@ class Communicator(contextlib.AbstractContextManager):
     repeatable: bool = True  # whether sums have equal bits in every call and every run
     peers: Peers | None = None  # the other processes, if there are any
     compares_batches = False  # whether the processes compare the batches that `Peers.on_batch` names
-    reads_same_rows = True  # whether all processes read the same batches; False where each reads its own rows alone
     enqueues: bool = False  # whether ops launch collectives on it and the host does not wait for their ends
     failed_group: int = 0  # the first launched group that the last failure has ended, from 1
     was_delivered: bool = False  # whether an op may have computed with the failed groups' results
@@ -111,8 +110,12 @@ class Communicator(contextlib.AbstractContextManager):
 
     @functools.cached_property
     def users(self) -> weakref.WeakSet[Any]:
-        """Return who shares it: `reopen` calls `keep(failure)` of each before it forgets what has ended it."""
+        """Return who uses it, and is told of failures: as `Failures` of `towers`, by `keep` and `put`."""
         return weakref.WeakSet()
+
+    def find_failure(self) -> BaseException | None:
+        """Return `failure`, after a look at the groups that ops have launched."""
+        return self.failure
 
     @abc.abstractmethod
     def _run_group(self, collectives: Sequence[AnyCollective]) -> None:
@@ -125,7 +128,7 @@ class Communicator(contextlib.AbstractContextManager):
     @property
     def closed(self) -> bool:
         """Return whether the communicator has ended: by ``close`` or by a failed collective."""
-        return self._closed or self.failure is not None
+        return self._closed or self.find_failure() is not None
 
     def all_reduce(self, sends: Sequence[Any], recvs: Sequence[Any], op: str = "sum", *, label: str = "") -> None:
         """Reduce over all ranks; every rank receives the result. Collective; blocks until done.
@@ -248,28 +251,24 @@ class Communicator(contextlib.AbstractContextManager):
         """Return this process' number."""
         return 0 if self.peers is None else self.peers.rank
 
-    def take_error(self) -> Exception | None:
-        """Return the error that another process has caused in the last collective, once; None if there is none."""
-        return None
-
     def report_failure(self, error: BaseException) -> None:
         """Tell the other processes, at their next collective, that something has failed in this one; once for an error.
 
         Errors that another process has caused are not reported.
         """
-        if any(isinstance(cause, ProcessError) or _TOLD in vars(cause) for cause in causes_of(error)):
-            return
-        self.mark_told(error)
-        self._tell(f"{type(error).__name__}: {error}")
+        known = any(isinstance(cause, ProcessError) or _TOLD in vars(cause) for cause in causes_of(error))
+        if self.peers is not None and not known:
+            self.mark_told(error)
+            self._tell(self.peers, f"{type(error).__name__}: {error}")
 
     @staticmethod
     def mark_told(error: BaseException) -> None:
         """Remember that the other processes know of an error, so that `report_failure` does not report it again."""
         vars(error)[_TOLD] = True
 
-    def _tell(self, words: str) -> None:
+    def _tell(self, peers: Peers, words: str) -> None:
         """Have the other processes' next collective raise an error with these words."""
-        return
+        peers.report(words)
 
     def interrupt(self) -> None:
         """Let a collective that waits end soon, after Ctrl-C. Nothing to do where none waits."""

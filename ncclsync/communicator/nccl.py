@@ -179,8 +179,7 @@ class NcclCommunicator(Communicator):
                 raise TypeError(f"Expected {name} to be a bool. Received: {value!r}")
         self.size, self.devices = len(devices), tuple(devices)
         self.timeout_s, self._preflight, self.repeatable = timeout_s, preflight, repeatable
-        self._failure: BaseException | None = None
-        self._refused: NcclSyncError | None = None  # what the last agreement has raised
+        self.failure: BaseException | None = None
         self.agreed = math.inf if self.peers is None else 0
         self._launcher = Launcher(self.size, timeout_s)
         self._is_launched = self._on_host = False  # whether ops launch groups; on buffers in host memory
@@ -195,23 +194,17 @@ class NcclCommunicator(Communicator):
     @property
     def closed(self) -> bool:
         """Return whether the communicator has ended: by ``close`` or by a failed collective."""
-        return self.failure is not None or self._handle is None
+        return self.find_failure() is not None or self._handle is None
 
-    @property
-    def failure(self) -> BaseException | None:  # type: ignore[override]
-        """Return what ended the communicator, if a failure did: of a group that an op has launched, too."""
-        self._take_failure()
-        return self._failure
-
-    def _take_failure(self) -> None:
-        """Take over the failure of a launched group; the launcher has aborted the communicator."""
+    def find_failure(self) -> BaseException | None:
+        """Return `failure`, after taking over that of a launched group: the launcher has aborted the communicator."""
         found = None if self._handle is None else self._launcher.failure()
-        if found is None:
-            return
-        self._handle, self._failure = None, self._explain(found)
-        self.failed_group, self.was_delivered = found.group, bool(found.was_delivered)
-        if self._failure is not None:
-            self.report_failure(self._failure)
+        if found is not None:
+            self._handle, self.failure = None, self._explain(found)
+            self.failed_group, self.was_delivered = found.group, bool(found.was_delivered)
+            if self.failure is not None:
+                self.report_failure(self.failure)
+        return self.failure
 
     @property
     def enqueues(self) -> bool:  # type: ignore[override]
@@ -225,7 +218,7 @@ class NcclCommunicator(Communicator):
     def launcher(self, *, on_host: bool = False) -> Launcher:
         """Return what launches groups on this communicator without waiting for them; one for its life.
 
-        Its failure is that of the communicator: `failure` returns it, and raises nothing. A collective of this
+        Its failure is that of the communicator: `find_failure` returns it, and raises nothing. A collective of this
         class keeps launches away until it has ended.
 
         Args:
@@ -264,8 +257,8 @@ class NcclCommunicator(Communicator):
         with timeouts.interruptible(self._launcher.interrupt):
             while not self._launcher.wait(timeouts.SLICE_S):
                 pass
-        if self.failure is not None:
-            raise self.failure
+        if (failure := self.find_failure()) is not None:
+            raise failure
         if self._launcher.failure() is not None:  # another thread has closed it, and given up the groups
             self.raise_closed()
 
@@ -282,18 +275,12 @@ class NcclCommunicator(Communicator):
         try:
             given = self.exchange(value, what)
         except NcclSyncError as error:
-            self._refused = error
             self.report_failure(error)
             while not self._launcher.wait(timeouts.SLICE_S):
                 pass  # what fails with it has then failed, too
             raise
         self.agreed = launched
         return given
-
-    def take_error(self) -> Exception | None:
-        """Return what has ended the last agreement, once; see `Communicator.take_error`."""
-        error, self._refused = self._refused, None
-        return error
 
     def _explain(self, found: Any) -> BaseException | None:
         """Return the error of a launched group's failure, in the words of one that was waited for.
@@ -307,7 +294,7 @@ class NcclCommunicator(Communicator):
             except ProcessError as error:
                 return error
             if self.peers.failed_since(self._met):
-                return self._refused or self.peers.raised
+                return self.peers.raised
         kinds = [*self._labels][found.label]
         usual = nccl_calls.CALLS[_KINDS[kinds[0][0]]] if kinds else "ncclGroupEnd"
         call = native.name_of_call(found.failure) or usual
@@ -358,7 +345,7 @@ class NcclCommunicator(Communicator):
             )
         with self._lock, self._launcher.reserved() as is_open:
             if not is_open:
-                self._take_failure()
+                self.find_failure()
             self._user = thread
             try:
                 yield
@@ -372,14 +359,13 @@ class NcclCommunicator(Communicator):
         new one); ProcessError if another process has failed since, which was not reported yet.
         """
         with self._lock:
-            self._refused = None
             self._heed()
             if not self.closed:
                 return
             if self._closed:
                 self.raise_closed()
             for user in [*self.users]:
-                user.keep(self._failure)
+                user.keep()
             if self._joined_by is not None and self.peers is None:
                 raise NcclSyncError(
                     "Expected a communicator of one process. Received: one that was joined by a unique id. "
@@ -409,19 +395,15 @@ class NcclCommunicator(Communicator):
                     time.sleep(1e-3)
                 with self._launcher.reserved() as is_open:
                     if not is_open:
-                        self._take_failure()
+                        self.find_failure()
                     handle, self._handle = self._handle, None
                     if handle is not None:
                         ended = self.groups()[1]
                         if self.peers.failure is not None or ended < self.agreed:
-                            self._failure = self.peers.failure or self.peers.raised
+                            self.failure = self.peers.failure or self.peers.raised
                             # Steps may have computed with what these groups should have brought.
                             self.failed_group, self.was_delivered = ended + 1, ended < self.agreed
                         self._abort(handle, self.peers.failure)
-
-    def _tell(self, words: str) -> None:
-        if self.peers is not None:
-            self.peers.report(words)
 
     def close(self) -> None:
         """End the communicator, on all ranks. Blocks. Idempotent; collectives then raise NcclSyncError."""
@@ -512,7 +494,7 @@ class NcclCommunicator(Communicator):
                 check.sums()
             self.taken_bytes = max(nccl_calls.taken(handle, self.size))
             self._connect(handle, self._connected)
-        self._handle, self._failure = handle, None
+        self._handle, self.failure = handle, None
         self._launcher.open(handle)
 
     @contextlib.contextmanager
@@ -598,7 +580,7 @@ class NcclCommunicator(Communicator):
         try:
             yield
         except BaseException as error:
-            self._handle, self._failure = None, error
+            self._handle, self.failure = None, error
             self._abort(handle, error)
             self.report_failure(error)
             raise

@@ -78,7 +78,7 @@ class Peers:
         size: how many there are.
         hosts: [size] their names.
         failure: what has ended the agreement, for good.
-        raised: an error of another process that may not have reached the user yet.
+        raised: the last error of another process that was raised here.
         lost: numbers of the processes that have ended or are silent.
         given_up: by number, why a process no longer sends data, although it may be there.
         remark: is added to messages about this process, behind a semicolon.
@@ -265,8 +265,10 @@ class Peers:
         """Return the generation in which this process last began to meet the others."""
         return self.begun >> _COUNT_BITS
 
-    def give_up(self) -> None:
-        """Tell the others, without waiting, that this process sends no more data: its agreement has ended."""
+    def give_up(self, error: BaseException) -> None:
+        """End the agreement because of an error; tell the others, without waiting, that this process sends no more."""
+        if self.failure is None:
+            self.failure = ProcessError(f"{type(error).__name__}: {error}")
         self.service.tell({"rank": self.rank, "words": shortened(str(self.failure))}, 0)
 
     def end(self, words: str) -> None:

@@ -7,6 +7,7 @@ A process that ends, is silent, or is interrupted in a collective ends the agree
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import queue
@@ -22,7 +23,7 @@ from ncclsync.communicator.base import NAMES, AnyCollective, read_buffers
 from ncclsync.communicator.buffers import HOST, Buffers
 from ncclsync.communicator.cpu import CpuCommunicator, Move, check_size
 from ncclsync.communicator.peers import SAME_MODEL, Peers, shortened
-from ncclsync.errors import NcclSyncError, ProcessError
+from ncclsync.errors import NcclSyncError
 
 _HEADER = struct.Struct("<16sq")  # what a process does next, and how many bytes it sends along
 
@@ -57,11 +58,6 @@ class TcpCommunicator(CpuCommunicator):
         """Return the error that has ended the agreement of the processes."""
         return self.peers.failure
 
-    def take_error(self) -> ProcessError | None:
-        """Return the error that another process has caused, once; see `Communicator.take_error`."""
-        error, self.peers.raised = self.peers.raised, None
-        return error
-
     def exchange(self, value: Any, what: str) -> list[Any]:
         """Return what each process gives; see `Communicator.exchange`."""
         if self.closed:
@@ -79,15 +75,12 @@ class TcpCommunicator(CpuCommunicator):
                 return self.peers.exchange(value, what, self.timeout_s)
         return [value] * self.peers.size
 
-    def _tell(self, words: str) -> None:
+    def _tell(self, peers: Peers, words: str) -> None:
         if self.closed:
             return
-        try:
-            with self.peers.in_turn:
-                self._meet("the report of a failure", [], kind=f"failed: {words}")
-                self.peers.exchange(None, shortened(words), self.timeout_s, failed=True)
-        except NcclSyncError:  # as in all processes
-            self.peers.raised = None
+        with contextlib.suppress(NcclSyncError), peers.in_turn:  # raised as in all processes
+            self._meet("the report of a failure", [], kind=f"failed: {words}")
+            peers.exchange(None, shortened(words), self.timeout_s, failed=True)
 
     def reopen(self) -> None:
         """Do nothing, or raise the failure: processes cannot be joined again."""
@@ -186,9 +179,7 @@ class TcpCommunicator(CpuCommunicator):
                 check=check,
             )
         except BaseException as error:
-            if peers.failure is None:
-                peers.failure = ProcessError(f"{type(error).__name__}: {error}")
-            peers.give_up()  # no other process is to wait for this one
+            peers.give_up(error)  # no other process is to wait for this one
             raise
 
 

@@ -6,7 +6,7 @@ are joined by a py op, which runs their communicator.
 
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -21,7 +21,7 @@ from ncclsync.communicator import (
     empty_aligned,
     native,
 )
-from ncclsync.errors import NcclSyncError
+from ncclsync.errors import NcclSyncError, ProcessError
 from ncclsync.ops import device_ops, host_ops
 from ncclsync.ops.carriers import carried, delivered
 from ncclsync.ops.device_ops import shape_received
@@ -39,7 +39,7 @@ class Turns:
     """
 
     def __init__(self, batch: Sequence[tf.Tensor], describe: Callable[..., str]) -> None:
-        """Begin a step; `describe` returns words of a communicator and the arrays of `batch`."""
+        """Begin a step; `describe` returns words of the arrays of `batch`."""
         self.batch, self.describe = batch, describe
         self.last: list[tf.Tensor] = []
 
@@ -155,7 +155,8 @@ def agree(communicator: Communicator, text: str, turns: Turns, numbers: Sequence
     borrowed = weakref.ref(communicator)
 
     def meet(*own):
-        each = _alive(borrowed).agree([int(number) for one in own for number in one], text)
+        with _alive(borrowed) as joined:
+            each = joined.agree([int(number) for one in own for number in one], text)
         return np.array([number for one in each for number in one], np.int64)
 
     with tf.device("/CPU:0"), tf.control_dependencies(turns.last):
@@ -191,11 +192,11 @@ def _join_processes(
             recvs = [empty_aligned(tuple(shape), sends[0].dtype) for _ in range(count)]
             group.append(collective._replace(sends=sends, recvs=recvs * (ranks // count)))
             results += recvs
-        joined = _alive(borrowed)
-        batch = describe(joined, *given) if describe is not None else None
-        peers = joined.peers if in_step else None
-        with contextlib.nullcontext() if peers is None else peers.on_batch(batch):
-            joined.run_group(group)
+        with _alive(borrowed) as joined:
+            batch = describe(*given) if describe is not None else None
+            peers = joined.peers if in_step else None
+            with contextlib.nullcontext() if peers is None else peers.on_batch(batch):
+                joined.run_group(group)
         return results
 
     # Stateful, so that it runs even if this process does not need the result.
@@ -215,11 +216,20 @@ def _join_processes(
     return joined
 
 
-def _alive(borrowed: "weakref.ref[Communicator]") -> Communicator:
+@contextlib.contextmanager
+def _alive(borrowed: "weakref.ref[Communicator]") -> Iterator[Communicator]:
+    """Yield the communicator, which a graph does not keep alive; tell its users of errors that it does not keep."""
     communicator = borrowed()
     if communicator is None:
         raise NcclSyncError("Expected an open communicator. Received: one that was deleted.")
-    return communicator
+    try:
+        yield communicator
+    except NcclSyncError as error:
+        # What ends the agreement of CPU towers' processes, as a timeout, is their communicator's failure.
+        if isinstance(error, ProcessError) or isinstance(communicator, NcclCommunicator):
+            for user in [*communicator.users]:
+                user.put(error)
+        raise
 
 
 def _in_place(function: Callable[..., tf.Tensor], tensor: tf.Tensor, *further: tf.DType) -> tf.Tensor:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from ncclsync.communicator import AllGather, AllReduce, AnyCollective, Broadcast, Communicator, ReduceScatter, native
+from ncclsync.communicator import AllGather, AllReduce, AnyCollective, Broadcast, ReduceScatter, native
 from ncclsync.compat.names import TensorName
 from ncclsync.ops import CollectiveKind, device_ops
 from ncclsync.ops.group_ops import Turns, agree, gather_rows, group_exchange
@@ -264,9 +264,9 @@ class Exchanges:
         return begin(self._meter, COMMUNICATION, f"{kind}/{name}", after, **details)
 
 
-def _described(communicator: Communicator, rows: np.ndarray, *whole: np.ndarray) -> str:
+def _described(rows: np.ndarray, *whole: np.ndarray) -> str:
     """Return what processes compare of a batch: its number of rows, and a digest, unless each reads its own rows."""
-    return f"{rows} {digest_of_rows(whole).hex() if communicator.reads_same_rows else ''}"
+    return f"{rows} {digest_of_rows(whole).hex() if whole else ''}"
 
 
 def together(buckets: Sequence[Bucket]) -> list[list[int]]:

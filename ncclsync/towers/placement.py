@@ -161,8 +161,8 @@ def connect(
 ) -> Communicator:
     """Return the communicator that joins the chosen towers; collective with several processes.
 
-    GPUs' is shared by all towers of this process on these GPUs: the `user` is one of those who use it, until
-    `shared.leave`. Its sums are repeatable if TensorFlow's op determinism is on.
+    GPUs' is shared by all towers of this process on these GPUs: the `user` is one of its `users`, until `shared.leave`.
+    Its sums are repeatable if TensorFlow's op determinism is on.
 
     Raises:
         NcclUnavailableError, NcclError: if NCCL was chosen and cannot be used.
@@ -189,9 +189,11 @@ def connect(
                 raise
             words = "TensorFlow sees no GPU here, so that towers stand on the CPU: they train without backend='nccl'"
             raise NcclUnavailableError(f"{words}. {error}") from error
-    if process is not None:
-        return TcpCommunicator(peers_of(process, timeout_s), len(choice.devices), timeout_s=timeout_s)
-    return CpuCommunicator(len(choice.devices))
+    if process is None:
+        return CpuCommunicator(len(choice.devices))
+    joined = TcpCommunicator(peers_of(process, timeout_s), len(choice.devices), timeout_s=timeout_s)
+    joined.users.add(user)
+    return joined
 
 
 def make_target(layout: Layout, backend: str, options: TowerOptions) -> Target:

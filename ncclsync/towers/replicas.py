@@ -143,8 +143,8 @@ class Copies(Holder):
     def before_access(self, replaces: bool = False) -> None:
         """Let tower 0's variable hold the whole before Python reads or writes it."""
         if tf.executing_eagerly() and current_context() is None:
-            in_flight = self.session.in_flight
-            (in_flight.before_write if replaces else in_flight.before_read)(self._key)
+            failures = self.session.failures
+            (failures.before_write if replaces else failures.before_read)(self._key)
             self.gather_parts()
             if replaces:  # so that the old value does not take memory beside the new one
                 self._pending.left.forget(self.slot)
@@ -256,9 +256,9 @@ class Replicas:
         session = self._session
         session.require_open()
         session.require_eager("towers to be read and trained")
-        session.in_flight.check()
+        session.failures.check()
         session.communicator.reopen()
-        session.in_flight.raise_lost(self._names_of_lost)
+        session.failures.raise_lost(self._names_of_lost)
         if compares:
             self._compare()
         if self._pending.keys:
@@ -481,7 +481,7 @@ class Replicas:
         self._pending.keys.discard(key)
 
     def _names_of_lost(self) -> str:
-        lost = [self._held[key].variable for key in self._session.in_flight.lost if key in self._held]
+        lost = [self._held[key].variable for key in self._session.failures.lost if key in self._held]
         names = ", ".join(self._session.names_of(lost)[:_NAMED])
         return names + (f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else "")
 
@@ -494,5 +494,5 @@ def _forget(borrowed: "weakref.ref[Replicas]", key: int) -> None:
         if held is not None:
             replicas.left.forget(held.slot)
         replicas._pending.keys.discard(key)
-        replicas._session.in_flight.before_write(key)  # another variable, written by no step, may get its id
+        replicas._session.failures.before_write(key)  # another variable, written by no step, may get its id
         replicas.shared.discard(key)

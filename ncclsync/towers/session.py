@@ -1,9 +1,8 @@
-"""Open the towers' devices and their communicator; decide which error is raised, and tell other processes of it.
+"""Open the towers' devices and their communicator.
 
-A session holds no variables. `replicas.py` holds them, `watch.py` compares them.
+A session holds no variables. `replicas.py` holds them, `watch.py` compares them; `failures.py` says what has failed.
 """
 
-import contextlib
 import dataclasses
 import itertools
 import logging
@@ -14,13 +13,13 @@ from typing import Any
 import tensorflow as tf
 
 from ncclsync.communicator import AllReduce, Broadcast, NcclCommunicator
-from ncclsync.communicator.timeouts import interruptible, raise_ctrl_c_again
+from ncclsync.communicator.timeouts import raise_ctrl_c_again
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.errors import NcclSyncError, ProcessError
+from ncclsync.errors import NcclSyncError
 from ncclsync.ops import device_ops, gpu_streams
 from ncclsync.ops.group_ops import group_exchange
+from ncclsync.towers.failures import Failures
 from ncclsync.towers.feeding import Feeder
-from ncclsync.towers.in_flight import InFlight
 from ncclsync.towers.layout import Layout, is_cpu
 from ncclsync.towers.options import AUTO, TowerOptions, written
 from ncclsync.towers.placement import (
@@ -89,10 +88,10 @@ class Session:
         self.shares: Shares | None = None
         if options.shares is not None and (options.shares != AUTO or len(devices) > 1):
             self.shares = Shares(options.shares, devices)
-        self.in_flight = InFlight()
-        self.communicator = self.in_flight.communicator = connect(
-            choice, self.in_flight, process, timeout_s=health.timeout_s, preflight=health.preflight
+        self.failures = Failures(
+            lambda user: connect(choice, user, process, timeout_s=health.timeout_s, preflight=health.preflight)
         )
+        self.communicator = self.failures.communicator
         announce(choice, process)
         self.launches = isinstance(self.communicator, NcclCommunicator)  # joins towers by the ops of `ops.device_ops`
         ranks = range(self.communicator.ranks[0], self.communicator.ranks[-1] + 1)
@@ -105,7 +104,11 @@ class Session:
         self.closed = False
         self._warned: set[str] = set()
         self._broadcasts: dict[Any, Callable[..., list[tf.Tensor]]] = {}
-        self._saved_after: BaseException | None = None
+
+    def serve(self, model: ModelSide) -> None:
+        """Ask this model from now on."""
+        self.model = model
+        self.failures.save_by(model.save)
 
     def split(self) -> None:
         """Divide batches into twice as many shards from now on."""
@@ -170,60 +173,6 @@ class Session:
         paths = self.model.paths()
         return [paths.get(id(variable), variable.name) for variable in variables]
 
-    def interruptible(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which Ctrl-C ends collectives, where they can hang, and is what is raised."""
-        return interruptible(self.communicator.interrupt)
-
-    # What has failed.
-
-    def cause_of(self, error: BaseException) -> BaseException:
-        """Return the error to raise for a failed step; tell other processes if it is this process' own.
-
-        TensorFlow wraps an error that a collective or Python raises within a graph, or reports an op that was cancelled
-        by it. The result is the original error, or an NcclSyncError with ncclsync's sentence about it, or else `error`.
-
-        Args:
-            error: that the step has raised.
-        """
-        raised = self.in_flight.take()
-        if not isinstance(error, Exception):  # Ctrl-C, which may have caused `raised`
-            raised = None
-            self.in_flight.report()
-        if isinstance(raised, ProcessError):
-            self._failed_collective()
-        if raised is not None:
-            return raised
-        failure = self._failed_collective() if isinstance(error, Exception) else None
-        if failure is not None and not isinstance(error, NcclSyncError):
-            return failure
-        if self.layout.meets_processes:
-            self.communicator.report_failure(error)
-        if not isinstance(error, tf.errors.OpError) or (sentence := tf_compat.own_sentence(error)) is None:
-            return error
-        told = NcclSyncError(f"{sentence}\n\nTensorFlow: {error.message}")
-        told.__cause__ = error
-        return told
-
-    def tell(self, error: BaseException) -> None:
-        """Report an error that a call raises to the other processes."""
-        if isinstance(error, ProcessError):  # within a step this is done already
-            self._failed_collective()
-        self.communicator.report_failure(error)
-
-    def _failed_collective(self) -> BaseException | None:
-        """Save tower 0's state if a failure has ended the communicator; return the failure, by `InFlight.report`."""
-        failure, save = self.in_flight.report(), self.model.save
-        if failure is None or failure is self._saved_after or save is None:
-            return failure
-        self._saved_after = failure
-        peers = self.communicator.peers
-        if peers is None or peers.leads:
-            try:
-                save()
-            except Exception:  # of any kind: the failure itself must be raised
-                logger.exception("Tower 0 could not be saved after a failed collective")
-        return failure
-
     # Exchanges between processes, collective if there are several; `what` names the values in messages.
 
     def of_tower_0(self, variable: tf.Variable, what: str) -> tf.Tensor:
@@ -236,7 +185,7 @@ class Session:
 
     def total(self, parts: Sequence[tf.Tensor], what: str) -> tf.Tensor:
         """Return the sum over the towers of all processes, given [n] this process' parts."""
-        if self.communicator.failure is not None:  # a file with the rest is better than no file
+        if self.communicator.find_failure() is not None:  # a file with the rest is better than no file
             self.warn_once("Other processes' parts of the gradients that an optimizer accumulates are lost")
             return tf.add_n(list(parts))
         return group_exchange([parts], self.communicator, [AllReduce((), (), "sum", what)])[0][0]
@@ -244,7 +193,7 @@ class Session:
     def rows_of_all(self, rows: tf.Tensor, what: str) -> tf.Tensor:
         """Return [N, length] the rows of all towers, given [n, length] this process' rows."""
         towers = self.layout.towers
-        if self.communicator.failure is not None:  # as in `total`
+        if self.communicator.find_failure() is not None:  # as in `total`
             self.warn_once("Other processes' parts of the optimizers' state, which shard_optimizer divides, are lost")
             before = self.layout.ranks[0]
             return tf.pad(rows, [[before, towers - before - len(rows)], [0, 0]])
@@ -259,7 +208,7 @@ class Session:
             in_place: see `device_ops.launch`.
 
         Raises:
-            Exception: what `cause_of` says of an error.
+            Exception: what `Failures.cause_of` says of an error.
         """
         key, devices = (what, values[0].dtype), self.layout.devices
         if key not in self._broadcasts:
@@ -273,7 +222,7 @@ class Session:
         try:
             return self._broadcasts[key](*values)
         except tf.errors.OpError as error:
-            if (cause := self.cause_of(error)) is error:
+            if (cause := self.failures.cause_of(error)) is error:
                 raise
             raise cause from error
 

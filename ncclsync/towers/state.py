@@ -33,9 +33,6 @@ ENTERED: list["weakref.ref[TowerState]"] = []  # those whose `with` is under way
 class TowerState:
     """Hold N replicas of one model's state, one per device: `Towers` without the steps that they run."""
 
-    # The data of steps that are given their batches, if each process reads its own rows.
-    own_rows_given: CountingDataset | None = None
-
     def __init__(self, options: TowerOptions) -> None:
         """Choose devices and backend, and join them; see `Session`."""
         self.options = options
@@ -44,6 +41,7 @@ class TowerState:
         self.replicas = Replicas(self.session)
         self.watch = Watch(self.session, self.replicas)
         self.compression = None if options.compression is None else ErrorFeedback()
+        self.own_rows: CountingDataset | None = None  # see `given_rows_of`
 
     def __len__(self) -> int:
         """Return the number of towers in all processes."""
@@ -79,6 +77,10 @@ class TowerState:
             *(begin, 2 * count, most, 2 * count),
         )
         return True
+
+    def given_rows_of(self, data: CountingDataset) -> contextlib.AbstractContextManager[None]:
+        """Return a context whose steps are given batches of `data`, of which each process reads its own rows."""
+        return tf_compat.members_replaced(self, own_rows=data)
 
     def __repr__(self) -> str:
         state = ", closed" if self.session.closed else ""
@@ -116,7 +118,7 @@ class TowerState:
         ENTERED[:] = [one for one in ENTERED if one() not in (None, self)]
         session, replicas, failure = self.session, self.replicas, None
         try:
-            session.in_flight.settle()
+            session.failures.settle()
         except NcclSyncError as error:  # raised when all is closed
             failure = error
         session.closed = True
@@ -124,7 +126,7 @@ class TowerState:
             replicas.sharding.release()
         with contextlib.ExitStack() as ends:  # each, whatever fails before
             ends.callback(session.speak_again)
-            ends.callback(shared.leave, session.in_flight, session.communicator)
+            ends.callback(shared.leave, session.failures, session.communicator)
             ends.callback(replicas.close)
             # Other processes may have ended, or may not close their towers now.
             with contextlib.suppress(ProcessError) if self.layout.meets_processes else contextlib.nullcontext():
@@ -143,7 +145,7 @@ class TowerState:
             raise ValueError(f"Expected a tower from {ranks[0]} to {ranks[-1]}. Received: {tower!r}")
         with self.telling():
             self.replicas.sync()
-            self.session.in_flight.settle()
+            self.session.failures.settle()
             first = self.layout.places[ranks.index(tower)][0]
             weights = self.replicas.variables if model.weights is None else model.weights()
             return [self.replicas.of_shards(tf_compat.backend_variable(v))[first].numpy() for v in weights]
@@ -173,5 +175,5 @@ class TowerState:
         except (Exception, KeyboardInterrupt) as error:
             if self.layout.meets_processes:
                 self.replicas.mark_stale()
-                self.session.tell(error)
+                self.session.failures.tell(error)
             raise

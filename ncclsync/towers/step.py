@@ -111,7 +111,7 @@ class TowerStep(TracedStep):
             ValueError: the batch has no rows, or its tensors have different numbers of rows.
             Exception: what `run_on_iterator` raises.
         """
-        given = self.towers.own_rows_given
+        given = self.towers.own_rows
         self._compared, self._read = None, None if given is None else weakref.ref(given)
         batch = grouped(batch) if given is None else batch  # towers' rows are counted by samples alone there
         rowed_leaves(batch)
@@ -134,7 +134,6 @@ class TowerStep(TracedStep):
         # First: variables that are made in another function's graph would be of no use to later steps.
         towers.session.require_eager("fit, evaluate, predict and the _on_batch methods of a model on towers")
         self._forget_other_layouts()
-        towers.communicator.reads_same_rows = self._own_rows is None
         audits = self.trains and towers.watch.is_audit_due(steps)
         if audits and towers.session.shares is not None:  # whose times must not include what is computed again
             watchers = [one for one in watchers if one != towers.session.shares.measure]
@@ -163,7 +162,7 @@ class TowerStep(TracedStep):
                         break
                     done += 1
                 if towers.session.communicator.enqueues:
-                    towers.session.in_flight.add(function.written, results)
+                    towers.session.failures.add(function.written, results)
         except NcclSyncError as error:
             if kind is OnGiven or towers.layout.meets_processes or not says_unequal(error):
                 raise
@@ -233,8 +232,9 @@ class TowerStep(TracedStep):
         given = fixed_specs(batches) if kind is OnGiven else batches.element_spec
         found, specs, text = self._version_for(kind, given, version)
         step = found.step or found
-        readers, sizes = tuple(self.readers()), id(self._sizes)  # unique, since a function keeps its variable
-        key = Key(text, readers, step.number, watched, self.towers.layout, kind, sizes, audits)
+        own = self._own_rows
+        sizes = None if own is None else id(own.sizes)  # unique, since a function keeps its variable
+        key = Key(text, tuple(self.readers()), step.number, watched, self.towers.layout, kind, sizes, audits)
         if key in self._functions:
             self._functions[key] = self._functions.pop(key)  # to the end; see `last`
             return self._functions[key]
@@ -251,11 +251,6 @@ class TowerStep(TracedStep):
     def _own_rows(self) -> CountingDataset | None:
         """Return the dataset of the batches, if each process reads its own rows; its reader keeps it alive."""
         return None if self._read is None else self._read()
-
-    @property
-    def _sizes(self) -> tf.Variable | None:
-        """Return `CountingDataset.sizes` of the next batches."""
-        return None if self._own_rows is None else self._own_rows.sizes
 
     def _make_function(self, key: Key, batch_specs: Any, program: Program, meter: Meter | None) -> StepFunction:
         specs = grouped(without_optionals(batch_specs))
@@ -274,11 +269,11 @@ class TowerStep(TracedStep):
             rollback = Rollback(
                 program, self.towers, functools.partial(_report_nonfinite, *borrowed, program.gradients)
             )
-        layout = self.towers.layout
+        layout, own = self.towers.layout, self._own_rows
         return key.kind(
             key=key,
             towers=self.towers,
-            layout=layout if self._sizes is None else dataclasses.replace(layout, sizes=self._sizes),
+            layout=layout if own is None else dataclasses.replace(layout, sizes=own.sizes),
             batch_specs=batch_specs,
             specs=specs,
             program=program,
@@ -296,26 +291,26 @@ class TowerStep(TracedStep):
             function: of the step; None: Python runs it.
 
         Raises:
-            Exception: the cause of the step's error, by `Session.cause_of`.
+            Exception: the cause of the step's error, by `Failures.cause_of`.
         """
         session, replicas = self.towers.session, self.towers.replicas
         if function is not None:
             function.rollback.undone = False
-        session.in_flight.take()  # forget what was raised outside a step
+        session.failures.forget()
         begun = None
         try:
             about = (frozenset[int](), "") if function is None else (function.written, function.program.python)
             with replicas.under_way(*about):
                 replicas.sync(compares=False)
                 begun = function
-                with session.interruptible():
+                with interruptible(session.communicator.interrupt):
                     yield
         except NoBatchLeft:
-            session.in_flight.settle()
+            session.failures.settle()
             raise
         except BaseException as error:
             self._mend(begun)
-            cause = session.cause_of(error)
+            cause = session.failures.cause_of(error)
             if isinstance(cause, tf.errors.CancelledError) and function and not session.layout.meets_processes:
                 cause = self._find_what_cancelled(function) or cause
             if isinstance(cause, tf.errors.OpError) and function is not None:
@@ -336,7 +331,7 @@ class TowerStep(TracedStep):
             finally:
                 self.towers.replicas.mark_stale()
                 if function is not None and self.towers.communicator.enqueues:
-                    self.towers.session.in_flight.add(function.written)
+                    self.towers.session.failures.add(function.written)
 
     def _find_what_cancelled(self, function: StepFunction) -> BaseException | None:
         """Run the batch of a cancelled step again, outside a graph, one tower after another; return its error."""
@@ -345,7 +340,7 @@ class TowerStep(TracedStep):
             lay_out(function.program, self.towers, function.kept.batch(), function.rollback)
         except BaseException as error:
             self._mend(function)
-            return self.towers.session.cause_of(error)
+            return self.towers.session.failures.cause_of(error)
         return None
 
     def count(self, steps: int, audit: Audit | None = None) -> None:
@@ -366,13 +361,13 @@ class TowerStep(TracedStep):
         Raises:
             ProcessError: they have not.
         """
-        communicator = self.towers.communicator
-        if not self.towers.layout.meets_processes or (communicator.compares_batches and communicator.reads_same_rows):
+        communicator, own = self.towers.communicator, self._own_rows
+        if not self.towers.layout.meets_processes or (communicator.compares_batches and own is None):
             return
         self._number += 1
-        if self._number > _COMPARED and (self._number % _EVERY or not communicator.reads_same_rows):
+        if self._number > _COMPARED and (self._number % _EVERY or own is not None):
             return
-        digest = digest_of_rows(function.kept.batch()) if self._own_rows is None else self._own_rows.digest()
+        digest = digest_of_rows(function.kept.batch()) if own is None else own.digest()
         digests = communicator.exchange(digest, "the comparison of batches")
         other = next((i for i, digest in enumerate(digests) if digest != digests[0]), None)
         if other is not None:
@@ -439,5 +434,5 @@ def _report_nonfinite(
     try:
         state.watch.on_nonfinite.report(finite, sizes, names, given, state.layout.owners, own)
     except NonFiniteError as error:  # TensorFlow wraps it
-        state.session.in_flight.put(error)
+        state.session.failures.put(error)
         raise

@@ -60,7 +60,7 @@ class Key(NamedTuple):
     layout: Layout  # a split for lack of memory makes a new layout, and for it new programs
     # In a function's key alone:
     kind: Any = None  # its class
-    sizes: int = 0  # the id of `Layout.sizes`
+    own_rows: int | None = None  # the id of `Layout.sizes`, if each process reads its own rows
     audits: bool = False  # whether towers compute each other's shards again
 
 

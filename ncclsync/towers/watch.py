@@ -33,6 +33,10 @@ class Watch:
         self._audited = 0  # steps up to the last audit
         self._watchers: list[Watcher] = []
 
+    def keep_traces(self) -> None:
+        """Keep the traces of training steps from now on."""
+        self.traces = []
+
     def watch_next(self, watcher: Watcher) -> None:
         """Give `watcher` the timestamps of the next training step, or of all steps that the next call makes.
 
@@ -67,7 +71,7 @@ class Watch:
         if every is None or self.steps // every == before // every:
             return
         self._replicas.sync()
-        self._session.in_flight.settle()
+        self._session.failures.settle()
         kept = self._replicas.identical
         # Start all, each on its own device, before waiting for the first.
         checksums = [[_on_device_of(copy, checksum, copy.value()) for copy in copies] for copies in kept]
@@ -87,7 +91,7 @@ class Watch:
         """See `TowerState.divergence`."""
         session = self._session
         self._replicas.sync()
-        session.in_flight.settle()
+        session.failures.settle()
         session.communicator.exchange(None, "divergence")
         largest = 0.0
         for copies in self._replicas.identical:

@@ -50,13 +50,10 @@ def attach(model: keras.Model, towers: Towers) -> None:
     model.train_function = model.test_function = model.predict_function = None
     give_towers(model, towers)
     path = towers.options.health.emergency_checkpoint
-    towers.session.model = ModelSide(
-        weights=lambda: model.weights,
-        paths=lambda: keras_compat.paths_of(model),
-        # By a weak reference: a save must not keep the model alive.
-        save=None if path is None else functools.partial(_save, weakref.ref(model), pathlib.Path(path)),
-        explain=functools.partial(_explain, model, towers),
-    )
+    # By a weak reference: a save must not keep the model alive.
+    save = None if path is None else functools.partial(_save, weakref.ref(model), pathlib.Path(path))
+    paths, explain = functools.partial(keras_compat.paths_of, model), functools.partial(_explain, model, towers)
+    towers.session.serve(ModelSide(lambda: model.weights, paths, save, explain))
     # Track writes from here on, before the first step; also on one tower: other towers may share its weights.
     for variable in model.weights:
         towers.replicas.of(tf_compat.backend_variable(variable))
@@ -100,7 +97,7 @@ def _settled(towers: Towers, result: Callable[[], Any]) -> Callable[[], Any]:
     @functools.wraps(result)
     def settled() -> Any:
         if tf.executing_eagerly():
-            towers.session.in_flight.settle()
+            towers.session.failures.settle()
         return result()
 
     return settled
@@ -288,7 +285,7 @@ class ModelStep(TowerStep):
         if not self._run_eagerly:
             with _ending_no_epoch():
                 results = self.run_on_batch(batch, version)
-            self.towers.session.in_flight.settle()  # Keras reads them at once
+            self.towers.session.failures.settle()  # Keras reads them at once
             return results
         health, on_oom = self.towers.options.health, self.towers.options.on_oom
         given = {"on_nonfinite": health.on_nonfinite, "audit_every": health.audit_every, "on_oom": on_oom}

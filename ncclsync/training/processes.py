@@ -86,7 +86,7 @@ def _in_step(model: keras.Model, towers: Towers, method: Callable, read: Callabl
                 if isinstance(kwargs.get(name), Local):
                     kwargs[name] = _local_rows(kwargs[name], method.__name__, model, towers, kwargs)
                     if method.__name__ == "predict":
-                        stack.enter_context(tf_compat.members_replaced(towers, own_rows_given=kwargs[name]))
+                        stack.enter_context(towers.given_rows_of(kwargs[name]))
                 # `predict`, and a step that runs line by line, take whole batches.
                 elif isinstance(kwargs.get(name), Shuffled) and method.__name__ != "predict" and not model.run_eagerly:
                     kwargs[name] = kwargs[name].of_process(towers.layout)

@@ -112,8 +112,8 @@ def test_all_go_on_after_a_failure(threads, joined):
         )
         for one, error in ((first, found[0]), (third, found[2])):
             assert isinstance(error, ProcessError) and "process 1 on" in str(error) and "told to fail" in str(error)
-            assert one.take_error() is error and one.take_error() is None
-        assert second.take_error() is None and not any(one.any() for one in sums)
+            assert one.failure is None
+        assert not any(one.any() for one in sums)
     tasks = [
         lambda i=i, one=one: one.all_reduce(data[i : i + 1], sums[i : i + 1])
         for i, one in enumerate((first, second, third))
@@ -190,7 +190,7 @@ def test_a_process_that_ends(threads, joined):
     assert all((one == 2).all() for one in sums)
     with pytest.raises(ProcessError, match=r"process 0 on \S+ has ended: ValueError: told to"):
         raise error
-    assert second.peers.leads and second.take_error() is not None
+    assert second.peers.leads and second.failure is error
 
 
 def test_a_process_that_gives_up(threads, joined):

@@ -296,7 +296,7 @@ def told_streams_and_a_capture(ranks, mode):
             made.check(launched)
             captured.fill(place, 2, 100)
         assert found == [0, 2], found
-        assert comm.failure is None
+        assert comm.find_failure() is None
         captured.close()
 
 

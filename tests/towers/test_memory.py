@@ -13,7 +13,7 @@ from parity import assert_towers_agree, data, mlp, on_towers
 
 from ncclsync import Health, Towers
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.towers.in_flight import InFlight
+from ncclsync.towers.failures import Failures
 
 X, Y = data(24)
 
@@ -64,14 +64,15 @@ def test_a_deleted_variable_is_forgotten():
 
 def test_a_deleted_variable_rests_on_no_step():
     """Whoever has its id next is read without a wait."""
-    communicator = types.SimpleNamespace(groups=lambda: (2, 1), wait=lambda: pytest.fail("waited"), failure=None)
-    in_flight = InFlight()
-    in_flight.communicator = communicator
-    in_flight.add(frozenset({1, 2}), ())
-    in_flight.before_write(1)
-    in_flight.before_read(1)
+    communicator = types.SimpleNamespace(
+        groups=lambda: (2, 1), wait=lambda: pytest.fail("waited"), find_failure=lambda: None
+    )
+    failures = Failures(lambda user: communicator)
+    failures.add(frozenset({1, 2}), ())
+    failures.before_write(1)
+    failures.before_read(1)
     with pytest.raises(pytest.fail.Exception, match="waited"):
-        in_flight.before_read(2)
+        failures.before_read(2)
 
 
 @pytest.mark.slow

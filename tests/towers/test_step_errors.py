@@ -17,8 +17,8 @@ from virtual_host import command
 from ncclsync import NcclSyncError, Towers, ops
 from ncclsync.compat import keras as keras_compat
 from ncclsync.ops import host_ops
+from ncclsync.towers.failures import Failures
 from ncclsync.towers.recovery import Rollback
-from ncclsync.towers.session import Session
 
 X, Y = data(rows=60)
 BAD = Y.copy()
@@ -180,8 +180,8 @@ def test_error_behind_a_cancelled_op_names_the_line(monkeypatch):
     """TensorFlow may report only that another tower was cancelled: the step is run again, op by op, to find why."""
     model = on_towers(checked_afterwards, 2)
     model.train_on_batch(X[:4], Y[:4])
-    cause_of, errors = Session.cause_of, [tf.errors.CancelledError(None, None, "cancelled")]
-    monkeypatch.setattr(Session, "cause_of", lambda self, error: errors.pop() if errors else cause_of(self, error))
+    cause_of, errors = Failures.cause_of, [tf.errors.CancelledError(None, None, "cancelled")]
+    monkeypatch.setattr(Failures, "cause_of", lambda self, error: errors.pop() if errors else cause_of(self, error))
     with pytest.raises(tf.errors.InvalidArgumentError, match="label value of 99") as caught:
         model.train_on_batch(X[:4], np.array([0, 0, 0, 99]))
     assert f'File "{__file__}", line ' in str(caught.value) and not errors

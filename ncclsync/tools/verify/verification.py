@@ -95,7 +95,7 @@ def verify(
     states = random.getstate(), np.random.get_state()
     try:
         model, made = _on_towers(factory, seed, options)
-        made.watch.traces = []
+        made.watch.keep_traces()
         try:
             one_size = fixed_batch_size(model) is not None
             batches = take_batches(data, steps, batch_size=batch_size, towers=count, one_size=one_size)

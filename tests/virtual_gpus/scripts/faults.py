@@ -72,7 +72,7 @@ def check_fault(name):
     error = raised(lambda: fit(model, epochs=2), kind or Exception)
     assert words in str(error), error
     fail("")
-    if model.towers.session.in_flight.lost:
+    if model.towers.session.failures.lost:
         raised(model.get_weights, NcclSyncError)
         raised(lambda: model.save(folder / "bad.keras"), NcclSyncError)
         raised(lambda: fit(model), NcclSyncError)
@@ -149,7 +149,7 @@ def check_own_loop():
             else:
                 assert "ncclRemoteError" in str(error), (whose, error)
             np.testing.assert_allclose(good, X[:8, :4].mean(0), rtol=1e-5)
-            if towers.session.in_flight.lost:
+            if towers.session.failures.lost:
                 raised(weight.numpy, NcclSyncError)
             weight.assign(tf.ones([4]))
             towers.run(step, X[:8, :4])

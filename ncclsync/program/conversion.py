@@ -33,7 +33,7 @@ GATHER, FOLLOW = Collective(CollectiveKind.ALL_GATHER), Collective(CollectiveKin
 ADD_UP = Collective(CollectiveKind.ALL_REDUCE, "sum")
 
 # A tensor of these kinds cannot be exchanged: it is computed again, of whole inputs.
-RECOMPUTED = frozenset({Kind.AXES, Kind.PENDING, Kind.PIECE, Kind.PLACES, Kind.INDICES})
+RECOMPUTED = frozenset({Kind.AXES, Kind.KEPT, Kind.PIECE, Kind.PLACES, Kind.INDICES})
 
 
 class Conversions(Placer):

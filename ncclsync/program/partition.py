@@ -92,7 +92,7 @@ class Partition(Conversions):
         """
         super().__init__(traced, learned)
         self._faulty = faulty
-        self.functions.faults += map(COMPUTED_WHOLE.format, faulty.values())
+        self.functions.faults += [*traced.trace.faults, *map(COMPUTED_WHOLE.format, faulty.values())]
         self._results, self._exact, self.undivided = results, exact, undivided
         self.differing.update(n for n, one in traced.argument_placements.items() if many_shards and not one.whole)
         self._on_gpus = "GPU" in traced.home_device and not tf_compat.is_op_determinism_enabled()

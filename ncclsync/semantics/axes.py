@@ -365,6 +365,9 @@ class Axes:
                 of = held.of if isinstance(held.of, tuple) else ((),) * len(BATCHES)
                 return [None if held.of is None else tuple(np.array(shape, dtype) for shape in of)]
             return [*unknown[1:], held.values]
+        if op.type == "BroadcastGradientArgs" and all(map(self._is_small, op.inputs)):
+            one, other = (self._values[tensor.name] for tensor in op.inputs)
+            return unknown if one is None or other is None else _summed_axes(one, other)
         small = op.inputs and all(map(self._is_small, (*op.inputs, *op.outputs)))
         if not small or tf_compat.is_stateful(op) or tf_compat.calls_functions(op):
             return unknown
@@ -454,7 +457,7 @@ class Kernels:
         undecided = op.type in _COMPARING and not _is_decided(cases)
         if undecided or (op.type in _SPIKING and len({tuple(map(_hashable, one)) for one in cases}) > 1):
             return [[None] * len(results) for results in found]
-        for which, step, there in self._elsewhere(_few_of, op, cases) if op.type not in _ANY_WAY else ():
+        for which, step, there in self._elsewhere(_few_of, op, cases):
             for i, (one, other, met) in enumerate(zip(found[0], found[which], there, strict=True)):
                 if one is None or other is None:
                     continue
@@ -667,8 +670,20 @@ def _without_open(cases: Sequence[Sequence[_Given]], kinds: Any = (tuple, list))
     return [list(one) for one in zip(*columns, strict=True)]
 
 
-# Ops whose results are axes to sum over: the sum has the operand's shape, whatever the axes are.
-_ANY_WAY = frozenset({"BroadcastGradientArgs"})
+def _summed_axes(*shapes: Values) -> list[Values | None]:
+    """Return the axes over which the gradient of each of two operands is summed, as `BroadcastGradientArgs` does.
+
+    Left out are axes of which both have one element: a sum over these has the same elements, and keeps the axes.
+    """
+    rank = max(len(shape[0]) for shape in shapes)
+    lengths = np.array([[(*[0] * (rank - len(one)), *one) for one in shape] for shape in shapes])  # 0: it has none
+    found: list[Values | None] = []
+    for own, other in (lengths, lengths[::-1]):
+        summed = (own == 0) | ((own == 1) & (other > 1))
+        sure = ((own <= 1).all(0) | ~summed.any(0)).all()
+        axes = np.flatnonzero(summed.any(0)).astype(shapes[0][0].dtype)
+        found.append((axes,) * len(BATCHES) if sure else None)
+    return found
 
 
 def _few_of(tensor: tf.Tensor) -> np.ndarray | None:

@@ -248,9 +248,7 @@ class Placer(abc.ABC):
             for i, placed in enumerate(call.inputs):  # numbers of a tower's own rows become those of the batch's
                 if (numbers := uneven.numbered(placed)) is not None:
                     call.require(i, numbers)
-        units = {
-            placed.unit for placed in call.inputs if placed.kind in (Kind.SHARD, Kind.COUNTS, Kind.AXES, Kind.PENDING)
-        }
+        units = {placed.unit for placed in call.inputs if placed.kind in (Kind.SHARD, Kind.COUNTS, Kind.AXES)}
         if len(units) > 1 or (units - {SAMPLES} and kind not in uneven.OF_ANY_UNIT):
             return None
         call.unit = units.pop() if units else SAMPLES
@@ -261,6 +259,8 @@ class Placer(abc.ABC):
         """Ask the rule of an op that takes rows of samples, or of another unit."""
         kind = call.op.type
         if any(placed.kind is Kind.PARTIAL for placed in call.inputs):
+            for output in call.op.outputs:
+                self.axes.refine(output)
             made = rules.LINEAR[kind](call) if kind in rules.LINEAR else None
             if made is not None:
                 return made
@@ -321,7 +321,7 @@ class Placer(abc.ABC):
     def _function(self, call: Call) -> list[Placement]:
         """Place a loop, a branch or a call: by each tower's rows if all ops in it have rules, else whole."""
         kinds = {placed.kind for placed in call.inputs}
-        if kinds & {Kind.AXES, Kind.PENDING}:
+        if kinds & {Kind.AXES, Kind.KEPT}:
             return self.whole(call)
         drawn, ran = len(self.draws), len(self.bodies)
         parts = [
@@ -622,7 +622,7 @@ class FunctionPlacer(Placer):
         """See `Placer`."""
         if serves(before, after) or (self.lenient and before.whole):
             return tensor
-        if before == REPLICATE and after == SUM and is_zero(tensor):
+        if before in (REPLICATE, MEAN) and after == SUM and is_zero(tensor):
             return tensor
         raise Refused(f"{op.type} {op.name} needs {after} of {before}")
 

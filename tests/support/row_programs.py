@@ -296,6 +296,61 @@ def matrix_exponential(batch, first):
     return mean(tf.linalg.expm(made * 0.3))
 
 
+# Gradients of gradients, and forward ones; functions that are called.
+
+
+@program(SERIES, dense(), dense())
+def marginals_of_a_chain(batch, first, second):
+    scores = first(batch[0])
+    with tf.GradientTape() as tape:
+        tape.watch(scores)
+        after = tf.scan(
+            lambda a, one: tf.reduce_logsumexp(a[:, :, None] + 0.1, 1) + one, tf.transpose(scores, [1, 0, 2])
+        )
+        total = tf.reduce_logsumexp(after[-1], -1)
+    return mean(second(tape.gradient(total, scores)))
+
+
+@program(WIDE, dense(), dense())
+def descent_in_a_loop(batch, first, second):
+    def body(i, x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            energy = tf.reduce_sum(tf.tanh(first(x)), -1)
+        return i + 1, x - 0.1 * tape.gradient(energy, x)
+
+    return mean(second(tf.while_loop(lambda i, _: i < 3, body, [tf.constant(0), batch[0]])[1]))
+
+
+@program(SERIES, dense(), dense())
+def forward_gradient(batch, first, second):
+    with tf.autodiff.ForwardAccumulator(batch[0], tf.ones_like(batch[0])) as forward:
+        made = tf.nn.gelu(first(batch[0]))
+        made = tf.nn.softmax(tf.matmul(made, second(made), transpose_b=True)) @ batch[0]
+    return mean(forward.jvp(made))
+
+
+@program(WIDE, dense(), dense())
+def forward_over_reverse(batch, first, second):
+    with tf.autodiff.ForwardAccumulator(batch[0], tf.ones_like(batch[0])) as forward:
+        with tf.GradientTape() as tape:
+            tape.watch(batch[0])
+            made = tf.reduce_sum(tf.tanh(second(tf.tanh(first(batch[0])))), -1)
+        slope = tape.gradient(made, batch[0])
+    return mean(forward.jvp(slope))
+
+
+@program((WIDE, LABELS), dense(), OF_CLASSES)
+def called(batch, first, classes):
+    @tf.function
+    def loss(x, labels):
+        made = first(x)
+        made = (made - tf.reduce_mean(made, 0)) * tf.reduce_max(made, 0)
+        return entropy(classes(made / (1.0 + tf.abs(made[:, :1]))), labels)
+
+    return loss(*batch)
+
+
 # Ops without a gradient.
 
 

@@ -27,7 +27,7 @@ from ncclsync.semantics import rules, uneven
 from ncclsync.semantics.axes import BATCHES, Axes, Items, given_rows
 from ncclsync.semantics.functions import Functions
 from ncclsync.semantics.placements import LOCAL, MEAN, PIECE, REPLICATE, SUM, Detail, Kind, Placement
-from ncclsync.semantics.placing import REPEATABLE, Placer, Refused, is_zero, serves
+from ncclsync.semantics.placing import REPEATABLE, Placer, Refused, serves
 
 GATHER, FOLLOW = Collective(CollectiveKind.ALL_GATHER), Collective(CollectiveKind.BROADCAST)
 ADD_UP = Collective(CollectiveKind.ALL_REDUCE, "sum")
@@ -213,7 +213,7 @@ class Conversions(Placer):
         if after.kind is Kind.SHARD:
             return self.rows_of_tower(tensor, rules.counted(after), op)
         if after == SUM:
-            if tensor.name not in self.exchanges and is_zero(tensor):
+            if tensor.name not in self.exchanges and rules.is_zero(tensor):
                 return tensor
             return tf.where(tf.equal(self.share.tower, 0), tensor, tf.zeros_like(tensor))
         raise NcclSyncError(f"Expected a tensor that can be placed as {after}. Received: {before}, {tensor.name}")

@@ -507,19 +507,8 @@ def _any_of(ways: Sequence[Placement], tensors: Sequence[tf.Tensor]) -> Placemen
     """Return the placement of a result that the branches of an op give as these tensors, placed these ways."""
     given = given_by([*zip(tensors, ways, strict=True)])
     if SUM in ways:  # where a branch has no gradient it gives zeros
-        given = [(tensor, SUM if one.whole and is_zero(tensor) else one) for tensor, one in given]
+        given = [(tensor, SUM if one.whole and rules.is_zero(tensor) else one) for tensor, one in given]
     return functools.reduce(_either, [one for _, one in given])
-
-
-def is_zero(tensor: tf.Tensor) -> bool:
-    """Return whether a tensor has zeros alone, as far as the op shows that makes it."""
-    op = passed_on(tensor).op
-    if op.type in ("Fill", "BroadcastTo", "Reshape"):
-        return is_zero(op.inputs[op.type == "Fill"])
-    if op.type != "Const":
-        return op.type == "ZerosLike"
-    value = tf.get_static_value(op.outputs[0])
-    return value is not None and value.dtype.kind in "fiuc" and not np.any(value)
 
 
 def _either(one: Placement, two: Placement) -> Placement:
@@ -622,7 +611,7 @@ class FunctionPlacer(Placer):
         """See `Placer`."""
         if serves(before, after) or (self.lenient and before.whole):
             return tensor
-        if before in (REPLICATE, MEAN) and after == SUM and is_zero(tensor):
+        if before in (REPLICATE, MEAN) and after == SUM and rules.is_zero(tensor):
             return tensor
         raise Refused(f"{op.type} {op.name} needs {after} of {before}")
 

@@ -132,6 +132,17 @@ def lengths_of(tensor: tf.Tensor) -> Any:
     return None if tensor.shape.rank is None else tensor.shape.as_list()
 
 
+def is_zero(tensor: tf.Tensor) -> bool:
+    """Return whether a tensor has zeros alone, as far as the op shows that makes it."""
+    op = passed_on(tensor).op
+    if op.type in ("Fill", "BroadcastTo", "Reshape"):
+        return is_zero(op.inputs[op.type == "Fill"])
+    if op.type != "Const":
+        return op.type == "ZerosLike"
+    value = tf.get_static_value(op.outputs[0])
+    return value is not None and value.dtype.kind in "fiuc" and not np.any(value)
+
+
 def rank_of(call: Call, index: int) -> Any:
     """Return an input's rank; None if it is open."""
     return call.op.inputs[index].shape.rank

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -27,6 +28,7 @@ from ncclsync.semantics.rules import (
     Call,
     counted,
     counted_by,
+    is_zero,
     lengths_of,
     names,
     only_one,
@@ -102,7 +104,7 @@ def _keeps_vectors(call: Call) -> bool:
     if call.op.type == "Transpose":
         return call.inputs[0].axis == 1 and len(before) == 2 and np.array_equal(call.constant(1), [1, 0])
     same = bool(before and after) and before[-1] == after[-1] is not None
-    return call.op.type in ("Reshape", "Tile") and same and not call.inputs[0].axis
+    return call.op.type in ("ExpandDims", "Reshape", "Tile") and same and not call.inputs[0].axis
 
 
 @_numbered("AddV2 Mul SelectV2")
@@ -112,6 +114,10 @@ def _computed_numbers(call: Call) -> Sequence[Placement] | None:
     if call.op.outputs[0].dtype not in (tf.int32, tf.int64):
         return None
     loose = (None, Detail.ROW, Detail.OWN, Detail.LOOSE) if kind == "AddV2" else (None, Detail.ROW)
+    if kind == "AddV2" and Kind.INDICES in (one.kind, two.kind):
+        at = 0 if one.kind is Kind.INDICES else 1
+        plain = call.inputs[at].detail is Detail.OWN and not call.inputs[at].axis
+        return _numbers_with(call, at) if plain and _begin_with_zeros(call, call.op.inputs[1 - at]) else None
     numbers = next((one for one in call.inputs if one.kind is Kind.PLACES and one.detail in loose), None)
     if numbers is None:
         return None
@@ -123,6 +129,8 @@ def _computed_numbers(call: Call) -> Sequence[Placement] | None:
     made = _numbers_with(call, 1 - other)
     if kind == "Mul" and numbers.detail is None:
         factor, (count, width) = call.constant(other), numbers.counts
+        if made is not None and np.ndim(factor) == 1 and factor[0] == 1 and len(factor) > 1 and not factor[1:].any():
+            return [dataclasses.replace(made[0], kind=Kind.INDICES, detail=Detail.OWN)]
         if _is_one(call.op.inputs[other]):
             return made
         fits = factor is not None and np.size(factor) == 1 and int(np.ravel(factor)[0]) > 0
@@ -147,7 +155,26 @@ def _numbers_with(call: Call, at: int) -> list[Placement] | None:
     made = RULES["AddV2"](call) if whole or other == shard(other.axis, other.blocks, other.each, by.unit) else None
     fits = made is not None and made[0].blocks == 1 and call.inputs[at] == by and call.inputs[1 - at].whole == whole
     call.inputs[at], call.unit = numbers, SAMPLES
-    return [_places(numbers, made[0].of_unit(by.unit), numbers.detail)] if fits and made else None
+    return [_places(numbers, made[0].of_unit(by.unit), numbers.detail, numbers.kind)] if fits and made else None
+
+
+def _value(op: tf.Operation, index: int) -> Any:
+    return tf.get_static_value(op.inputs[index])
+
+
+def _begin_with_zeros(call: Call, tensor: tf.Tensor) -> bool:
+    """Return whether each vector along the last axis begins with a zero, as the ops show that make it."""
+    length = (lengths_of(tensor) or [None])[-1]
+    while (op := tensor.op).type in ("Cast", "ExpandDims", "Identity", "StridedSlice", "Tile"):
+        before, sliced = op.inputs[0], op.type == "StridedSlice"
+        some = sliced and (before.shape.num_elements() != tensor.shape.num_elements() or np.any(_value(op, 3) != 1))
+        if some or (lengths_of(before) or [None])[-1] != length:
+            break
+        tensor = before
+    if tensor.op.type == "Pack" and tensor.op.get_attr("axis") in (-1, len(tensor.shape) - 1):
+        return is_zero(tensor.op.inputs[0])
+    known = call.axes.constant(tensor)
+    return known is not None and length == known.shape[-1] > 1 and not np.any(known[..., 0])
 
 
 def _is_one(tensor: tf.Tensor) -> bool:
@@ -234,7 +261,8 @@ def _sliced_numbers(call: Call) -> Sequence[Placement] | None:
             return [dataclasses.replace(PIECE, detail=Detail.ENDS)]
         begins = (call.op.get_attr("begin_mask") or begin[0] == 0) and end[0] == -1 and spec == ["some"]
         return [dataclasses.replace(PIECE, detail=Detail.BEGINS)] if begins else None
-    if placed.kind is Kind.PLACES and spec is not None and {*spec} <= {"all", "new"}:
+    kept = placed.kind is Kind.PLACES or (spec is not None and spec[-1] == "all" and not placed.axis)
+    if kept and spec is not None and {*spec} <= {"all", "new"} and (placed.kind is Kind.PLACES or "new" in spec):
         axis = [i for i, one in enumerate(spec) if one == "all"][placed.axis]
         return None if placed.detail is Detail.MAP else [placed.at(axis)]
     if placed.kind is not Kind.INDICES or placed.axis or spec is None or len(spec) != 2 or spec[0] != "all":

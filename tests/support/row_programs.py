@@ -225,6 +225,16 @@ def rows_times_ones(batch, first):
     return mean(tf.gather_nd(made, tf.stack([rows, batch[1]], -1)))
 
 
+@program(SERIES, dense())
+def rows_in_vectors(batch, first):
+    """As CTC's labels, of which each may follow another one."""
+    made, columns = first(batch[0]), tf.range(3)
+    rows = tf.shape(made)[0]
+    places = tf.tile(tf.stack([tf.zeros_like(columns), columns, columns + 1], 1)[None], [rows, 1, 1])
+    places += (tf.range(rows)[:, None] * [1, 0, 0])[:, None]
+    return mean(tf.scatter_nd(places, made[:, :3, 0], [rows, 4, 5]))
+
+
 def flat(columns, made):
     return columns + tf.range(tf.shape(made)[0])[:, None] * tf.shape(made)[1]
 

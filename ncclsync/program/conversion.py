@@ -343,8 +343,8 @@ class Conversions(Placer):
         if unit not in self._extents:
             named = self.traced.tensor(unit)
             placed = self.traced.argument_placements.get(unit) or self.placed[unit][1]  # the step may not need splits
-            ends = placed == PIECE
-            count = tf.cast(named[-1], tf.int32) if ends else tf.shape(named)[0]
+            ends = placed.kind is Kind.PIECE
+            count = tf.cast(tf.reduce_sum(named[-1:]), tf.int32) if ends else tf.shape(named)[0]
             every = self.exchange(tf.stack([self.share.begin, count])[None], GATHER, op)
             before = tf.where(every[:, 0] < self.share.begin, every[:, 1], 0)
             self._extents[unit] = tf.reduce_sum(before), count, tf.reduce_sum(every[:, 1])

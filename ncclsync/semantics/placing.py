@@ -108,7 +108,8 @@ class Placer(abc.ABC):
         within: whether they are in a function, where nothing can be put before them.
         row_splits: by name of the row splits of ragged tensors whose values lie in rows, not in rows of rows: the
             unit of these values.
-        masks: by name of a mask: the unit of its true elements.
+        masks: by name of a mask, or of the lengths that it shows: the unit of its true elements.
+        limits: by name of lengths: up to which limit a mask shows them.
         row_lengths: by name of the lengths of ragged rows that were counted: the unit of the values.
         draws: the user's lines that draw numbers which are each tower's own.
         bodies: the functions that were placed by rows.
@@ -128,6 +129,7 @@ class Placer(abc.ABC):
         self.row_splits: dict[TensorName, TensorName] = {}
         self.row_lengths: dict[TensorName, TensorName] = {}
         self.masks: dict[TensorName, TensorName] = {}
+        self.limits: dict[TensorName, TensorName | int] = {}
 
     @abc.abstractmethod
     def convert(self, tensor: tf.Tensor, before: Placement, after: Placement, op: tf.Operation) -> tf.Tensor:

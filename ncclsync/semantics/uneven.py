@@ -422,10 +422,23 @@ def _where(call: Call) -> Sequence[Placement] | None:
     if placed.kind is not Kind.SHARD or placed.axis or placed.blocks != 1 or rank is None or call.placer.within:
         return None
     unit = _unit_of(call.op.outputs[0], call.placer.row_splits)
-    if unit is None:  # a mask has as many true elements in any shape, in the same order
-        mask = passed_on(call.op.inputs[0], "ExpandDims", "Reshape", "Squeeze").name
+    if unit is None:
+        mask, limit = _mask_of(call.op.inputs[0]), _columns_of(call.op.outputs[0])
+        if limit is not None:  # the same lengths have other true elements up to another limit
+            known = tf.get_static_value(limit)
+            known = limit.name if known is None else int(known)
+            mask = mask if call.placer.limits.setdefault(mask, known) == known else call.op.inputs[0].name
         unit = call.placer.masks.setdefault(mask, call.op.outputs[0].name)
     return [Placement(Kind.INDICES, detail=Detail.OWN, counts=(placed.each, 1), unit=unit)]
+
+
+def _mask_of(tensor: tf.Tensor) -> TensorName:
+    """Return a name for masks with these true elements, in any shape and in this order; or with so many in each row."""
+    mask = passed_on(tensor, "ExpandDims", "Reshape", "Squeeze", "Cast")
+    if mask.op.type == "Sum" and mask.dtype.is_integer and passed_on(mask.op.inputs[0], "Cast").dtype == tf.bool:
+        return _mask_of(mask.op.inputs[0])  # how many are true
+    column = mask.op.inputs[1] if mask.op.type == "Less" and _columns_of(mask) is not None else mask
+    return passed_on(column, "ExpandDims", "Cast").name
 
 
 _OF_PLACES = ("Squeeze", "Where", "Reshape")  # between a sequence mask and the places of its true elements
@@ -620,10 +633,14 @@ def _row_lengths(call: Call) -> Sequence[Placement] | None:
 @rule_for("Cumsum")
 def _row_ends(call: Call) -> Sequence[Placement] | None:
     """Place where ragged rows end, the sums of their lengths: each tower needs those of its own."""
-    unit = call.placer.row_lengths.get(call.op.inputs[0].name)
-    if unit and not call.op.get_attr("exclusive") and not call.op.get_attr("reverse"):
-        return [dataclasses.replace(PIECE, detail=Detail.ENDS, unit=unit)]
-    return _cumulated(call)
+    (made,), lengths = call.op.outputs, call.op.inputs[0]
+    splits = [one for one in made.consumers() if one.type == "ConcatV2" and len(one.inputs) == 3]
+    ends = call.inputs[0] == shard() and call.inputs[0].each == 1 and rank_of(call, 0) == 1 and made.dtype.is_integer
+    ends = ends and not (call.placer.within or call.op.get_attr("exclusive") or call.op.get_attr("reverse"))
+    if not ends or not splits or len(splits) < len(made.consumers()):
+        return _cumulated(call)
+    unit = call.placer.row_lengths.get(lengths.name) or call.placer.masks.setdefault(_mask_of(lengths), made.name)
+    return [dataclasses.replace(PIECE, detail=Detail.ENDS, unit=unit)]
 
 
 @_numbered("RaggedBincount")

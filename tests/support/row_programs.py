@@ -163,6 +163,40 @@ def texts_by_code_points(batch, embedding, classes):
     return entropy(classes(tf.reduce_sum(embedding(points % 50), 1)), batch[1])
 
 
+# Ragged tensors that a step makes of rows.
+
+LENGTHS = integers(TIME + 2, low=-1)  # some exceed what there is
+
+
+@program((SERIES, LENGTHS, LABELS), dense(), OF_CLASSES)
+def ragged_by_lengths(batch, first, classes):
+    made = tf.RaggedTensor.from_tensor(first(batch[0]), lengths=batch[1])
+    return entropy(classes(tf.reduce_sum(tf.exp(made), 1) / (1.0 + tf.reduce_sum(made, 1) ** 2)), batch[2])
+
+
+@program((SERIES, abs(LENGTHS)), dense())
+def lengths_up_to_two_limits(batch, first):
+    """Of the same lengths: so many values each, which never meet."""
+    made = first(batch[0])
+    short = tf.boolean_mask(made[:, :3], tf.sequence_mask(batch[1], 3))
+    long = tf.boolean_mask(made, tf.sequence_mask(batch[1], TIME))
+    weights = tf.numpy_function(np.abs, [short], tf.float64)
+    weights.set_shape([None, WIDTH])
+    return mean(long) + mean(short * weights)
+
+
+@program((integers(4, TIME), LABELS), EMBEDDED, OF_CLASSES)
+def ragged_by_padding(batch, embedding, classes):
+    made = tf.RaggedTensor.from_tensor(batch[0], padding=0)
+    return entropy(classes(tf.reduce_mean(made.with_values(embedding(made.values)), 1)), batch[1])
+
+
+@program((SERIES, LABELS), dense(), OF_CLASSES)
+def ragged_by_a_mask(batch, first, classes):
+    made = first(batch[0])
+    return entropy(classes(tf.reduce_sum(tf.ragged.boolean_mask(made, made[:, :, 0] > 0), 1)), batch[1])
+
+
 # Rows that come back.
 
 

@@ -182,6 +182,9 @@ class Partition(Conversions):
             if stays is not None:
                 with self.building():
                     tensor = self._own_segments(call, stays)
+            if op.type == "Mean" and call.inputs[0].unit and placed == SUM:
+                with self.building():
+                    tensor = self._weighted(tensor, call)
             again = not self.undivided and (placed.whole or placed.kind is Kind.PARTIAL)
             after = self._rows_again(op, call.given[1], output) if again else None
             if placed.kind is Kind.PARTIAL:
@@ -252,6 +255,12 @@ class Partition(Conversions):
         total = self.convert(call.tensors[counts], call.inputs[counts], REPLICATE, op)
         call.tensors[counts] = tf.where(stays, call.tensors[counts], total)
         return stays
+
+    def _weighted(self, mean: tf.Tensor, call: Call) -> tf.Tensor:
+        """Return a tower's part of a mean of rows of which it has any number, or none."""
+        own, total = tf.shape(call.tensors[0])[call.inputs[0].axis], self._extent(call.unit, call.op)[2]
+        part = tf.cast(own, mean.dtype) / tf.cast(total, mean.dtype)  # not a number if all have none, as on one device
+        return tf.where(own > 0, mean, tf.zeros_like(mean)) * part
 
     def _own_segments(self, call: Call, stays: tf.Tensor) -> tf.Tensor:
         """Return a tower's rows of what `_look` has let an op add up for them, or, unless they stay, for all rows."""

@@ -428,6 +428,8 @@ def _reduce(call: Call) -> Sequence[Placement] | None:
     along = {int(axis) % rank for axis in np.ravel(over)}
     made = "".join("-" * call.op.get_attr("keep_dims") if axis in along else _AXES[axis] for axis in range(rank))
     reduced = None if call.op.type == "Mean" and not dtype.is_floating else _REDUCED.get(call.op.type)
+    if reduced == MEAN and call.unit:  # towers have any shares of them: `Partition` weighs their means
+        reduced = None if call.placer.within else SUM
     return _by_letters(call, [_AXES[:rank], None], [made], reduced)
 
 

@@ -38,14 +38,13 @@ from ncclsync.semantics.rules import (
     slice_spec,
 )
 
-# A mean is none of these: it weighs towers by their samples.
 OF_ANY_UNIT = (
     (ELEMENTWISE - names("Select"))
     | MOVING
     | COUNTING
     | names("""
         All Any ArgMax ArgMin BatchMatMulV2 BiasAdd BiasAddGrad BroadcastGradientArgs BroadcastTo Einsum Fill L2Loss
-        LogSoftmax LookupTableFind LookupTableFindV2 MatMul Max Min OneHot Pad Prod Rank ResourceGather Shape Size
+        LogSoftmax LookupTableFind LookupTableFindV2 MatMul Max Mean Min OneHot Pad Prod Rank ResourceGather Shape Size
         Softmax SparseSoftmaxCrossEntropyWithLogits StridedSliceGrad UnsortedSegmentSum
     """)
 )

@@ -227,6 +227,13 @@ def mask_and_scatter(batch, first, classes):
     return entropy(classes(tf.scatter_nd(tf.where(mask), part, tf.shape(made, tf.int64))), batch[1])
 
 
+@program((SERIES, abs(LENGTHS), integers(CLASSES, TIME)), dense(CLASSES))
+def mean_of_a_mask(batch, classes):
+    mask = tf.sequence_mask(batch[1], TIME)
+    made = classes(tf.boolean_mask(batch[0], mask))
+    return entropy(made, tf.boolean_mask(batch[2], mask)) + tf.reduce_mean(tf.math.reduce_variance(made, 0))
+
+
 # Numbers of rows.
 
 

@@ -26,7 +26,7 @@ from ncclsync.program.conversion import ADD_UP, GATHER, RECOMPUTED, Conversions
 from ncclsync.program.graph import StepGraph, TracedGraph, opened, read_only
 from ncclsync.program.program import Results
 from ncclsync.semantics import rules
-from ncclsync.semantics.axes import Rows
+from ncclsync.semantics.axes import SORTED_SEGMENTS, Rows
 from ncclsync.semantics.functions import BRANCHES, LOOPS
 from ncclsync.semantics.placements import LOCAL, MEAN, REPLICATE, SEEDED, SUM, Kind, Placement
 from ncclsync.semantics.placing import COMPUTED_WHOLE, PRINTS, REPEATABLE, Found, Refused, local_of
@@ -182,6 +182,9 @@ class Partition(Conversions):
             if stays is not None:
                 with self.building():
                     tensor = self._own_segments(call, stays)
+            if op.type in SORTED_SEGMENTS and placed.kind is Kind.SHARD:
+                with self.building():
+                    tensor = self._with_last_rows(tensor, placed, op)
             if op.type == "Mean" and call.inputs[0].unit and placed == SUM:
                 with self.building():
                     tensor = self._weighted(tensor, call)
@@ -255,6 +258,12 @@ class Partition(Conversions):
         total = self.convert(call.tensors[counts], call.inputs[counts], REPLICATE, op)
         call.tensors[counts] = tf.where(stays, call.tensors[counts], total)
         return stays
+
+    def _with_last_rows(self, made: tf.Tensor, placed: Placement, op: tf.Operation) -> tf.Tensor:
+        """Return sums over segments with what TensorFlow gives of an empty one, for a tower's last rows."""
+        own, shape = self.share.rows * placed.each, tf.shape(made)
+        rest = tf.concat([tf.maximum(own - shape[:1], 0), shape[1:]], 0)
+        return tf.concat([made, tf.fill(rest, tf.cast(op.type == "SegmentProd", made.dtype))], 0)[:own]
 
     def _weighted(self, mean: tf.Tensor, call: Call) -> tf.Tensor:
         """Return a tower's part of a mean of rows of which it has any number, or none."""

@@ -221,13 +221,23 @@ class Axes:
                 found = self._kernels.shapes(op, known())
             except IMPOSSIBLE:
                 continue
-            return [
+            made = [
                 self._kernels.with_unknown(shapes)
                 if None not in shapes and len(set(map(len, shapes))) == 1
                 else self._set(output)
                 for output, shapes in zip(op.outputs, zip(*found, strict=True), strict=True)
             ]
+            return self._as_many_segments(op, made) if op.type in SORTED_SEGMENTS else made
         return [_traced(output) for output in op.outputs]
+
+    def _as_many_segments(self, op: tf.Operation, made: list[State]) -> list[State]:
+        """Return the shapes of as many segments as another op gives for the same ids."""
+        ids = op.inputs[SORTED_SEGMENTS[op.type]]
+        others = [one.outputs[0].name for one in ids.consumers() if one.type in SORTED_SEGMENTS]
+        known = next((self._states[name] for name in others if isinstance(self._states.get(name), tuple)), None)
+        if not isinstance(known, tuple) or not isinstance(made[0], tuple) or not made[0][0]:
+            return made
+        return [tuple((one[0], *shape[1:]) for one, shape in zip(known, made[0], strict=True))]
 
     def _set(self, output: tf.Tensor) -> State:
         """Return the shapes of a result of which the trace alone knows some, as by `set_shape` after Python."""
@@ -574,6 +584,9 @@ _EACH_AXIS = frozenset({"begin", "dims", "multiples", "output_shape", "paddings"
 _MOST_AXES = 254
 # There is no op of such inputs, or its numbers exceed their dtype.
 IMPOSSIBLE = ValueError, OverflowError, tf.errors.OpError
+# Ops with as many results as the last number of their ids says, and the input that has these.
+SORTED_SEGMENTS = dict.fromkeys(("SegmentMax", "SegmentMean", "SegmentMin", "SegmentProd", "SegmentSum"), 1)
+SORTED_SEGMENTS |= dict.fromkeys(("SparseSegmentMean", "SparseSegmentSqrtN", "SparseSegmentSum"), 2)
 # The number of the case in which what is open is longer.
 _OPENED = 2
 # How many steps along the line an op is asked again: for shapes, and for values; each by the number of the other case,

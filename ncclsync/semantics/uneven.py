@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from ncclsync.communicator import native
 from ncclsync.compat.names import TensorName
-from ncclsync.semantics.axes import BATCHES, passed_on
+from ncclsync.semantics.axes import BATCHES, SORTED_SEGMENTS, passed_on
 from ncclsync.semantics.placements import PIECE, REPLICATE, SAMPLES, SUM, Detail, Kind, Placement, rows, shard
 from ncclsync.semantics.rules import (
     COUNTING,
@@ -479,21 +479,36 @@ def _unit_of(places: tf.Tensor, row_splits: Mapping[TensorName, TensorName]) -> 
     return row_splits.get(ends.inputs[0].name) if fits else None
 
 
-_SORTED_SEGMENTS = names("SegmentMax SegmentMean SegmentMin SegmentProd SegmentSum")
-_GATHERED_SEGMENTS = names("SparseSegmentMean SparseSegmentSqrtN SparseSegmentSum")
+_NUMBERED_SEGMENTS = names("""
+    SparseSegmentMeanWithNumSegments SparseSegmentSqrtNWithNumSegments SparseSegmentSumWithNumSegments
+""")
 
 
-@_numbered(*SEGMENTS, *_SORTED_SEGMENTS, *_GATHERED_SEGMENTS)
+@_numbered(*SEGMENTS, *SORTED_SEGMENTS, *_NUMBERED_SEGMENTS)
 def _segments_numbered(call: Call) -> Sequence[Placement] | None:
-    """Place results whose segments are the tower's rows."""
-    gathered, unsorted = call.op.type in _GATHERED_SEGMENTS, call.op.type in SEGMENTS
+    """Place results whose segments are the tower's rows; `Partition` adds rows that no number names at the end."""
+    gathered, counted_by_last = call.op.type.startswith("Sparse"), call.op.type in SORTED_SEGMENTS
     data, ids = call.inputs[gathered : gathered + 2]  # or, of a whole table, which rows of it
     by, count = numbered(ids), _numbers_of(ids) if ids.kind is Kind.PLACES else 0
-    if by is None or by.axis or not count or ids.detail is Detail.MAP or not _stay(call, 1 + gathered, unsorted):
+    if by is None or by.axis or not count or ids.detail is Detail.MAP:
+        return None
+    if not _stay(call, 1 + gathered, call.op.type in SEGMENTS):
         return None
     plain = data.kind is Kind.SHARD and same_rows(data, by) and not data.axis and (not gathered or call.inputs[0].whole)
-    ends = call.inputs[2] == rows((count,)) if unsorted else ids.detail is Detail.EVERY
+    # As many as the batch has rows, as is known of each number's occurring, or of what its result has met.
+    every = counted_by_last and (ids.detail is Detail.EVERY or call.axes.rows(call.op.outputs[0], 0) == count)
+    ends = every or (not counted_by_last and call.inputs[-1] == rows((count,)))
     return [shard(0, 1, count)] if plain and ends else None
+
+
+@_numbered("SparseSegmentMeanGrad SparseSegmentSqrtNGrad SparseSegmentSumGrad")
+def _segments_back(call: Call) -> Sequence[Placement] | None:
+    """Place a table's gradient, of whose rows the tower's have taken some."""
+    gradient, taken, ids, height = call.inputs
+    by, count = numbered(ids), _numbers_of(ids) if ids.kind is Kind.PLACES else 0
+    plain = by is not None and not by.axis and taken.kind is Kind.SHARD and same_rows(taken, by) and height.whole
+    own = count and gradient == shard() and gradient.each == count and ids.detail in (None, Detail.OWN, Detail.EVERY)
+    return [SUM] if plain and own else None
 
 
 def _sparse_rows(call: Call, indices: int, values: int, shape: int) -> Placement | None:

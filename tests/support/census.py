@@ -37,8 +37,8 @@ OPEN = {
     "CTCGreedyDecoder CTCLoss DenseToDenseSetOperation DenseToSparseSetOperation SetSize SparseToSparseSetOperation",
     "makes a sparse or ragged tensor of another one": "RaggedFillEmptyRows RaggedGather RaggedRange "
     "RaggedTensorFromVariant RaggedTensorToSparse RaggedTensorToVariant SparseAdd SparseAddGrad SparseConcat "
-    "SparseDenseCwiseAdd SparseDenseCwiseDiv SparseDenseCwiseMul SparseSegmentMeanWithNumSegments "
-    "SparseSegmentSqrtNWithNumSegments SparseSegmentSumWithNumSegments SparseSlice SparseSparseMaximum "
+    "SparseDenseCwiseAdd SparseDenseCwiseDiv SparseDenseCwiseMul "
+    "SparseSlice SparseSparseMaximum "
     "SparseSparseMinimum SparseTensorDenseAdd UnicodeEncode",
     "a matrix of TensorFlow's own layout": "CSRSparseMatrixToDense CSRSparseMatrixToSparseTensor "
     "DenseToCSRSparseMatrix SparseMatrixMatMul SparseMatrixNNZ SparseMatrixSparseMatMul SparseMatrixTranspose "

@@ -261,7 +261,7 @@ class Conversions(Placer):
         counts = np.reshape(before.counts, tensor.shape if tensor.shape.is_fully_defined() else [-1])
         if before.unit and np.any(counts < 0):  # a tower may have none of the unit
             return tf.where(np.equal(counts, 0), tensor, self.exchange(tensor, ADD_UP, op))
-        rows, total = (tf.cast(one, tensor.dtype) for one in self._extent(before.unit, op)[1:])
+        rows, total = (tf.cast(one, tensor.dtype) for one in self.extent(before.unit, op)[1:])
         each = tf.constant(counts, tensor.dtype)
         counted = each * total
         if np.any(counts < 0):
@@ -336,7 +336,7 @@ class Conversions(Placer):
         whole = tf.transpose(whole, tf.math.invert_permutation(order))
         return whole if tensor.shape.rank is None else tf.ensure_shape(whole, opened(tensor.shape, before.axis))
 
-    def _extent(self, unit: TensorName, op: tf.Operation) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    def extent(self, unit: TensorName, op: tf.Operation) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """Return the first of the tower's samples, or of another unit, in the batch; how many it has, and the batch."""
         if not unit:
             return self.share.begin, self.share.rows, self.share.total
@@ -353,7 +353,7 @@ class Conversions(Placer):
     def rows_of_tower(self, tensor: tf.Tensor, after: Placement, op: tf.Operation) -> tf.Tensor:
         """Take a tower's rows of a tensor that all have, for `op`. One row that is broadcast stays."""
         known = tensor.shape[after.axis]
-        first, count, total = self._extent(after.unit, op)
+        first, count, total = self.extent(after.unit, op)
         length, total = tf.shape(tensor)[after.axis], tf.maximum(total, 1)
         each = length // (total * after.blocks)
         begin, size, broadcast = first * each, count * each, None

@@ -267,7 +267,7 @@ class Partition(Conversions):
 
     def _weighted(self, mean: tf.Tensor, call: Call) -> tf.Tensor:
         """Return a tower's part of a mean of rows of which it has any number, or none."""
-        own, total = tf.shape(call.tensors[0])[call.inputs[0].axis], self._extent(call.unit, call.op)[2]
+        own, total = tf.shape(call.tensors[0])[call.inputs[0].axis], self.extent(call.unit, call.op)[2]
         part = tf.cast(own, mean.dtype) / tf.cast(total, mean.dtype)  # not a number if all have none, as on one device
         return tf.where(own > 0, mean, tf.zeros_like(mean)) * part
 

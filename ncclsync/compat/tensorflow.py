@@ -233,6 +233,29 @@ def copied_op(op: tf.Operation, inputs: Sequence[tf.Tensor]) -> tf.Operation:
     return tf.graph_util.import_graph_def(definition, given, [node.name], name="")[0]
 
 
+def set_input(op: tf.Operation, index: int, tensor: tf.Tensor) -> None:
+    """Let an op of a graph that has not run take another tensor."""
+    op._update_input(index, tensor)
+
+
+def set_control_inputs(op: tf.Operation, controls: Iterable[tf.Operation]) -> None:
+    """Let an op of a graph that has not run wait for these ops alone."""
+    after = sorted(controls, key=lambda one: one.name)
+    op._remove_all_control_inputs()
+    op._add_control_inputs(after)
+
+
+def set_attributes(op: tf.Operation, attributes: Mapping[str, Any]) -> None:
+    """Give an op of a graph that has not run other AttrValues."""
+    for name, value in attributes.items():
+        op._set_attr(name, value)
+
+
+def set_traceback(op: tf.Operation, like: tf.Operation) -> None:
+    """Give an imported op, which has none, the traceback of another op."""
+    c_api.TF_SetOpStackTrace(op._c_op, like.traceback[:])  # a copy: TensorFlow keeps the other one
+
+
 def new_op(
     op_type: str,
     inputs: Sequence[tf.Tensor],

@@ -27,13 +27,13 @@ from ncclsync.semantics import rules, uneven
 from ncclsync.semantics.axes import BATCHES, Axes, Items, given_rows
 from ncclsync.semantics.functions import Functions
 from ncclsync.semantics.placements import LOCAL, MEAN, PIECE, REPLICATE, SUM, Detail, Kind, Placement
-from ncclsync.semantics.placing import REPEATABLE, Placer, Refused, is_zero, serves
+from ncclsync.semantics.placing import REPEATABLE, Placer, Refused, serves
 
 GATHER, FOLLOW = Collective(CollectiveKind.ALL_GATHER), Collective(CollectiveKind.BROADCAST)
 ADD_UP = Collective(CollectiveKind.ALL_REDUCE, "sum")
 
 # A tensor of these kinds cannot be exchanged: it is computed again, of whole inputs.
-RECOMPUTED = frozenset({Kind.AXES, Kind.PENDING, Kind.PIECE, Kind.PLACES, Kind.INDICES})
+RECOMPUTED = frozenset({Kind.AXES, Kind.KEPT, Kind.PIECE, Kind.PLACES, Kind.INDICES})
 
 
 class Conversions(Placer):
@@ -213,7 +213,7 @@ class Conversions(Placer):
         if after.kind is Kind.SHARD:
             return self.rows_of_tower(tensor, rules.counted(after), op)
         if after == SUM:
-            if tensor.name not in self.exchanges and is_zero(tensor):
+            if tensor.name not in self.exchanges and rules.is_zero(tensor):
                 return tensor
             return tf.where(tf.equal(self.share.tower, 0), tensor, tf.zeros_like(tensor))
         raise NcclSyncError(f"Expected a tensor that can be placed as {after}. Received: {before}, {tensor.name}")
@@ -261,7 +261,7 @@ class Conversions(Placer):
         counts = np.reshape(before.counts, tensor.shape if tensor.shape.is_fully_defined() else [-1])
         if before.unit and np.any(counts < 0):  # a tower may have none of the unit
             return tf.where(np.equal(counts, 0), tensor, self.exchange(tensor, ADD_UP, op))
-        rows, total = (tf.cast(one, tensor.dtype) for one in self._extent(before.unit, op)[1:])
+        rows, total = (tf.cast(one, tensor.dtype) for one in self.extent(before.unit, op)[1:])
         each = tf.constant(counts, tensor.dtype)
         counted = each * total
         if np.any(counts < 0):
@@ -336,15 +336,15 @@ class Conversions(Placer):
         whole = tf.transpose(whole, tf.math.invert_permutation(order))
         return whole if tensor.shape.rank is None else tf.ensure_shape(whole, opened(tensor.shape, before.axis))
 
-    def _extent(self, unit: TensorName, op: tf.Operation) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    def extent(self, unit: TensorName, op: tf.Operation) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """Return the first of the tower's samples, or of another unit, in the batch; how many it has, and the batch."""
         if not unit:
             return self.share.begin, self.share.rows, self.share.total
         if unit not in self._extents:
             named = self.traced.tensor(unit)
             placed = self.traced.argument_placements.get(unit) or self.placed[unit][1]  # the step may not need splits
-            ends = placed == PIECE
-            count = tf.cast(named[-1], tf.int32) if ends else tf.shape(named)[0]
+            ends = placed.kind is Kind.PIECE
+            count = tf.cast(tf.reduce_sum(named[-1:]), tf.int32) if ends else tf.shape(named)[0]
             every = self.exchange(tf.stack([self.share.begin, count])[None], GATHER, op)
             before = tf.where(every[:, 0] < self.share.begin, every[:, 1], 0)
             self._extents[unit] = tf.reduce_sum(before), count, tf.reduce_sum(every[:, 1])
@@ -353,7 +353,7 @@ class Conversions(Placer):
     def rows_of_tower(self, tensor: tf.Tensor, after: Placement, op: tf.Operation) -> tf.Tensor:
         """Take a tower's rows of a tensor that all have, for `op`. One row that is broadcast stays."""
         known = tensor.shape[after.axis]
-        first, count, total = self._extent(after.unit, op)
+        first, count, total = self.extent(after.unit, op)
         length, total = tf.shape(tensor)[after.axis], tf.maximum(total, 1)
         each = length // (total * after.blocks)
         begin, size, broadcast = first * each, count * each, None

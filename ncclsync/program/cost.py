@@ -14,7 +14,7 @@ from ncclsync.semantics.axes import Axes
 from ncclsync.semantics.functions import Functions
 from ncclsync.semantics.placements import Kind, Placement
 
-_OF_ROWS = frozenset({Kind.SHARD, Kind.ITEMS, Kind.PENDING})
+_OF_ROWS = frozenset({Kind.SHARD, Kind.ITEMS, Kind.KEPT})
 _ROWS = 4096  # of a batch that is large enough for its rows to count
 _NAMED = 8  # ops whose places are found out
 

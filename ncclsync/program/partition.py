@@ -26,7 +26,7 @@ from ncclsync.program.conversion import ADD_UP, GATHER, RECOMPUTED, Conversions
 from ncclsync.program.graph import StepGraph, TracedGraph, opened, read_only
 from ncclsync.program.program import Results
 from ncclsync.semantics import rules
-from ncclsync.semantics.axes import Rows
+from ncclsync.semantics.axes import SORTED_SEGMENTS, Rows
 from ncclsync.semantics.functions import BRANCHES, LOOPS
 from ncclsync.semantics.placements import LOCAL, MEAN, REPLICATE, SEEDED, SUM, Kind, Placement
 from ncclsync.semantics.placing import COMPUTED_WHOLE, PRINTS, REPEATABLE, Found, Refused, local_of
@@ -92,7 +92,7 @@ class Partition(Conversions):
         """
         super().__init__(traced, learned)
         self._faulty = faulty
-        self.functions.faults += map(COMPUTED_WHOLE.format, faulty.values())
+        self.functions.faults += [*traced.trace.faults, *map(COMPUTED_WHOLE.format, faulty.values())]
         self._results, self._exact, self.undivided = results, exact, undivided
         self.differing.update(n for n, one in traced.argument_placements.items() if many_shards and not one.whole)
         self._on_gpus = "GPU" in traced.home_device and not tf_compat.is_op_determinism_enabled()
@@ -182,6 +182,12 @@ class Partition(Conversions):
             if stays is not None:
                 with self.building():
                     tensor = self._own_segments(call, stays)
+            if op.type in SORTED_SEGMENTS and placed.kind is Kind.SHARD:
+                with self.building():
+                    tensor = self._with_last_rows(tensor, placed, op)
+            if op.type == "Mean" and call.inputs[0].unit and placed == SUM:
+                with self.building():
+                    tensor = self._weighted(tensor, call)
             again = not self.undivided and (placed.whole or placed.kind is Kind.PARTIAL)
             after = self._rows_again(op, call.given[1], output) if again else None
             if placed.kind is Kind.PARTIAL:
@@ -252,6 +258,18 @@ class Partition(Conversions):
         total = self.convert(call.tensors[counts], call.inputs[counts], REPLICATE, op)
         call.tensors[counts] = tf.where(stays, call.tensors[counts], total)
         return stays
+
+    def _with_last_rows(self, made: tf.Tensor, placed: Placement, op: tf.Operation) -> tf.Tensor:
+        """Return sums over segments with what TensorFlow gives of an empty one, for a tower's last rows."""
+        own, shape = self.share.rows * placed.each, tf.shape(made)
+        rest = tf.concat([tf.maximum(own - shape[:1], 0), shape[1:]], 0)
+        return tf.concat([made, tf.fill(rest, tf.cast(op.type == "SegmentProd", made.dtype))], 0)[:own]
+
+    def _weighted(self, mean: tf.Tensor, call: Call) -> tf.Tensor:
+        """Return a tower's part of a mean of rows of which it has any number, or none."""
+        own, total = tf.shape(call.tensors[0])[call.inputs[0].axis], self.extent(call.unit, call.op)[2]
+        part = tf.cast(own, mean.dtype) / tf.cast(total, mean.dtype)  # not a number if all have none, as on one device
+        return tf.where(own > 0, mean, tf.zeros_like(mean)) * part
 
     def _own_segments(self, call: Call, stays: tf.Tensor) -> tf.Tensor:
         """Return a tower's rows of what `_look` has let an op add up for them, or, unless they stay, for all rows."""

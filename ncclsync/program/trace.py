@@ -9,6 +9,8 @@ import tensorflow as tf
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.names import OpName
 from ncclsync.ops import Context, Mark, Share, running_in
+from ncclsync.program.plain import inline_calls, keep_axes
+from ncclsync.semantics.placing import told_fault
 
 Opened = Sequence[tuple[tf.Variable, int]]
 
@@ -37,6 +39,7 @@ class Trace:
         marks: by name of the marking op.
         jit_compile: whether XLA compiles it.
         opened: see `trace`.
+        faults: of ncclsync's own, for which the graph is not as plain as it could be, in words.
     """
 
     function: Any
@@ -46,6 +49,7 @@ class Trace:
     marks: dict[OpName, Mark]
     jit_compile: bool
     opened: Opened = ()
+    faults: tuple[str, ...] = ()
 
 
 def _made_by_itself(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
@@ -99,8 +103,14 @@ def trace(step: Callable[[Any], Any], batch_specs: Any, *, jit_compile: bool = F
             tf_compat.forget_custom_gradients(graph)
         if failures:
             raise failures.pop()
+    faults = []
+    try:
+        inline_calls(function.graph)
+        keep_axes(function.graph)
+    except Exception as fault:  # of any kind: of a TensorFlow that is not known yet
+        faults.append(f"Exact, but more is computed alike: {told_fault(fault, None)}")
     _, context, (batch, share, site) = traces[-1]
-    result = Trace(function, batch, share, site, context.marks, jit_compile, opened)
+    result = Trace(function, batch, share, site, context.marks, jit_compile, opened, tuple(faults))
     for _, context, _ in traces:  # TensorFlow keeps the functions of custom gradients for good, and they keep theirs
         vars(context).clear()
     return result

@@ -221,13 +221,23 @@ class Axes:
                 found = self._kernels.shapes(op, known())
             except IMPOSSIBLE:
                 continue
-            return [
+            made = [
                 self._kernels.with_unknown(shapes)
                 if None not in shapes and len(set(map(len, shapes))) == 1
                 else self._set(output)
                 for output, shapes in zip(op.outputs, zip(*found, strict=True), strict=True)
             ]
+            return self._as_many_segments(op, made) if op.type in SORTED_SEGMENTS else made
         return [_traced(output) for output in op.outputs]
+
+    def _as_many_segments(self, op: tf.Operation, made: list[State]) -> list[State]:
+        """Return the shapes of as many segments as another op gives for the same ids."""
+        ids = op.inputs[SORTED_SEGMENTS[op.type]]
+        others = [one.outputs[0].name for one in ids.consumers() if one.type in SORTED_SEGMENTS]
+        known = next((self._states[name] for name in others if isinstance(self._states.get(name), tuple)), None)
+        if not isinstance(known, tuple) or not isinstance(made[0], tuple) or not made[0][0]:
+            return made
+        return [tuple((one[0], *shape[1:]) for one, shape in zip(known, made[0], strict=True))]
 
     def _set(self, output: tf.Tensor) -> State:
         """Return the shapes of a result of which the trace alone knows some, as by `set_shape` after Python."""
@@ -365,6 +375,9 @@ class Axes:
                 of = held.of if isinstance(held.of, tuple) else ((),) * len(BATCHES)
                 return [None if held.of is None else tuple(np.array(shape, dtype) for shape in of)]
             return [*unknown[1:], held.values]
+        if op.type == "BroadcastGradientArgs" and all(map(self._is_small, op.inputs)):
+            one, other = (self._values[tensor.name] for tensor in op.inputs)
+            return unknown if one is None or other is None else _summed_axes(one, other)
         small = op.inputs and all(map(self._is_small, (*op.inputs, *op.outputs)))
         if not small or tf_compat.is_stateful(op) or tf_compat.calls_functions(op):
             return unknown
@@ -454,7 +467,7 @@ class Kernels:
         undecided = op.type in _COMPARING and not _is_decided(cases)
         if undecided or (op.type in _SPIKING and len({tuple(map(_hashable, one)) for one in cases}) > 1):
             return [[None] * len(results) for results in found]
-        for which, step, there in self._elsewhere(_few_of, op, cases) if op.type not in _ANY_WAY else ():
+        for which, step, there in self._elsewhere(_few_of, op, cases):
             for i, (one, other, met) in enumerate(zip(found[0], found[which], there, strict=True)):
                 if one is None or other is None:
                     continue
@@ -571,6 +584,9 @@ _EACH_AXIS = frozenset({"begin", "dims", "multiples", "output_shape", "paddings"
 _MOST_AXES = 254
 # There is no op of such inputs, or its numbers exceed their dtype.
 IMPOSSIBLE = ValueError, OverflowError, tf.errors.OpError
+# Ops with as many results as the last number of their ids says, and the input that has these.
+SORTED_SEGMENTS = dict.fromkeys(("SegmentMax", "SegmentMean", "SegmentMin", "SegmentProd", "SegmentSum"), 1)
+SORTED_SEGMENTS |= dict.fromkeys(("SparseSegmentMean", "SparseSegmentSqrtN", "SparseSegmentSum"), 2)
 # The number of the case in which what is open is longer.
 _OPENED = 2
 # How many steps along the line an op is asked again: for shapes, and for values; each by the number of the other case,
@@ -667,8 +683,20 @@ def _without_open(cases: Sequence[Sequence[_Given]], kinds: Any = (tuple, list))
     return [list(one) for one in zip(*columns, strict=True)]
 
 
-# Ops whose results are axes to sum over: the sum has the operand's shape, whatever the axes are.
-_ANY_WAY = frozenset({"BroadcastGradientArgs"})
+def _summed_axes(*shapes: Values) -> list[Values | None]:
+    """Return the axes over which the gradient of each of two operands is summed, as `BroadcastGradientArgs` does.
+
+    Left out are axes of which both have one element: a sum over these has the same elements, and keeps the axes.
+    """
+    rank = max(len(shape[0]) for shape in shapes)
+    lengths = np.array([[(*[0] * (rank - len(one)), *one) for one in shape] for shape in shapes])  # 0: it has none
+    found: list[Values | None] = []
+    for own, other in (lengths, lengths[::-1]):
+        summed = (own == 0) | ((own == 1) & (other > 1))
+        sure = ((own <= 1).all(0) | ~summed.any(0)).all()
+        axes = np.flatnonzero(summed.any(0)).astype(shapes[0][0].dtype)
+        found.append((axes,) * len(BATCHES) if sure else None)
+    return found
 
 
 def _few_of(tensor: tf.Tensor) -> np.ndarray | None:

@@ -38,7 +38,7 @@ class Kind(enum.Enum):
     COUNTS = "counts"
     LOCAL = "local"
     AXES = "axes"
-    PENDING = "pending"
+    KEPT = "kept"
     ITEMS = "items"
     PIECE = "piece"
     PLACES = "places"
@@ -62,8 +62,7 @@ class Placement:
             LOCAL: each tower's own; the batch has no such value. By agreement its mean by samples stands for it.
             AXES: the axes over which the gradient of a broadcast operand is summed; `of` is the operand's placement,
                 `axis` the gradient's axis of rows.
-            PENDING: rows along an axis that only the next reshape shows, whose result is placed as `of`. If `of` is
-                None: what a kernel keeps for its gradient, in an order of its own.
+            KEPT: what a kernel keeps for its gradient, in an order of its own.
             ITEMS: a list of tensors that are placed as `of`. If `of` is None, the list is still empty, and takes
                 tensors of the shape `counts`, in which -1 is any length. With detail ROW, a loop has put in one
                 tensor for each of a tower's rows.
@@ -79,7 +78,7 @@ class Placement:
             tensors that one op takes together have equally many.
         op, detail: see PARTIAL; what else there is to say.
         counts: see COUNTS, ITEMS and PLACES.
-        of: see AXES, PENDING and ITEMS.
+        of: see AXES and ITEMS.
     """
 
     kind: Kind
@@ -105,7 +104,7 @@ class Placement:
 
     def of_unit(self, unit: TensorName) -> "Placement":
         """Return the placement of as many rows of another unit."""
-        rowed = self.kind in (Kind.SHARD, Kind.COUNTS, Kind.AXES, Kind.PENDING)
+        rowed = self.kind in (Kind.SHARD, Kind.COUNTS, Kind.AXES)
         return dataclasses.replace(self, unit=unit) if rowed and self.unit != unit else self
 
     @property
@@ -122,6 +121,7 @@ COUNTER = Placement(Kind.LOCAL, detail=Detail.COUNTER)
 SUM = Placement(Kind.PARTIAL, op="sum")
 MEAN = Placement(Kind.PARTIAL, op="mean")
 PIECE = Placement(Kind.PIECE)
+KEPT = Placement(Kind.KEPT)
 
 
 def shard(axis: int = 0, blocks: int = 1, each: int = 1, unit: TensorName = SAMPLES) -> Placement:
@@ -142,11 +142,6 @@ def rows(counts: tuple[int, ...]) -> Placement:
 def axes(of: Placement, axis: int) -> Placement:
     """Return the axes that an operand of this placement was broadcast along, to rows along `axis`."""
     return Placement(Kind.AXES, of=of, axis=axis)
-
-
-def pending(of: Placement | None) -> Placement:
-    """Return a placement that the next reshape brings into the shape of a tensor of this one; None: nothing does."""
-    return Placement(Kind.PENDING, of=of)
 
 
 def items(of: Placement | None, shape: tuple[int, ...] = ()) -> Placement:

@@ -108,7 +108,8 @@ class Placer(abc.ABC):
         within: whether they are in a function, where nothing can be put before them.
         row_splits: by name of the row splits of ragged tensors whose values lie in rows, not in rows of rows: the
             unit of these values.
-        masks: by name of a mask: the unit of its true elements.
+        masks: by name of a mask, or of the lengths that it shows: the unit of its true elements.
+        limits: by name of lengths: up to which limit a mask shows them.
         row_lengths: by name of the lengths of ragged rows that were counted: the unit of the values.
         draws: the user's lines that draw numbers which are each tower's own.
         bodies: the functions that were placed by rows.
@@ -128,6 +129,7 @@ class Placer(abc.ABC):
         self.row_splits: dict[TensorName, TensorName] = {}
         self.row_lengths: dict[TensorName, TensorName] = {}
         self.masks: dict[TensorName, TensorName] = {}
+        self.limits: dict[TensorName, TensorName | int] = {}
 
     @abc.abstractmethod
     def convert(self, tensor: tf.Tensor, before: Placement, after: Placement, op: tf.Operation) -> tf.Tensor:
@@ -248,9 +250,7 @@ class Placer(abc.ABC):
             for i, placed in enumerate(call.inputs):  # numbers of a tower's own rows become those of the batch's
                 if (numbers := uneven.numbered(placed)) is not None:
                     call.require(i, numbers)
-        units = {
-            placed.unit for placed in call.inputs if placed.kind in (Kind.SHARD, Kind.COUNTS, Kind.AXES, Kind.PENDING)
-        }
+        units = {placed.unit for placed in call.inputs if placed.kind in (Kind.SHARD, Kind.COUNTS, Kind.AXES)}
         if len(units) > 1 or (units - {SAMPLES} and kind not in uneven.OF_ANY_UNIT):
             return None
         call.unit = units.pop() if units else SAMPLES
@@ -261,6 +261,8 @@ class Placer(abc.ABC):
         """Ask the rule of an op that takes rows of samples, or of another unit."""
         kind = call.op.type
         if any(placed.kind is Kind.PARTIAL for placed in call.inputs):
+            for output in call.op.outputs:
+                self.axes.refine(output)
             made = rules.LINEAR[kind](call) if kind in rules.LINEAR else None
             if made is not None:
                 return made
@@ -321,7 +323,7 @@ class Placer(abc.ABC):
     def _function(self, call: Call) -> list[Placement]:
         """Place a loop, a branch or a call: by each tower's rows if all ops in it have rules, else whole."""
         kinds = {placed.kind for placed in call.inputs}
-        if kinds & {Kind.AXES, Kind.PENDING}:
+        if kinds & {Kind.AXES, Kind.KEPT}:
             return self.whole(call)
         drawn, ran = len(self.draws), len(self.bodies)
         parts = [
@@ -507,19 +509,8 @@ def _any_of(ways: Sequence[Placement], tensors: Sequence[tf.Tensor]) -> Placemen
     """Return the placement of a result that the branches of an op give as these tensors, placed these ways."""
     given = given_by([*zip(tensors, ways, strict=True)])
     if SUM in ways:  # where a branch has no gradient it gives zeros
-        given = [(tensor, SUM if one.whole and is_zero(tensor) else one) for tensor, one in given]
+        given = [(tensor, SUM if one.whole and rules.is_zero(tensor) else one) for tensor, one in given]
     return functools.reduce(_either, [one for _, one in given])
-
-
-def is_zero(tensor: tf.Tensor) -> bool:
-    """Return whether a tensor has zeros alone, as far as the op shows that makes it."""
-    op = passed_on(tensor).op
-    if op.type in ("Fill", "BroadcastTo", "Reshape"):
-        return is_zero(op.inputs[op.type == "Fill"])
-    if op.type != "Const":
-        return op.type == "ZerosLike"
-    value = tf.get_static_value(op.outputs[0])
-    return value is not None and value.dtype.kind in "fiuc" and not np.any(value)
 
 
 def _either(one: Placement, two: Placement) -> Placement:
@@ -622,7 +613,7 @@ class FunctionPlacer(Placer):
         """See `Placer`."""
         if serves(before, after) or (self.lenient and before.whole):
             return tensor
-        if before == REPLICATE and after == SUM and is_zero(tensor):
+        if before in (REPLICATE, MEAN) and after == SUM and rules.is_zero(tensor):
             return tensor
         raise Refused(f"{op.type} {op.name} needs {after} of {before}")
 

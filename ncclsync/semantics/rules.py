@@ -24,6 +24,8 @@ from ncclsync.semantics.axes import Axes, Rows, passed_on
 from ncclsync.semantics.placements import (
     COUNTER,
     EACH,
+    KEPT,
+    LOCAL,
     MEAN,
     REPLICATE,
     SAMPLES,
@@ -34,7 +36,6 @@ from ncclsync.semantics.placements import (
     axes,
     items,
     partial,
-    pending,
     rows,
     shard,
 )
@@ -129,6 +130,17 @@ _linear = functools.partial(rule_for, table=LINEAR)
 def lengths_of(tensor: tf.Tensor) -> Any:
     """Return the lengths of a traced tensor's axes, None where open; None if its rank is."""
     return None if tensor.shape.rank is None else tensor.shape.as_list()
+
+
+def is_zero(tensor: tf.Tensor) -> bool:
+    """Return whether a tensor has zeros alone, as far as the op shows that makes it."""
+    op = passed_on(tensor).op
+    if op.type in ("Fill", "BroadcastTo", "Reshape"):
+        return is_zero(op.inputs[op.type == "Fill"])
+    if op.type != "Const":
+        return op.type == "ZerosLike"
+    value = tf.get_static_value(op.outputs[0])
+    return value is not None and value.dtype.kind in "fiuc" and not np.any(value)
 
 
 def rank_of(call: Call, index: int) -> Any:
@@ -293,6 +305,8 @@ def _broadcast(call: Call) -> Sequence[Placement] | None:
         for other in call.inputs[1:]:
             both = both and either(both, other)
         return None if both is None else [both]
+    if call.inputs[0].kind is Kind.AXES:  # counted from the first one, in either way
+        return call.inputs[:1] if call.op.type in ("AddV2", "FloorMod") and call.inputs[1].whole else None
     ranks = [rank_of(call, i) for i in range(len(call.inputs))]
     if call.op.type == "Select" and len(set(ranks)) > 1:
         return None
@@ -404,9 +418,8 @@ def _reduce(call: Call) -> Sequence[Placement] | None:
     if summed.kind is Kind.AXES and call.op.type == "Sum":
         if placed.axis != summed.axis:
             return None
-        operand = summed.of or REPLICATE
-        kept = operand.kind is Kind.SHARD
-        return [pending(placed.at(operand.axis))] if kept else [SUM]
+        kept = summed.of is not None and summed.of.kind is Kind.SHARD
+        return [placed if kept else SUM] if call.op.get_attr("keep_dims") else None
     over, dtype = call.constant(1), call.op.inputs[0].dtype
     # Of a single value all axes of length 1 count as broadcast, which no batch that is looked at has shown.
     if over is None or (call.unit and call.op.inputs[1].op.type == "BroadcastGradientArgs"):
@@ -415,6 +428,8 @@ def _reduce(call: Call) -> Sequence[Placement] | None:
     along = {int(axis) % rank for axis in np.ravel(over)}
     made = "".join("-" * call.op.get_attr("keep_dims") if axis in along else _AXES[axis] for axis in range(rank))
     reduced = None if call.op.type == "Mean" and not dtype.is_floating else _REDUCED.get(call.op.type)
+    if reduced == MEAN and call.unit:  # towers have any shares of them: `Partition` weighs their means
+        reduced = None if call.placer.within else SUM
     return _by_letters(call, [_AXES[:rank], None], [made], reduced)
 
 
@@ -576,7 +591,7 @@ def _by_samples(call: Call) -> Sequence[Placement] | None:
     given, made = ([one.replace("...", _AXES[: max(before, default=0)]) for one in side] for side in (given, made))
     taken: list[str | None] = []
     for i, (letters, one) in enumerate(zip(given, call.inputs, strict=False)):
-        if letters == "*" and one != pending(None):
+        if letters == "*" and one != KEPT:
             return None
         whole = letters == "w" or rank_of(call, i) == 0  # without a cell's state, input_c is a scalar
         taken.append(None if letters == "*" else "" if whole else letters)
@@ -585,7 +600,7 @@ def _by_samples(call: Call) -> Sequence[Placement] | None:
         for letters, output in zip(made, op.outputs, strict=False)
     ]
     placed = _by_letters(call, taken, results, SUM)
-    return placed and [pending(None) if letters == "*" else one for letters, one in zip(made, placed, strict=False)]
+    return placed and [KEPT if letters == "*" else one for letters, one in zip(made, placed, strict=False)]
 
 
 def _keeps_samples(call: Call) -> bool:
@@ -642,6 +657,8 @@ def _shape_of(call: Call) -> Sequence[Placement] | None:
         if one.kind is Kind.SHARD and tensor.shape.rank is not None:
             count = one.each * one.blocks or call.axes.rows(tensor, one.axis) or -1
             placed.append(rows(tuple(count if axis == one.axis else 0 for axis in range(tensor.shape.rank))))
+        elif one.kind is Kind.AXES:  # a tower with one row counts that, too
+            placed.append(LOCAL)
         elif one.kind in (Kind.REPLICATE, Kind.PARTIAL):
             placed.append(REPLICATE)
         else:
@@ -867,10 +884,20 @@ def _broadcast_axes(call: Call) -> Sequence[Placement] | None:
     return [axes(operand, max(lengths) + place) for operand in operands]
 
 
+@rule_for("DynamicStitch", counting=True)
+def _kept_shape(call: Call) -> Sequence[Placement] | None:
+    """Place a gradient's shape, with ones for the axes over which it is summed."""
+    if len(call.inputs) != 4 or call.inputs[1].kind is not Kind.AXES or not call.inputs[0].whole:
+        return None
+    (_, summed, shape, _), of = call.inputs, call.inputs[1].of or REPLICATE
+    call.local.clear()  # the ones
+    return [REPLICATE if of.whole else shape] if only_one(shape) == summed.axis else None
+
+
 @rule_for("Reshape", counting=True)
 def _reshape(call: Call) -> Sequence[Placement] | None:
     made = _reshaped(call)
-    if made is None and call.inputs[0].kind in (Kind.SHARD, Kind.PENDING):
+    if made is None and call.inputs[0].kind is Kind.SHARD:
         _count_rows(call, 1)  # not at once: in [-1, rows] the rows are all that each row meets
         made = _reshaped(call) or _reshaped_literally(call)
     return made
@@ -894,8 +921,6 @@ def _reshaped_literally(call: Call) -> Sequence[Placement] | None:
 
 def _reshaped(call: Call) -> Sequence[Placement] | None:
     placed, shape = call.inputs
-    if placed.kind is Kind.PENDING:
-        return [placed.of] if placed.of is not None and only_one(shape) == placed.of.axis else None
     before, after = call.axes.lengths(call.op.inputs[0]), call.axes.lengths(call.op.outputs[0])
     if placed.kind is not Kind.SHARD or before is None or after is None:
         return None

@@ -9,13 +9,14 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from ncclsync.communicator import native
 from ncclsync.compat.names import TensorName
-from ncclsync.semantics.axes import BATCHES, passed_on
+from ncclsync.semantics.axes import BATCHES, SORTED_SEGMENTS, passed_on
 from ncclsync.semantics.placements import PIECE, REPLICATE, SAMPLES, SUM, Detail, Kind, Placement, rows, shard
 from ncclsync.semantics.rules import (
     COUNTING,
@@ -27,6 +28,7 @@ from ncclsync.semantics.rules import (
     Call,
     counted,
     counted_by,
+    is_zero,
     lengths_of,
     names,
     only_one,
@@ -36,14 +38,13 @@ from ncclsync.semantics.rules import (
     slice_spec,
 )
 
-# A mean is none of these: it weighs towers by their samples.
 OF_ANY_UNIT = (
     (ELEMENTWISE - names("Select"))
     | MOVING
     | COUNTING
     | names("""
         All Any ArgMax ArgMin BatchMatMulV2 BiasAdd BiasAddGrad BroadcastGradientArgs BroadcastTo Einsum Fill L2Loss
-        LogSoftmax LookupTableFind LookupTableFindV2 MatMul Max Min OneHot Pad Prod Rank ResourceGather Shape Size
+        LogSoftmax LookupTableFind LookupTableFindV2 MatMul Max Mean Min OneHot Pad Prod Rank ResourceGather Shape Size
         Softmax SparseSoftmaxCrossEntropyWithLogits StridedSliceGrad UnsortedSegmentSum
     """)
 )
@@ -102,7 +103,7 @@ def _keeps_vectors(call: Call) -> bool:
     if call.op.type == "Transpose":
         return call.inputs[0].axis == 1 and len(before) == 2 and np.array_equal(call.constant(1), [1, 0])
     same = bool(before and after) and before[-1] == after[-1] is not None
-    return call.op.type in ("Reshape", "Tile") and same and not call.inputs[0].axis
+    return call.op.type in ("ExpandDims", "Reshape", "Tile") and same and not call.inputs[0].axis
 
 
 @_numbered("AddV2 Mul SelectV2")
@@ -112,6 +113,10 @@ def _computed_numbers(call: Call) -> Sequence[Placement] | None:
     if call.op.outputs[0].dtype not in (tf.int32, tf.int64):
         return None
     loose = (None, Detail.ROW, Detail.OWN, Detail.LOOSE) if kind == "AddV2" else (None, Detail.ROW)
+    if kind == "AddV2" and Kind.INDICES in (one.kind, two.kind):
+        at = 0 if one.kind is Kind.INDICES else 1
+        plain = call.inputs[at].detail is Detail.OWN and not call.inputs[at].axis
+        return _numbers_with(call, at) if plain and _begin_with_zeros(call, call.op.inputs[1 - at]) else None
     numbers = next((one for one in call.inputs if one.kind is Kind.PLACES and one.detail in loose), None)
     if numbers is None:
         return None
@@ -123,6 +128,8 @@ def _computed_numbers(call: Call) -> Sequence[Placement] | None:
     made = _numbers_with(call, 1 - other)
     if kind == "Mul" and numbers.detail is None:
         factor, (count, width) = call.constant(other), numbers.counts
+        if made is not None and np.ndim(factor) == 1 and factor[0] == 1 and len(factor) > 1 and not factor[1:].any():
+            return [dataclasses.replace(made[0], kind=Kind.INDICES, detail=Detail.OWN)]
         if _is_one(call.op.inputs[other]):
             return made
         fits = factor is not None and np.size(factor) == 1 and int(np.ravel(factor)[0]) > 0
@@ -147,7 +154,26 @@ def _numbers_with(call: Call, at: int) -> list[Placement] | None:
     made = RULES["AddV2"](call) if whole or other == shard(other.axis, other.blocks, other.each, by.unit) else None
     fits = made is not None and made[0].blocks == 1 and call.inputs[at] == by and call.inputs[1 - at].whole == whole
     call.inputs[at], call.unit = numbers, SAMPLES
-    return [_places(numbers, made[0].of_unit(by.unit), numbers.detail)] if fits and made else None
+    return [_places(numbers, made[0].of_unit(by.unit), numbers.detail, numbers.kind)] if fits and made else None
+
+
+def _value(op: tf.Operation, index: int) -> Any:
+    return tf.get_static_value(op.inputs[index])
+
+
+def _begin_with_zeros(call: Call, tensor: tf.Tensor) -> bool:
+    """Return whether each vector along the last axis begins with a zero, as the ops show that make it."""
+    length = (lengths_of(tensor) or [None])[-1]
+    while (op := tensor.op).type in ("Cast", "ExpandDims", "Identity", "StridedSlice", "Tile"):
+        before, sliced = op.inputs[0], op.type == "StridedSlice"
+        some = sliced and (before.shape.num_elements() != tensor.shape.num_elements() or np.any(_value(op, 3) != 1))
+        if some or (lengths_of(before) or [None])[-1] != length:
+            break
+        tensor = before
+    if tensor.op.type == "Pack" and tensor.op.get_attr("axis") in (-1, len(tensor.shape) - 1):
+        return is_zero(tensor.op.inputs[0])
+    known = call.axes.constant(tensor)
+    return known is not None and length == known.shape[-1] > 1 and not np.any(known[..., 0])
 
 
 def _is_one(tensor: tf.Tensor) -> bool:
@@ -234,7 +260,8 @@ def _sliced_numbers(call: Call) -> Sequence[Placement] | None:
             return [dataclasses.replace(PIECE, detail=Detail.ENDS)]
         begins = (call.op.get_attr("begin_mask") or begin[0] == 0) and end[0] == -1 and spec == ["some"]
         return [dataclasses.replace(PIECE, detail=Detail.BEGINS)] if begins else None
-    if placed.kind is Kind.PLACES and spec is not None and {*spec} <= {"all", "new"}:
+    kept = placed.kind is Kind.PLACES or (spec is not None and spec[-1] == "all" and not placed.axis)
+    if kept and spec is not None and {*spec} <= {"all", "new"} and (placed.kind is Kind.PLACES or "new" in spec):
         axis = [i for i, one in enumerate(spec) if one == "all"][placed.axis]
         return None if placed.detail is Detail.MAP else [placed.at(axis)]
     if placed.kind is not Kind.INDICES or placed.axis or spec is None or len(spec) != 2 or spec[0] != "all":
@@ -394,10 +421,23 @@ def _where(call: Call) -> Sequence[Placement] | None:
     if placed.kind is not Kind.SHARD or placed.axis or placed.blocks != 1 or rank is None or call.placer.within:
         return None
     unit = _unit_of(call.op.outputs[0], call.placer.row_splits)
-    if unit is None:  # a mask has as many true elements in any shape, in the same order
-        mask = passed_on(call.op.inputs[0], "ExpandDims", "Reshape", "Squeeze").name
+    if unit is None:
+        mask, limit = _mask_of(call.op.inputs[0]), _columns_of(call.op.outputs[0])
+        if limit is not None:  # the same lengths have other true elements up to another limit
+            known = tf.get_static_value(limit)
+            known = limit.name if known is None else int(known)
+            mask = mask if call.placer.limits.setdefault(mask, known) == known else call.op.inputs[0].name
         unit = call.placer.masks.setdefault(mask, call.op.outputs[0].name)
     return [Placement(Kind.INDICES, detail=Detail.OWN, counts=(placed.each, 1), unit=unit)]
+
+
+def _mask_of(tensor: tf.Tensor) -> TensorName:
+    """Return a name for masks with these true elements, in any shape and in this order; or with so many in each row."""
+    mask = passed_on(tensor, "ExpandDims", "Reshape", "Squeeze", "Cast")
+    if mask.op.type == "Sum" and mask.dtype.is_integer and passed_on(mask.op.inputs[0], "Cast").dtype == tf.bool:
+        return _mask_of(mask.op.inputs[0])  # how many are true
+    column = mask.op.inputs[1] if mask.op.type == "Less" and _columns_of(mask) is not None else mask
+    return passed_on(column, "ExpandDims", "Cast").name
 
 
 _OF_PLACES = ("Squeeze", "Where", "Reshape")  # between a sequence mask and the places of its true elements
@@ -439,21 +479,36 @@ def _unit_of(places: tf.Tensor, row_splits: Mapping[TensorName, TensorName]) -> 
     return row_splits.get(ends.inputs[0].name) if fits else None
 
 
-_SORTED_SEGMENTS = names("SegmentMax SegmentMean SegmentMin SegmentProd SegmentSum")
-_GATHERED_SEGMENTS = names("SparseSegmentMean SparseSegmentSqrtN SparseSegmentSum")
+_NUMBERED_SEGMENTS = names("""
+    SparseSegmentMeanWithNumSegments SparseSegmentSqrtNWithNumSegments SparseSegmentSumWithNumSegments
+""")
 
 
-@_numbered(*SEGMENTS, *_SORTED_SEGMENTS, *_GATHERED_SEGMENTS)
+@_numbered(*SEGMENTS, *SORTED_SEGMENTS, *_NUMBERED_SEGMENTS)
 def _segments_numbered(call: Call) -> Sequence[Placement] | None:
-    """Place results whose segments are the tower's rows."""
-    gathered, unsorted = call.op.type in _GATHERED_SEGMENTS, call.op.type in SEGMENTS
+    """Place results whose segments are the tower's rows; `Partition` adds rows that no number names at the end."""
+    gathered, counted_by_last = call.op.type.startswith("Sparse"), call.op.type in SORTED_SEGMENTS
     data, ids = call.inputs[gathered : gathered + 2]  # or, of a whole table, which rows of it
     by, count = numbered(ids), _numbers_of(ids) if ids.kind is Kind.PLACES else 0
-    if by is None or by.axis or not count or ids.detail is Detail.MAP or not _stay(call, 1 + gathered, unsorted):
+    if by is None or by.axis or not count or ids.detail is Detail.MAP:
+        return None
+    if not _stay(call, 1 + gathered, call.op.type in SEGMENTS):
         return None
     plain = data.kind is Kind.SHARD and same_rows(data, by) and not data.axis and (not gathered or call.inputs[0].whole)
-    ends = call.inputs[2] == rows((count,)) if unsorted else ids.detail is Detail.EVERY
+    # As many as the batch has rows, as is known of each number's occurring, or of what its result has met.
+    every = counted_by_last and (ids.detail is Detail.EVERY or call.axes.rows(call.op.outputs[0], 0) == count)
+    ends = every or (not counted_by_last and call.inputs[-1] == rows((count,)))
     return [shard(0, 1, count)] if plain and ends else None
+
+
+@_numbered("SparseSegmentMeanGrad SparseSegmentSqrtNGrad SparseSegmentSumGrad")
+def _segments_back(call: Call) -> Sequence[Placement] | None:
+    """Place a table's gradient, of whose rows the tower's have taken some."""
+    gradient, taken, ids, height = call.inputs
+    by, count = numbered(ids), _numbers_of(ids) if ids.kind is Kind.PLACES else 0
+    plain = by is not None and not by.axis and taken.kind is Kind.SHARD and same_rows(taken, by) and height.whole
+    own = count and gradient == shard() and gradient.each == count and ids.detail in (None, Detail.OWN, Detail.EVERY)
+    return [SUM] if plain and own else None
 
 
 def _sparse_rows(call: Call, indices: int, values: int, shape: int) -> Placement | None:
@@ -592,10 +647,14 @@ def _row_lengths(call: Call) -> Sequence[Placement] | None:
 @rule_for("Cumsum")
 def _row_ends(call: Call) -> Sequence[Placement] | None:
     """Place where ragged rows end, the sums of their lengths: each tower needs those of its own."""
-    unit = call.placer.row_lengths.get(call.op.inputs[0].name)
-    if unit and not call.op.get_attr("exclusive") and not call.op.get_attr("reverse"):
-        return [dataclasses.replace(PIECE, detail=Detail.ENDS, unit=unit)]
-    return _cumulated(call)
+    (made,), lengths = call.op.outputs, call.op.inputs[0]
+    splits = [one for one in made.consumers() if one.type == "ConcatV2" and len(one.inputs) == 3]
+    ends = call.inputs[0] == shard() and call.inputs[0].each == 1 and rank_of(call, 0) == 1 and made.dtype.is_integer
+    ends = ends and not (call.placer.within or call.op.get_attr("exclusive") or call.op.get_attr("reverse"))
+    if not ends or not splits or len(splits) < len(made.consumers()):
+        return _cumulated(call)
+    unit = call.placer.row_lengths.get(lengths.name) or call.placer.masks.setdefault(_mask_of(lengths), made.name)
+    return [dataclasses.replace(PIECE, detail=Detail.ENDS, unit=unit)]
 
 
 @_numbered("RaggedBincount")

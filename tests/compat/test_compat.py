@@ -693,6 +693,32 @@ def test_shared_function():
         tf.function(lambda x: x, experimental_attributes={"_nospecialize": True})
 
 
+def test_ops_of_a_graph_are_changed():
+    """An op takes another tensor, waits for other ops, has other attributes, and an imported one a traceback."""
+    with tf.Graph().as_default() as graph:
+        one, other = tf.constant([[1.0, 2.0]]), tf.constant([[3.0, 4.0]])
+        total = tf.reduce_sum(one, 1)
+        with tf.control_dependencies([other]):
+            late = tf.identity(one)
+        (copied,) = tf.graph_util.import_graph_def(
+            tf.compat.v1.GraphDef(node=[total.op.node_def]),
+            {tensor.name: tensor for tensor in total.op.inputs},
+            [total.op.name],
+            name="copied",
+        )
+        assert copied.traceback is None  # if not: no need for `set_traceback` any more
+        tf_compat.set_traceback(copied, total.op)
+        assert list(copied.traceback)[-1].lineno == list(total.op.traceback)[-1].lineno
+        tf_compat.set_input(total.op, 0, other)
+        tf_compat.set_control_inputs(late.op, [total.op])
+        tf_compat.set_attributes(total.op, {"keep_dims": tf.compat.v1.AttrValue(b=True)})
+        assert late.op.control_inputs == [total.op]
+    function = tf.compat.v1.wrap_function(
+        lambda: tf.graph_util.import_graph_def(graph.as_graph_def(), return_elements=[total.name]), []
+    )
+    assert function()[0].numpy().tolist() == [[7.0]]
+
+
 def test_without_new_sums():
     """Calls made meanwhile, in this thread, leave out one pass of the optimiser, and keep what the user chose."""
     called = tf.function(lambda x: x + 1.0, experimental_attributes={"_noinline": True})

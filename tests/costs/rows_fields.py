@@ -5,7 +5,7 @@ import functools
 import keras
 import numpy as np
 import tensorflow as tf
-from costs import TRANSITIONS, fits, row, runs
+from costs import fits, row, runs
 from keras import layers, losses, ops
 
 RNG = np.random.default_rng(3)
@@ -450,7 +450,7 @@ def pinball(true, found):
     return ops.mean(ops.maximum(0.9 * (true - found), -0.1 * (true - found)), axis=-1)
 
 
-row("speech, CTC", fitted(listener, losses.CTC, floats(20, 8), integers(CLASSES, 4) + 1), TRANSITIONS)
+row("speech, CTC", fitted(listener, losses.CTC, floats(20, 8), integers(CLASSES, 4) + 1))
 row("speech, spectra", fitted(spectral, sparse, floats(128), LABELS))
 row("FNO", own(lambda: layers.Dense(8), lambda: built(layers.Dense(8), None, 8), x=WIDE, loss=neural_operator))
 row("FNet", fitted(fnet, sparse, floats(8, WIDTH), LABELS))

@@ -2,7 +2,7 @@
 
 import keras
 import numpy as np
-from costs import TRANSITIONS, fits, row
+from costs import fits, row
 from keras import layers, losses, metrics
 
 RNG = np.random.default_rng(1)
@@ -94,7 +94,7 @@ def masked(loss, y, **compiled):
 
 
 row("Circle", circle(), {"MatMul": "it compares all rows of the batch with each other"})
-row("CTC", ctc(), TRANSITIONS)
+row("CTC", ctc())
 row("MeanSquaredError masked", masked(losses.MeanSquaredError, VALUES[1]))
 row(
     "SparseCategoricalCrossentropy masked",

@@ -9,7 +9,7 @@ import tensorflow as tf
 from ncclsync import NcclSyncError
 from ncclsync.semantics import rules
 from ncclsync.semantics.draws import check_draws
-from ncclsync.semantics.placements import REPLICATE, SUM, pending, shard
+from ncclsync.semantics.placements import KEPT, REPLICATE, SUM, shard
 
 TIME, ROWS, FEATURES, UNITS = 4, 7, 3, 2
 SIZES = 3, 2, 2
@@ -83,7 +83,7 @@ def test_rows_of_cudnns_lstm(time_major, which):
     """A tower's call with its rows, and what the rule says of the results: one device's."""
     op, run, given = ops_of(time_major)[which], (lstm, lstm_back)[which], operands(time_major)
     given = given if which else given[:5]
-    spare = [pending(None)] * (len(op.inputs) - len(given))
+    spare = [KEPT] * (len(op.inputs) - len(given))
     rows = shard(1 if time_major else 0)
     taken, made = rule_of(op, [rows, *[REPLICATE] * (len(given) - 1), *spare])
     assert [i for i, one in enumerate(taken) if one == REPLICATE] == [3]  # the weights
@@ -96,7 +96,7 @@ def test_rows_of_cudnns_lstm(time_major, which):
         parts.append(run(time_major, *own))
     for expected, part, placed in zip(run(time_major, *given), zip(*parts, strict=True), made, strict=False):
         np.testing.assert_allclose(joined(part, placed), expected, rtol=1e-10, atol=1e-12)
-    assert made[3] == (SUM if which else pending(None))
+    assert made[3] == (SUM if which else KEPT)
 
 
 def test_rows_of_cudnns_gru():
@@ -109,7 +109,7 @@ def test_rows_of_cudnns_gru():
         )
     taken, placed = rule_of(made[0].op, [shard(0), *[REPLICATE] * 4])
     assert taken == [shard(0), shard(0), REPLICATE, REPLICATE, shard(0)]
-    assert placed == [shard(0), shard(0), REPLICATE, pending(None), pending(None)]
+    assert placed == [shard(0), shard(0), REPLICATE, KEPT, KEPT]
     assert rule_of(made[0].op, [shard(1), *[REPLICATE] * 4])[1] is None
 
 

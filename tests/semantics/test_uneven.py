@@ -158,7 +158,7 @@ PROGRAMS = {
         ),
         "",
     ),
-    "mean of all values": (lambda b, w: tf.reduce_mean(embedded(b, w).flat_values ** 2, 0), "Mean"),
+    "mean of all values": (lambda b, w: tf.reduce_mean(embedded(b, w).flat_values ** 2, 0), ""),
     "padded": (lambda b, w: tf.gather(w, b["tokens"].to_tensor(2)), ""),
     "padded to a length": (lambda b, w: tf.gather(w, b["tokens"].to_tensor(2, shape=[None, 5])), ""),
     "padded embeddings": (lambda b, w: embedded(b, w).to_tensor(), "GatherV2"),

@@ -15,11 +15,11 @@ from ncclsync.semantics.functions import BRANCHES, CALLS, LOOPS
 PLACED = rules.names("Assert IdentityN OptionalFromValue OptionalNone Print PrintV2 ReadVariableOp VarIsInitializedOp")
 PLACED |= rules.names("Const ListDiff NoOp Placeholder RngReadAndSkip StatelessRandomGetKeyCounter VariableShape")
 PLACED |= rules.names("AssignAddVariableOp AssignSubVariableOp AssignVariableOp ResourceScatterAdd ResourceScatterSub")
-PLACED |= (rules.COUNTING - {"DynamicStitch"}) | rules.DRAWS | BRANCHES | CALLS | LOOPS
+PLACED |= rules.COUNTING | rules.DRAWS | BRANCHES | CALLS | LOOPS
 
 BY_NATURE = {
     "normalises by the batch": "FusedBatchNormGrad FusedBatchNormGradV2 FusedBatchNormGradV3",
-    "the data say which rows go where": "DynamicPartition DynamicStitch InvertPermutation ParallelDynamicStitch",
+    "the data say which rows go where": "DynamicPartition InvertPermutation ParallelDynamicStitch",
     "compares all boxes": "NonMaxSuppression NonMaxSuppressionV2 NonMaxSuppressionWithOverlaps",
     "lists what the batch has once": "Unique",
     "its range is that of all elements": "QuantizeAndDequantizeV2 QuantizeAndDequantizeV3 QuantizeAndDequantizeV4 "
@@ -37,8 +37,8 @@ OPEN = {
     "CTCGreedyDecoder CTCLoss DenseToDenseSetOperation DenseToSparseSetOperation SetSize SparseToSparseSetOperation",
     "makes a sparse or ragged tensor of another one": "RaggedFillEmptyRows RaggedGather RaggedRange "
     "RaggedTensorFromVariant RaggedTensorToSparse RaggedTensorToVariant SparseAdd SparseAddGrad SparseConcat "
-    "SparseDenseCwiseAdd SparseDenseCwiseDiv SparseDenseCwiseMul SparseSegmentMeanWithNumSegments "
-    "SparseSegmentSqrtNWithNumSegments SparseSegmentSumWithNumSegments SparseSlice SparseSparseMaximum "
+    "SparseDenseCwiseAdd SparseDenseCwiseDiv SparseDenseCwiseMul "
+    "SparseSlice SparseSparseMaximum "
     "SparseSparseMinimum SparseTensorDenseAdd UnicodeEncode",
     "a matrix of TensorFlow's own layout": "CSRSparseMatrixToDense CSRSparseMatrixToSparseTensor "
     "DenseToCSRSparseMatrix SparseMatrixMatMul SparseMatrixNNZ SparseMatrixSparseMatMul SparseMatrixTranspose "

@@ -27,8 +27,6 @@ ROWS = 256  # of the batch that gathered bytes are counted for; tables have fewe
 LEAST_BYTES = 2048
 # Of any row: random numbers are one device's, all rows' of one stream. What is done with them is not.
 DRAWN = dict.fromkeys(rules.DRAWS, "they are one device's: all rows' of one stream")
-# Of losses by `tf.nn.ctc_loss` without one sparse tensor of labels.
-TRANSITIONS = {"AddV2": "open: which labels may follow each other, at rows' numbers times [1, 0, 0], is added up"}
 MOST_OF_WEIGHTS, MOST_ALIKE = 0.01, 0.02
 
 ROWS_OF_TABLE: dict[str, "Row"] = {}

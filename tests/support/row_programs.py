@@ -163,6 +163,40 @@ def texts_by_code_points(batch, embedding, classes):
     return entropy(classes(tf.reduce_sum(embedding(points % 50), 1)), batch[1])
 
 
+# Ragged tensors that a step makes of rows.
+
+LENGTHS = integers(TIME + 2, low=-1)  # some exceed what there is
+
+
+@program((SERIES, LENGTHS, LABELS), dense(), OF_CLASSES)
+def ragged_by_lengths(batch, first, classes):
+    made = tf.RaggedTensor.from_tensor(first(batch[0]), lengths=batch[1])
+    return entropy(classes(tf.reduce_sum(tf.exp(made), 1) / (1.0 + tf.reduce_sum(made, 1) ** 2)), batch[2])
+
+
+@program((SERIES, abs(LENGTHS)), dense())
+def lengths_up_to_two_limits(batch, first):
+    """Of the same lengths: so many values each, which never meet."""
+    made = first(batch[0])
+    short = tf.boolean_mask(made[:, :3], tf.sequence_mask(batch[1], 3))
+    long = tf.boolean_mask(made, tf.sequence_mask(batch[1], TIME))
+    weights = tf.numpy_function(np.abs, [short], tf.float64)
+    weights.set_shape([None, WIDTH])
+    return mean(long) + mean(short * weights)
+
+
+@program((integers(4, TIME), LABELS), EMBEDDED, OF_CLASSES)
+def ragged_by_padding(batch, embedding, classes):
+    made = tf.RaggedTensor.from_tensor(batch[0], padding=0)
+    return entropy(classes(tf.reduce_mean(made.with_values(embedding(made.values)), 1)), batch[1])
+
+
+@program((SERIES, LABELS), dense(), OF_CLASSES)
+def ragged_by_a_mask(batch, first, classes):
+    made = first(batch[0])
+    return entropy(classes(tf.reduce_sum(tf.ragged.boolean_mask(made, made[:, :, 0] > 0), 1)), batch[1])
+
+
 # Rows that come back.
 
 
@@ -191,6 +225,29 @@ def mask_and_scatter(batch, first, classes):
     mask = made[:, 0] > 0
     part = tf.nn.relu(tf.boolean_mask(made, mask))
     return entropy(classes(tf.scatter_nd(tf.where(mask), part, tf.shape(made, tf.int64))), batch[1])
+
+
+FEW = integers(50, TIME)
+FEW[FEW % 3 == 0] = 0
+FEW[-1, 0] = 7  # the last row has some: else one device fails
+
+
+@program((FEW, SERIES, LABELS), EMBEDDED, OF_CLASSES)
+def bags_with_weights(batch, embedding, classes):
+    places = tf.where(batch[0] > 0)
+    ids, weights = (tf.gather_nd(one, places) for one in (tf.cast(batch[0], tf.int64), batch[1][:, :, 0]))
+    shape = tf.shape(batch[0], tf.int64)
+    both = (tf.SparseTensor(places, one, shape) for one in (ids, tf.exp(weights)))
+    embedding(batch[0])  # makes the table
+    made = tf.nn.embedding_lookup_sparse(tf.convert_to_tensor(embedding.embeddings), *both, combiner="mean")
+    return entropy(classes(made), batch[2])
+
+
+@program((SERIES, abs(LENGTHS), integers(CLASSES, TIME)), dense(CLASSES))
+def mean_of_a_mask(batch, classes):
+    mask = tf.sequence_mask(batch[1], TIME)
+    made = classes(tf.boolean_mask(batch[0], mask))
+    return entropy(made, tf.boolean_mask(batch[2], mask)) + tf.reduce_mean(tf.math.reduce_variance(made, 0))
 
 
 # Numbers of rows.
@@ -223,6 +280,16 @@ def rows_times_ones(batch, first):
     made = first(batch[0])
     rows = tf.range(tf.shape(made)[0])[:, None] * tf.ones_like(batch[1])
     return mean(tf.gather_nd(made, tf.stack([rows, batch[1]], -1)))
+
+
+@program(SERIES, dense())
+def rows_in_vectors(batch, first):
+    """As CTC's labels, of which each may follow another one."""
+    made, columns = first(batch[0]), tf.range(3)
+    rows = tf.shape(made)[0]
+    places = tf.tile(tf.stack([tf.zeros_like(columns), columns, columns + 1], 1)[None], [rows, 1, 1])
+    places += (tf.range(rows)[:, None] * [1, 0, 0])[:, None]
+    return mean(tf.scatter_nd(places, made[:, :3, 0], [rows, 4, 5]))
 
 
 def flat(columns, made):
@@ -294,6 +361,61 @@ def a_branch_by_a_maximum(batch, first):
 def matrix_exponential(batch, first):
     made = tf.reshape(first(tf.reshape(batch[0], [-1, 16])), [-1, 4, 4])
     return mean(tf.linalg.expm(made * 0.3))
+
+
+# Gradients of gradients, and forward ones; functions that are called.
+
+
+@program(SERIES, dense(), dense())
+def marginals_of_a_chain(batch, first, second):
+    scores = first(batch[0])
+    with tf.GradientTape() as tape:
+        tape.watch(scores)
+        after = tf.scan(
+            lambda a, one: tf.reduce_logsumexp(a[:, :, None] + 0.1, 1) + one, tf.transpose(scores, [1, 0, 2])
+        )
+        total = tf.reduce_logsumexp(after[-1], -1)
+    return mean(second(tape.gradient(total, scores)))
+
+
+@program(WIDE, dense(), dense())
+def descent_in_a_loop(batch, first, second):
+    def body(i, x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            energy = tf.reduce_sum(tf.tanh(first(x)), -1)
+        return i + 1, x - 0.1 * tape.gradient(energy, x)
+
+    return mean(second(tf.while_loop(lambda i, _: i < 3, body, [tf.constant(0), batch[0]])[1]))
+
+
+@program(SERIES, dense(), dense())
+def forward_gradient(batch, first, second):
+    with tf.autodiff.ForwardAccumulator(batch[0], tf.ones_like(batch[0])) as forward:
+        made = tf.nn.gelu(first(batch[0]))
+        made = tf.nn.softmax(tf.matmul(made, second(made), transpose_b=True)) @ batch[0]
+    return mean(forward.jvp(made))
+
+
+@program(WIDE, dense(), dense())
+def forward_over_reverse(batch, first, second):
+    with tf.autodiff.ForwardAccumulator(batch[0], tf.ones_like(batch[0])) as forward:
+        with tf.GradientTape() as tape:
+            tape.watch(batch[0])
+            made = tf.reduce_sum(tf.tanh(second(tf.tanh(first(batch[0])))), -1)
+        slope = tape.gradient(made, batch[0])
+    return mean(forward.jvp(slope))
+
+
+@program((WIDE, LABELS), dense(), OF_CLASSES)
+def called(batch, first, classes):
+    @tf.function
+    def loss(x, labels):
+        made = first(x)
+        made = (made - tf.reduce_mean(made, 0)) * tf.reduce_max(made, 0)
+        return entropy(classes(made / (1.0 + tf.abs(made[:, :1]))), labels)
+
+    return loss(*batch)
 
 
 # Ops without a gradient.

@@ -18,7 +18,7 @@ from ncclsync.compat.source_lines import user_line
 from ncclsync.errors import NcclSyncError, shown
 from ncclsync.ops import current_context
 from ncclsync.ops.buckets import DEFAULT_BUCKET_BYTES
-from ncclsync.semantics.holders import holders_of
+from ncclsync.sharding.holders import holders_of
 from ncclsync.towers.options import Health, TowerOptions, takes
 from ncclsync.towers.replicas import Copies
 from ncclsync.training.callbacks.large_batch import LargeBatch, follow, leave

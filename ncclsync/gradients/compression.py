@@ -8,7 +8,7 @@ import tensorflow as tf
 from ncclsync import ops
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops import Context
-from ncclsync.semantics.roles import Role, declare_role
+from ncclsync.sharding.roles import Role, declare_role
 
 
 class ErrorFeedback:

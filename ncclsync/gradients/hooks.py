@@ -20,7 +20,7 @@ from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.gradients.compression import ErrorFeedback
 from ncclsync.gradients.sharded_optimizer import OptimizerSharding
 from ncclsync.ops import Context
-from ncclsync.semantics.roles import Role, declare_role
+from ncclsync.sharding.roles import Role, declare_role
 
 _nested = threading.local()
 

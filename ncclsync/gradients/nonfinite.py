@@ -18,7 +18,7 @@ import tensorflow as tf
 from ncclsync import ops
 from ncclsync.errors import NonFiniteError
 from ncclsync.gradients.observer import Observer
-from ncclsync.semantics.shards import units_of
+from ncclsync.sharding.shards import units_of
 
 logger = logging.getLogger("ncclsync")
 

@@ -12,7 +12,7 @@ from ncclsync.communicator import native
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError
 from ncclsync.ops import current_context, held
-from ncclsync.semantics.holders import Holder
+from ncclsync.sharding.holders import Holder
 
 
 class Place(NamedTuple):

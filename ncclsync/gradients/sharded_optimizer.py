@@ -22,8 +22,8 @@ from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError
 from ncclsync.gradients.partitions import PartitionedSlot, Place, Processes, not_in_a_function
 from ncclsync.ops import Collective, CollectiveKind
-from ncclsync.semantics.roles import Role, declare_role
 from ncclsync.semantics.rules import ELEMENTWISE
+from ncclsync.sharding.roles import Role, declare_role
 
 SCATTERED = Collective(CollectiveKind.REDUCE_SCATTER)
 # Towers without samples have updated their parts, too.

@@ -16,13 +16,13 @@ from ncclsync.communicator import native
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.names import OpName, TensorName, op_name
 from ncclsync.compat.source_lines import user_line
+from ncclsync.costs.cost import Costs
+from ncclsync.costs.roofline import Size, product
 from ncclsync.errors import NcclSyncError
 from ncclsync.ops import Collective, CollectiveKind, Purpose
 from ncclsync.ops.carriers import carried, delivered
-from ncclsync.program.cost import Costs
 from ncclsync.program.graph import TracedGraph, opened
 from ncclsync.program.program import Exchange
-from ncclsync.program.roofline import Size, product
 from ncclsync.semantics import rules, uneven
 from ncclsync.semantics.axes import BATCHES, Axes, Items, given_rows
 from ncclsync.semantics.functions import Functions

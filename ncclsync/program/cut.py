@@ -28,7 +28,7 @@ from ncclsync.program.shapes import find_mismatch
 from ncclsync.program.trace import Trace
 from ncclsync.program.updates import find_updates
 from ncclsync.semantics.placing import is_unrepeatable, told_fault
-from ncclsync.semantics.roles import Role, declare_role, role_of
+from ncclsync.sharding.roles import Role, declare_role, role_of
 
 # So many ops a tower runs at most: for each of the trace's, and beside these.
 _MOST_FOLD, _MOST_MORE = 16, 5_000

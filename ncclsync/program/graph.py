@@ -17,8 +17,8 @@ from ncclsync.program.trace import Trace
 from ncclsync.semantics.axes import Axes
 from ncclsync.semantics.functions import Functions, in_order, parents_of
 from ncclsync.semantics.placements import LOCAL, PIECE, REPLICATE, SAMPLES, Detail, Kind, Placement, rows, shard
-from ncclsync.semantics.roles import Role, is_random_state, mark_random_state, role_of
-from ncclsync.semantics.shards import units_of
+from ncclsync.sharding.roles import Role, is_random_state, mark_random_state, role_of
+from ncclsync.sharding.shards import units_of
 
 
 def read_only(members: Mapping[str, Any]) -> dict[str, Any]:

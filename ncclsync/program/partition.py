@@ -30,9 +30,9 @@ from ncclsync.semantics.axes import SORTED_SEGMENTS, Rows
 from ncclsync.semantics.functions import BRANCHES, LOOPS
 from ncclsync.semantics.placements import LOCAL, MEAN, REPLICATE, SEEDED, SUM, Kind, Placement
 from ncclsync.semantics.placing import COMPUTED_WHOLE, PRINTS, REPEATABLE, Found, Refused, local_of
-from ncclsync.semantics.roles import Role
 from ncclsync.semantics.rules import Call
 from ncclsync.semantics.unordered import ADDS_SLICES, UNORDERED, UNORDERED_ON_CPU, added_up
+from ncclsync.sharding.roles import Role
 
 logger = logging.getLogger("ncclsync")
 

@@ -16,7 +16,7 @@ from ncclsync.errors import NcclSyncError
 from ncclsync.program.graph import StepGraph
 from ncclsync.program.schedule import Schedule, ancestors, dependencies
 from ncclsync.semantics.placing import REPEATABLE
-from ncclsync.semantics.roles import Role
+from ncclsync.sharding.roles import Role
 
 
 def divide(graph: StepGraph, scheduled: Schedule) -> Schedule:

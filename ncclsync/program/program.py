@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from ncclsync.compat.names import TensorName
+from ncclsync.costs.cost import StepWork
 from ncclsync.ops import Collective, CollectiveKind
-from ncclsync.program.cost import StepWork
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ from ncclsync.ops.buckets import fill_buckets
 from ncclsync.program.graph import StepGraph
 from ncclsync.program.program import Exchange
 from ncclsync.semantics.placing import REPEATABLE
-from ncclsync.semantics.roles import Role
+from ncclsync.sharding.roles import Role
 
 # The first bucket is small, so that something travels soon. Source: PyTorch's DistributedDataParallel.
 _FIRST_BUCKET_BYTES = 1024 * 1024

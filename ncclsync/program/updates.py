@@ -9,7 +9,7 @@ from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.names import OpName, TensorName, op_name
 from ncclsync.program.graph import StepGraph
 from ncclsync.program.program import Program
-from ncclsync.semantics.roles import Role
+from ncclsync.sharding.roles import Role
 
 
 def find_updates(graph: StepGraph) -> dict[TensorName, TensorName]:

@@ -11,7 +11,7 @@ from ncclsync.compat.source_lines import user_line
 from ncclsync.errors import NcclSyncError
 from ncclsync.ops import current_context
 from ncclsync.semantics.functions import drops_nothing
-from ncclsync.semantics.roles import mark_random_state
+from ncclsync.sharding.roles import mark_random_state
 
 _INSTEAD = "Draw with keras.random or tf.random.stateless_*"
 

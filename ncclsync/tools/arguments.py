@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
-from ncclsync.program.links import Link, parse_link
+from ncclsync.costs.links import Link, parse_link
 
 Option = tuple[str, dict[str, Any]]  # of argparse's
 

@@ -19,7 +19,7 @@ from ncclsync.compat.names import TensorName
 from ncclsync.errors import AuditError
 from ncclsync.ops.comparing import EQUAL, first_difference
 from ncclsync.program.program import Exchange, Outcome, Program, Segment, Sent
-from ncclsync.semantics.roles import Role
+from ncclsync.sharding.roles import Role
 from ncclsync.towers.state import TowerState
 
 _MOST_COMPUTED = 3  # times that a shard is computed: of two results that differ, nobody knows which is wrong

@@ -24,7 +24,7 @@ from ncclsync.ops.group_ops import Turns, agree, gather_rows, group_exchange
 from ncclsync.ops.spans import COMMUNICATION, Begun, Meter, begin, delay
 from ncclsync.ops.tree import Node, nodes_within, reduce_nodes, reduce_tree
 from ncclsync.program.program import Bucket, Sent
-from ncclsync.semantics.shards import Shards, digest_of_rows
+from ncclsync.sharding.shards import Shards, digest_of_rows
 from ncclsync.towers.layout import Layout
 from ncclsync.towers.state import TowerState
 

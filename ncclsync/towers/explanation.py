@@ -11,11 +11,11 @@ import tensorflow as tf
 from rich.console import Group
 from rich.text import Text
 
+from ncclsync.costs.cost import Whole
 from ncclsync.ops import CollectiveKind
 from ncclsync.ops.xla_programs import share_programs
-from ncclsync.program.cost import Whole
 from ncclsync.program.program import Exchange, Program
-from ncclsync.semantics.roles import Role, role_of
+from ncclsync.sharding.roles import Role, role_of
 from ncclsync.towers.printed import Printed, table
 from ncclsync.towers.state import TowerState
 

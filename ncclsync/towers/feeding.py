@@ -22,7 +22,7 @@ import tensorflow as tf
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops import Share
 from ncclsync.ops.spans import COPY, SHARD, Meter, begin, delay
-from ncclsync.semantics.shards import Shards, components_of, divide_rows, packed, shard_batch
+from ncclsync.sharding.shards import Shards, components_of, divide_rows, packed, shard_batch
 from ncclsync.towers.layout import Layout
 
 AHEAD = 2  # batches, besides the one that is trained

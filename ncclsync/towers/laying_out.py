@@ -19,7 +19,7 @@ from ncclsync.ops.group_ops import gather_rows
 from ncclsync.ops.spans import STEP, STEPS, Meter, begin
 from ncclsync.program.program import Program, Results, Segment, Sent
 from ncclsync.program.trace import Site
-from ncclsync.semantics.shards import Shards, components_of
+from ncclsync.sharding.shards import Shards, components_of
 from ncclsync.towers.audit import Audit, SegmentCall
 from ncclsync.towers.exchange import After, Exchanges, add_up
 from ncclsync.towers.feeding import split_batch

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from ncclsync.semantics.shards import shard_sizes, sizes_in_graph
+from ncclsync.sharding.shards import shard_sizes, sizes_in_graph
 
 
 def is_cpu(device: str) -> bool:

@@ -14,8 +14,8 @@ from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops.spans import delay
 from ncclsync.program.own_memory import own_copy
 from ncclsync.program.program import Program
-from ncclsync.semantics.roles import Role, role_of
-from ncclsync.semantics.shards import components_of, packed
+from ncclsync.sharding.roles import Role, role_of
+from ncclsync.sharding.shards import components_of, packed
 from ncclsync.towers.layout import is_cpu
 from ncclsync.towers.state import TowerState
 

@@ -1,6 +1,6 @@
 """Hold a copy of every variable of tower 0 on each other tower, in its role, and send what has changed.
 
-`semantics/roles.py` says what a role means.
+`sharding/roles.py` says what a role means.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ from ncclsync.gradients.partitions import Processes
 from ncclsync.gradients.sharded_optimizer import OptimizerSharding
 from ncclsync.ops import current_context
 from ncclsync.ops import held as held_ops
-from ncclsync.semantics.holders import Holder
-from ncclsync.semantics.roles import Role, role_of, start_value
+from ncclsync.sharding.holders import Holder
+from ncclsync.sharding.roles import Role, role_of, start_value
 from ncclsync.towers.layout import is_cpu
 from ncclsync.towers.session import Session
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from ncclsync.semantics.shards import fixed_specs, without_optionals
+from ncclsync.sharding.shards import fixed_specs, without_optionals
 
 
 class Version(NamedTuple):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from ncclsync.ops.spans import Measured, MeasuredStep, TimedSpan
-from ncclsync.semantics.shards import shard_sizes
+from ncclsync.sharding.shards import shard_sizes
 from ncclsync.towers.feeding import AHEAD
 from ncclsync.towers.options import AUTO
 

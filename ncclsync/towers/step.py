@@ -20,11 +20,11 @@ from ncclsync.communicator.timeouts import held_back, interruptible
 from ncclsync.compat import other_libraries
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.source_lines import calls_of
+from ncclsync.costs.losses import MOST_LOST, losses_of
 from ncclsync.errors import NcclSyncError, NonFiniteError, ProcessError
 from ncclsync.ops.spans import Meter, NoBatchLeft
-from ncclsync.program.losses import MOST_LOST, losses_of
 from ncclsync.program.program import Program
-from ncclsync.semantics.shards import (
+from ncclsync.sharding.shards import (
     Grouped,
     digest_of_rows,
     fixed_specs,

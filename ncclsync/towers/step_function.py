@@ -18,7 +18,7 @@ from ncclsync.compat.names import TensorName
 from ncclsync.ops import held
 from ncclsync.ops.spans import STEPS, WAIT, Meter, NoBatchLeft, begin, delay, measured
 from ncclsync.program.program import Program
-from ncclsync.semantics.shards import Shards, components_of, grouped, packed, without_optionals
+from ncclsync.sharding.shards import Shards, components_of, grouped, packed, without_optionals
 from ncclsync.towers.audit import Audit
 from ncclsync.towers.feeding import Feeder, Staging, split_batch
 from ncclsync.towers.laying_out import lay_out

@@ -25,9 +25,9 @@ from ncclsync.program.cut import cut
 from ncclsync.program.program import Program, Results
 from ncclsync.program.trace import Opened, trace
 from ncclsync.semantics.draws import check_draws, draws_seen
-from ncclsync.semantics.exactness import DRAWS, NORMALISES, Inexact, say_inexact
-from ncclsync.semantics.normalization import moments_of_layers
-from ncclsync.semantics.shards import open_specs, relaxed_like, ungrouped
+from ncclsync.sharding.exactness import DRAWS, NORMALISES, Inexact, say_inexact
+from ncclsync.sharding.normalization import moments_of_layers
+from ncclsync.sharding.shards import open_specs, relaxed_like, ungrouped
 from ncclsync.towers.layout import Layout
 from ncclsync.towers.retracing import Version
 from ncclsync.towers.state import TowerState

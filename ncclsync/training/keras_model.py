@@ -26,9 +26,9 @@ from ncclsync.ops.device_ops import default_device
 from ncclsync.ops.spans import Meter, NoBatchLeft
 from ncclsync.program.program import Program
 from ncclsync.program.updates import written_without_batch
-from ncclsync.semantics.exactness import Inexact, find_inexact
-from ncclsync.semantics.roles import Role, role_of
-from ncclsync.semantics.shards import fixed_specs, grouped, rows_of, without_optionals
+from ncclsync.sharding.exactness import Inexact, find_inexact
+from ncclsync.sharding.roles import Role, role_of
+from ncclsync.sharding.shards import fixed_specs, grouped, rows_of, without_optionals
 from ncclsync.towers.explanation import Explanation, explain_program
 from ncclsync.towers.retracing import Retracing, Version
 from ncclsync.towers.session import ModelSide

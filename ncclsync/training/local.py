@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import ProcessError, shown
-from ncclsync.semantics.shards import shard_sizes, sizes_in_graph
+from ncclsync.sharding.shards import shard_sizes, sizes_in_graph
 from ncclsync.towers.feeding import CountingDataset
 from ncclsync.training.arguments import check_whole
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError, remedied, shown
-from ncclsync.semantics.shards import grouped, rows_of
+from ncclsync.sharding.shards import grouped, rows_of
 from ncclsync.towers.explanation import Explanation, explain_program
 from ncclsync.towers.options import TowerOptions, takes
 from ncclsync.towers.retracing import Retracing

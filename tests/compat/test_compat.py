@@ -23,7 +23,7 @@ from ncclsync.compat import keras_optimizers
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.source_lines import calls_of, innermost, user_line
 from ncclsync.ops import host_ops
-from ncclsync.semantics.roles import DECLARED
+from ncclsync.sharding.roles import DECLARED
 
 
 def ops_of(function, *arguments):

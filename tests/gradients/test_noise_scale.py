@@ -9,7 +9,7 @@ import tensorflow as tf
 from parity import assert_close, data, mlp, on_towers, state
 
 from ncclsync import Health, NcclSyncError, NoiseScale
-from ncclsync.semantics.shards import shard_sizes
+from ncclsync.sharding.shards import shard_sizes
 
 X, Y = data(rows=61)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from ncclsync.ops.tree import nodes_within, reduce_nodes, reduce_tree
-from ncclsync.semantics.shards import shard_sizes
+from ncclsync.sharding.shards import shard_sizes
 
 
 def joined(leaves, towers):

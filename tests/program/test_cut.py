@@ -11,7 +11,7 @@ from models import gan, program_of, step_of, two_parts
 from parity import assert_close, data, mlp, on_towers
 
 import ncclsync
-from ncclsync.semantics.roles import Role, role_of
+from ncclsync.sharding.roles import Role, role_of
 from ncclsync.towers.exchange import together
 
 X, Y = data(rows=24)

@@ -9,7 +9,7 @@ from ncclsync.program.phases import divide
 from ncclsync.program.program import Results
 from ncclsync.program.schedule import schedule
 from ncclsync.program.trace import trace
-from ncclsync.semantics.roles import Role, declare_role
+from ncclsync.sharding.roles import Role, declare_role
 
 ROWS = tf.TensorSpec([None, 3], tf.float32)
 

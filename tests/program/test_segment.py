@@ -13,7 +13,7 @@ from ncclsync.program.program import Bucket, Results, Target
 from ncclsync.program.schedule import schedule
 from ncclsync.program.segment import Rewrite, SegmentPlan, compile_segment, same_device
 from ncclsync.program.trace import Site, trace
-from ncclsync.semantics.roles import Role, role_of
+from ncclsync.sharding.roles import Role, role_of
 
 ROWS = tf.TensorSpec([None, 3], tf.float32)
 X = np.arange(6, dtype="float32").reshape(2, 3)

@@ -16,7 +16,7 @@ import tensorflow as tf
 from keras import layers, losses, ops
 
 import ncclsync
-from ncclsync.semantics.shards import fixed_specs, open_specs
+from ncclsync.sharding.shards import fixed_specs, open_specs
 
 WIDTH = 5  # of the features between layers
 CLASSES = 3

@@ -17,8 +17,8 @@ import numpy as np
 import parity
 
 import ncclsync
+from ncclsync.costs.losses import MOST_LOST, Losses, losses_of
 from ncclsync.program.cut import place
-from ncclsync.program.losses import MOST_LOST, Losses, losses_of
 from ncclsync.semantics import rules
 from ncclsync.towers import traced_step as steps
 

@@ -19,10 +19,10 @@ from ncclsync.program import cut
 from ncclsync.program.partition import Partition
 from ncclsync.program.trace import trace
 from ncclsync.semantics import rules
-from ncclsync.semantics.normalization import moments_of_layers
 from ncclsync.semantics.placements import MEAN, REPLICATE, SUM, Kind
-from ncclsync.semantics.roles import DECLARED
-from ncclsync.semantics.shards import open_specs
+from ncclsync.sharding.normalization import moments_of_layers
+from ncclsync.sharding.roles import DECLARED
+from ncclsync.sharding.shards import open_specs
 from ncclsync.tools.verify.check import Unchecked, first_difference
 
 MODELS = some(40, 100)

@@ -6,8 +6,8 @@ import random
 import plan_simulator as simulator
 import pytest
 
-from ncclsync.program.collective_time import TREE_CHUNK_BYTES, collective, ring_all_reduce, tree_all_reduce
-from ncclsync.program.links import CLUSTERS, Cluster, Link, cluster_of, parse_link
+from ncclsync.costs.collective_time import TREE_CHUNK_BYTES, collective, ring_all_reduce, tree_all_reduce
+from ncclsync.costs.links import CLUSTERS, Cluster, Link, cluster_of, parse_link
 from ncclsync.tools.bench.turns import Spread
 from ncclsync.tools.plan.prediction import Compute, Message, Stage, Workload, fit_compute, predict, step_seconds
 from ncclsync.tools.plan.results import Found, result_of

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ncclsync.program.links import CLUSTERS
+from ncclsync.costs.links import CLUSTERS
 from ncclsync.tools.bench.turns import Spread
 from ncclsync.tools.cli import main
 from ncclsync.tools.plan.measurement import traced_traffic, work_before

@@ -8,7 +8,7 @@ from parity import assert_close, assert_towers_agree, data, fit, on_towers, stat
 
 import ncclsync
 from ncclsync import NcclSyncError, Towers
-from ncclsync.semantics.shards import Grouped, grouped, is_marked, rows_of, ungrouped, units_of
+from ncclsync.sharding.shards import Grouped, grouped, is_marked, rows_of, ungrouped, units_of
 
 X, LABELS = data(rows=26, features=5)
 MORE, _ = data(rows=26 * 7, features=5, seed=1)

@@ -5,9 +5,9 @@ import pytest
 import tensorflow as tf
 
 from ncclsync import Towers
-from ncclsync.program.cost import StepWork
+from ncclsync.costs.cost import StepWork
 from ncclsync.program.program import Program, Results
-from ncclsync.semantics.shards import fixed_specs
+from ncclsync.sharding.shards import fixed_specs
 from ncclsync.towers.recovery import KeptBatch, Rollback
 
 

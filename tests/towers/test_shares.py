@@ -11,7 +11,7 @@ from parity import Case, assert_close, assert_towers_agree, check, data, fit, ml
 
 from ncclsync import Health, NonFiniteError, Timeline, Towers, nccl_parallel
 from ncclsync.ops.spans import Measured, MeasuredStep, Span, TimedSpan
-from ncclsync.semantics.shards import shard_sizes
+from ncclsync.sharding.shards import shard_sizes
 from ncclsync.towers import shares as module
 from ncclsync.towers.shares import MOST_CALLS, Shares, tower_times
 

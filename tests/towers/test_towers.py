@@ -17,7 +17,7 @@ from ncclsync import NcclSyncError, Towers, nccl_parallel
 from ncclsync.communicator.processes import Process
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.ops import gpu_streams
-from ncclsync.semantics.roles import Role, declare_role
+from ncclsync.sharding.roles import Role, declare_role
 from ncclsync.towers import placement
 from ncclsync.towers.placement import keep_quiet
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import ncclsync
 from ncclsync.errors import ProcessError
-from ncclsync.semantics.shards import shard_batch
+from ncclsync.sharding.shards import shard_batch
 from ncclsync.training.local import check_alone
 
 

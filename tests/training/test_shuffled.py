@@ -11,7 +11,7 @@ import tensorflow as tf
 from parity import assert_close, data, mlp, on_towers, state
 
 from ncclsync import Shuffled, Towers
-from ncclsync.semantics.shards import shard_sizes
+from ncclsync.sharding.shards import shard_sizes
 from ncclsync.towers.feeding import CountingDataset
 from ncclsync.towers.layout import Layout
 

@@ -18,9 +18,9 @@ import tensorflow as tf
 from ncclsync.communicator import AllReduce
 from ncclsync.communicator.processes import find_process
 from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.costs.links import Cluster, Link
 from ncclsync.ops import group_ops, host_ops
 from ncclsync.parallel import nccl_parallel
-from ncclsync.program.links import Cluster, Link
 from ncclsync.tools.bench.fit import StepParts
 from ncclsync.tools.bench.results import Result, Row, compare
 from ncclsync.tools.bench.turns import BenchError, Spread, about, device_seconds, joined, progress, take_turns

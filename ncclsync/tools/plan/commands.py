@@ -6,7 +6,7 @@ import logging
 import math
 from typing import Any
 
-from ncclsync.program.links import CLUSTERS, cluster_of
+from ncclsync.costs.links import CLUSTERS, cluster_of
 from ncclsync.tools.arguments import add_options, at_least, file, link, listed, number, option
 from ncclsync.tools.bench.results import check_json, show, significant
 from ncclsync.tools.bench.turns import Spread, progress

@@ -14,10 +14,10 @@ import numpy as np
 import tensorflow as tf
 
 from ncclsync.compat.names import OpName
+from ncclsync.costs.roofline import OPERATIONS_PER_BYTE, Roofline
 from ncclsync.ops import CollectiveKind
 from ncclsync.parallel import nccl_parallel
 from ncclsync.program.program import Outcome, Segment
-from ncclsync.program.roofline import OPERATIONS_PER_BYTE, Roofline
 from ncclsync.semantics.axes import Axes
 from ncclsync.semantics.functions import Functions
 from ncclsync.tools.bench.turns import about, device_seconds, fill_turns

@@ -22,8 +22,8 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from ncclsync.program.collective_time import Estimate, collective
-from ncclsync.program.links import Cluster
+from ncclsync.costs.collective_time import Estimate, collective
+from ncclsync.costs.links import Cluster
 
 GOOD_EFFICIENCY, POOR_EFFICIENCY = 0.9, 0.5
 _LARGEST_BATCH = 1 << 24  # of a GPU; a larger batch cannot help

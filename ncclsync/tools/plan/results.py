@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ncclsync.program.links import Cluster, Link
+from ncclsync.costs.links import Cluster, Link
 from ncclsync.tools.bench.results import Result, Row, significant, size_text, time_text
 from ncclsync.tools.bench.turns import Spread
 from ncclsync.tools.plan.prediction import (

@@ -27,9 +27,9 @@ from ncclsync.program.program import Results
 from ncclsync.program.trace import Site, Trace
 from ncclsync.semantics.placements import Kind, Placement
 from ncclsync.semantics.placing import PRINTS, is_unrepeatable
-from ncclsync.semantics.roles import Role
 from ncclsync.semantics.rules import names
-from ncclsync.semantics.shards import Shards, components_of, rows_of, shard_batch
+from ncclsync.sharding.roles import Role
+from ncclsync.sharding.shards import Shards, components_of, rows_of, shard_batch
 from ncclsync.tools.verify.batches import rows_at
 
 # Relative to the largest magnitude of a tensor and of what it is computed from, by the least precise dtype of the step.

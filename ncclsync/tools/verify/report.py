@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ncclsync.ops.comparing import distance
-from ncclsync.semantics.exactness import Inexact
+from ncclsync.sharding.exactness import Inexact
 from ncclsync.towers.printed import Printed
 
 ROUNDING = "rounding"  # a reason's place

@@ -22,9 +22,9 @@ from ncclsync.compat import keras as keras_compat
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import remedied, shown
 from ncclsync.parallel import ModelOptions, Undecorated, nccl_parallel
-from ncclsync.semantics.exactness import Inexact, find_inexact
-from ncclsync.semantics.roles import Role, role_of
-from ncclsync.semantics.shards import rows_of
+from ncclsync.sharding.exactness import Inexact, find_inexact
+from ncclsync.sharding.roles import Role, role_of
+from ncclsync.sharding.shards import rows_of
 from ncclsync.tools.bench import turns
 from ncclsync.tools.verify.batches import Batch, take_batches
 from ncclsync.tools.verify.check import Unchecked, first_difference
@@ -50,7 +50,6 @@ def verify(
     batch_size: int = 32,
     tolerance: float | None = None,
     seed: int = 0,
-    progress: bool = True,
     **options: Any,
 ) -> Report:
     """Train a model on one device and on N towers from the same start, and compare after every step.
@@ -69,8 +68,8 @@ def verify(
             dtype that Keras and the model compute in: float64 1e-12, float32 1e-5, float16 1e-2, bfloat16 8e-2.
         seed: for `keras.utils.set_random_seed` before each build and, incremented, before each step. Afterwards
             Python's and NumPy's generators are restored; TensorFlow's and Keras' seeds, which cannot be read, are not.
-        progress: whether to say on standard error what is under way.
-        options: further arguments of `nccl_parallel`.
+        options: further arguments of `nccl_parallel`; and `progress=False`, to keep from standard error what is under
+            way.
 
     Returns:
         A `Report`; print it. A failing `assert verify(...).ok` shows it.
@@ -83,7 +82,7 @@ def verify(
     if np.ndim(towers):
         words = "Expected all data in one argument: write verify(build_model, (x, y))"
         raise TypeError(f"{words}. Received: {shown(towers)} as a third")
-    say = turns.progress if progress else lambda text: None
+    say = turns.progress if options.pop("progress", True) else lambda text: None
     known = [*inspect.signature(verify).parameters][:-1]
     devices = ModelOptions.of("verify", options, known).devices
     count = towers if devices is None else len(devices)

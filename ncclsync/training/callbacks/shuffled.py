@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ncclsync.semantics.shards import digest_of_rows
+from ncclsync.sharding.shards import digest_of_rows
 from ncclsync.towers.feeding import CountingDataset
 from ncclsync.towers.layout import Layout
 from ncclsync.training.arguments import check_whole, count_samples

@@ -18,7 +18,7 @@ from telling import told
 
 import ncclsync
 from ncclsync import nccl_parallel
-from ncclsync.semantics.shards import shard_sizes
+from ncclsync.sharding.shards import shard_sizes
 
 OUT, TOWERS, SAMPLES = sys.argv[1], *([int(one) for one in given.split(",")] for given in sys.argv[2:4])
 RANK, COUNT = int(os.environ.get("OMPI_COMM_WORLD_RANK", 0)), int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1))

@@ -8,8 +8,8 @@ import tensorflow as tf
 
 from ncclsync.compat.names import TensorName
 from ncclsync.compat.source_lines import own_place
+from ncclsync.costs.roofline import COUNTS, POWERS, Roofline, Size, seconds
 from ncclsync.ops import CollectiveKind
-from ncclsync.program.roofline import COUNTS, POWERS, Roofline, Size, seconds
 from ncclsync.semantics.axes import Axes
 from ncclsync.semantics.functions import Functions
 from ncclsync.semantics.placements import Kind, Placement

@@ -7,10 +7,10 @@ tried. Of an exchange only the bytes are counted, not that towers meet.
 import collections
 import dataclasses
 
-from ncclsync.program.collective_time import collective
-from ncclsync.program.cost import StepWork
-from ncclsync.program.links import CLUSTERS
-from ncclsync.program.roofline import CUBIC, SORTS, seconds
+from ncclsync.costs.collective_time import collective
+from ncclsync.costs.cost import StepWork
+from ncclsync.costs.links import CLUSTERS
+from ncclsync.costs.roofline import CUBIC, SORTS, seconds
 from ncclsync.semantics import rules
 
 LINK = "nvlink"  # of GPUs such as `roofline` knows

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from ncclsync.semantics.exactness import Inexact, find_inexact
+from ncclsync.sharding.exactness import Inexact, find_inexact
 
 
 def compiled(*parts, loss="mse", **arguments):

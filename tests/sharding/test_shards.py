@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ncclsync.semantics.shards import Shards, open_specs, shard_batch, shard_sizes
+from ncclsync.sharding.shards import Shards, open_specs, shard_batch, shard_sizes
 
 
 @pytest.mark.parametrize("towers", range(1, 9))

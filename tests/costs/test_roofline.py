@@ -4,19 +4,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ncclsync.program.cost import Alike, StepWork, Whole
-from ncclsync.program.links import CLUSTERS
-from ncclsync.program.losses import losses_of
-from ncclsync.program.roofline import (
-    BYTES_PER_S,
-    COUNTS,
-    LAUNCH_S,
-    OPERATIONS_PER_BYTE,
-    POWERS,
-    Roofline,
-    Size,
-    seconds,
-)
+from ncclsync.costs.cost import Alike, StepWork, Whole
+from ncclsync.costs.links import CLUSTERS
+from ncclsync.costs.losses import losses_of
+from ncclsync.costs.roofline import BYTES_PER_S, COUNTS, LAUNCH_S, OPERATIONS_PER_BYTE, POWERS, Roofline, Size, seconds
 from ncclsync.semantics.axes import Axes, given_rows
 from ncclsync.semantics.functions import Functions
 

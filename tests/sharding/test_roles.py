@@ -8,7 +8,7 @@ from parity import assert_close
 
 import ncclsync
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.semantics.roles import Role, role_of
+from ncclsync.sharding.roles import Role, role_of
 
 X = np.random.default_rng(0).normal(size=(11, 5)).astype("float32")
 Y = np.arange(11) % 3

@@ -6,7 +6,7 @@ Checked against a simulation of every chunk on every link (`tests/support/plan_s
 import dataclasses
 import math
 
-from ncclsync.program.links import Cluster
+from ncclsync.costs.links import Cluster
 
 # Bytes that travel through a tree at a time. NCCL takes up to 256 KiB, and less with its
 # protocols for smaller messages.

@@ -1,0 +1,1 @@
+"""Estimate what a step costs: for its warnings, `explain` and `plan`."""

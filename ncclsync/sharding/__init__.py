@@ -1,0 +1,1 @@
+"""Divide a batch among towers; say what the copies of a variable are, and what of a model depends on the division."""

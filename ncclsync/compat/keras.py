@@ -37,6 +37,11 @@ def reduction_axes(layer: keras.layers.BatchNormalization) -> list[int]:
     return layer._reduction_axes
 
 
+def is_keras_own(function: Callable[..., Any]) -> bool:
+    """Return whether a function is Keras', and no user's override."""
+    return function.__module__.partition(".")[0] == "keras"
+
+
 def variables_of(model: keras.Model) -> list[tf.Variable]:
     """Return all variables that are reachable from a model: its layers', metrics', optimizers' and its own."""
     found: dict[int, tf.Variable] = {}

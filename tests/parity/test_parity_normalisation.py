@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
-from parity import Case, assert_close, assert_towers_agree, check, data, fit, on_towers, spread
+from parity import Case, assert_close, assert_towers_agree, check, data, fit, on_towers, spread, state
 
 import ncclsync
 
@@ -364,3 +364,39 @@ def test_plain_batch_normalisation(batch, towers):
     assert_close(model.layers[0].moving_variance, 0.9 + 0.1 * np.average(variances, axis=0, weights=sizes))
     assert_towers_agree(model)
     assert all(np.isfinite(array).all() for array in model.get_weights())
+
+
+class DoublesVariances(layers.BatchNormalization):
+    """Overrides Keras' moments, by Keras' own."""
+
+    def _moments(self, inputs, mask):
+        mean, variance = super()._moments(inputs, mask)
+        return mean, variance * 2.0
+
+
+class Centers(layers.BatchNormalization):
+    """Overrides Keras' moments, by ops of its own."""
+
+    def _moments(self, inputs, mask):
+        mean = tf.reduce_mean(inputs, 0)
+        return mean, tf.reduce_mean(tf.abs(inputs - mean), 0)
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("synchronized", [False, True])
+@pytest.mark.parametrize("kind", [DoublesVariances, Centers])
+def test_moments_of_ones_own(kind, synchronized):
+    """Are asked where the batch's moments are asked for."""
+
+    def build():
+        keras.utils.set_random_seed(1)
+        parts = [kind(synchronized=synchronized), layers.Dense(1)]
+        model = keras.Sequential([keras.Input((4,)), *parts])
+        model.compile("sgd", "mse")
+        return model
+
+    x = np.random.default_rng(2).random((17, 4)).astype("float32")
+    alone, model = build(), on_towers(build, 3, exact=not synchronized)
+    for one in (alone, model):
+        one.fit(x, x[:, :1], batch_size=8, epochs=2, shuffle=False, verbose=0)
+    assert_close(state(model), state(alone))

@@ -552,6 +552,8 @@ def _method_of(variable: tf.Variable, name: str) -> Callable:
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         own: Any = held()
+        if _BEFORE not in vars(own):
+            return method(own, *args, **kwargs)
         with _unseen(own):  # whoever tracks writes hears of it already
             return method(own, *args, **kwargs)
 

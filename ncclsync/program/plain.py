@@ -98,6 +98,7 @@ def keep_axes(graph: Any) -> None:
         library = tf.compat.v1.GraphDef(versions=definition.versions)
         library.library.function.extend(added)
         tf.graph_util.import_graph_def(library, name="")
+    tf_compat.add_functions(added, graph)  # a loop within a function is run by names that TensorFlow knows
     needed = {op.name for op in _needed(graph)}
     nodes = [node for node in definition.node if node.name in needed]
     _keep(_summing(nodes, [tensor.name for tensor in graph.outputs]))

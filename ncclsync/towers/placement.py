@@ -57,6 +57,9 @@ def exchange_gpus(process: Process, timeout_s: float | None) -> list[list[str]]:
     return peers_of(process, timeout_s).exchange(own, "the GPUs that each process sees", timeout_s)
 
 
+_NO_GPU = "TensorFlow sees no GPU here, so that towers stand on the CPU: they train without backend='nccl'"
+
+
 def choose_devices(
     towers: int | None,
     devices: Sequence[str] | None,
@@ -87,6 +90,8 @@ def choose_devices(
         why = why if len(chosen) > 1 or process is not None else "one tower meets no other"
     else:
         why = "asked for"
+        if backend == "nccl" and not gpus and devices is None and len(chosen) == 1:
+            raise NcclUnavailableError(f"Expected a GPU for backend='nccl'. {_NO_GPU}")
         if backend == "nccl" and devices is not None and kinds != {"GPU"}:
             raise ValueError(f"Expected only GPU devices for backend='nccl'. Received: devices={list(devices)}")
     words = f"{len(chosen)} tower(s) on {', '.join(chosen)} ({reason}); backend {backend} ({why})"
@@ -187,8 +192,7 @@ def connect(
         except NcclUnavailableError as error:
             if not all(map(is_cpu, choice.devices)):
                 raise
-            words = "TensorFlow sees no GPU here, so that towers stand on the CPU: they train without backend='nccl'"
-            raise NcclUnavailableError(f"{words}. {error}") from error
+            raise NcclUnavailableError(f"{_NO_GPU}. {error}") from error
     if process is None:
         return CpuCommunicator(len(choice.devices))
     joined = TcpCommunicator(peers_of(process, timeout_s), len(choice.devices), timeout_s=timeout_s)

@@ -207,6 +207,7 @@ class ModelStep(TowerStep):
         super().__init__(towers, trains=name == "train_step", retracing=retracing)
         self._model = model
         self._name = name
+        self._ran = False  # whether a call has had a batch since an epoch ended
         self._found_no_batch = False  # whether a call has ended an epoch, by data of unknown length
 
     def run(self, iterator: Any) -> Any:
@@ -225,9 +226,12 @@ class ModelStep(TowerStep):
                 with _ending_no_epoch():
                     logs = self.run_on_iterator(iterator)
             except NoBatchLeft:
-                self._warn_of_keras_count(iterator, goes_on=False)
-                self._found_no_batch = True
+                if self._ran:  # else there was no batch at all
+                    self._warn_of_keras_count(iterator, goes_on=False)
+                    self._found_no_batch = True
+                self._ran = False
                 raise
+            self._ran = True
             if self._found_no_batch:
                 self._found_no_batch = False
                 self._warn_of_keras_count(iterator, goes_on=True)

@@ -234,7 +234,7 @@ BACK_TO_ROWS = {
     shuffled: {"GatherV2", "Mul"},
     nested: set(),
     interleaved: set(),
-    alignments: {"AddV2"},
+    alignments: set(),
 }
 LOOPS_OVER_ROWS = (alone, by_number, over_rows_before, of_the_next_row, how_many_before, backwards, all_but_the_last)
 

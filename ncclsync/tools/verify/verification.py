@@ -204,7 +204,13 @@ class _Run:
             change = _LAST_BIT[keras.backend.standardize_dtype(weight.dtype)] * signs.choice([-1, 1], weight.shape)
             weight.assign(weight * tf.cast(1 + change, weight.dtype))
         for step, batch in enumerate(self._batches, start=1):
-            so_far = "" if step == 1 else ", equal so far" if all(one.ok for one in found) else ", different so far"
+            so_far = (
+                ""
+                if step == 1
+                else ", equal so far"
+                if all(one.ok for one in found)
+                else ", different so far: looked into at the end"
+            )
             self.say(f"step {step} of {len(self._batches)}, {what}{so_far or ': traces it first'}")
             expected = _train(one, batch, step, self._seed)
             actual = _train(other, batch, step, self._seed)
@@ -212,6 +218,7 @@ class _Run:
                 add(step, kind, variable.name.removesuffix(":0"), variable.numpy(), right.numpy())
             for name, value in expected.items():
                 add(step, "log", name, actual.get(name, np.nan), value)
+        self.say(f"evaluating and predicting a batch, {what}")
         for end in _end(one, other, self._batches[-1]):
             add(len(self._batches), *end)
         return found

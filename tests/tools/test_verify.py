@@ -151,6 +151,23 @@ def test_model_built_by_its_first_batch():
 
 
 @pytest.mark.slow
+def test_metrics_that_keras_names():
+    """Which numbers them from model to model: each is compared with its own."""
+
+    def build():
+        model = keras.Sequential([keras.Input((12,)), layers.Dense(1, activation="sigmoid")])
+        kinds = keras.metrics.AUC(), keras.metrics.AUC(curve="PR"), keras.metrics.Precision(top_k=None)
+        model.compile("sgd", "binary_crossentropy", metrics=list(kinds))
+        return model
+
+    for _ in range(4):  # up to auc_9 beside auc_10
+        report = verify(build, (X, (TARGETS[:, :1] > 0.5).astype("float32")), 3, 1, progress=False)
+        assert report.ok and not report.reasons, report
+    logs = [one.name for one in report.differences if one.kind == "log"]
+    assert len(logs) == 4 and sum(name.startswith("auc") for name in logs) == 2
+
+
+@pytest.mark.slow
 def test_batch_normalization():
     """Told by name, with what mends it; which it does."""
     plain = check(lambda: sequential(layers.Dense(4), layers.BatchNormalization(name="bn")))

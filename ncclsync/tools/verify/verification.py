@@ -11,6 +11,7 @@ import gc
 import inspect
 import itertools
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -37,6 +38,7 @@ from ncclsync.training.random_data import check_targets, fixed_batch_size
 # dtype, float32. For half precision 10 units: each gradient is itself a sum that was rounded to so few digits.
 TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "float16": 1e-2, "bfloat16": 8e-2}
 
+_NUMBERED = re.compile(r"(.*?)(?:_(\d+))?")
 _LAST_BIT = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
@@ -216,8 +218,8 @@ class _Run:
             actual = _train(other, batch, step, self._seed)
             for kind, right, variable in _paired(one, other):
                 add(step, kind, variable.name.removesuffix(":0"), variable.numpy(), right.numpy())
-            for name, value in expected.items():
-                add(step, "log", name, actual.get(name, np.nan), value)
+            for name, value, right in _beside(actual, expected):
+                add(step, "log", name, value, right)
         self.say(f"evaluating and predicting a batch, {what}")
         for end in _end(one, other, self._batches[-1]):
             add(len(self._batches), *end)
@@ -274,8 +276,8 @@ def _check_arguments(factory: Any, towers: int, steps: int, batch_size: int, tol
 def _end(one: keras.Model, other: keras.Model, batch: Batch) -> Iterator[tuple[str, str, Any, Any]]:
     """Yield (kind, name, of `other`, of `one`) for the results of evaluating and predicting a batch."""
     expected, actual = (_logs(model.evaluate(_as_data(batch), verbose=0, return_dict=True)) for model in (one, other))
-    for name, value in expected.items():
-        yield "evaluate", name, actual.get(name, np.nan), value
+    for name, value, right in _beside(actual, expected):
+        yield "evaluate", name, value, right
     if not _predicts(one):
         return
     outputs = keras.tree.flatten(one.predict_on_batch(batch[0]))
@@ -348,6 +350,23 @@ def _as_data(batch: Batch) -> tf.data.Dataset:
 
 def _logs(logs: Any) -> dict[str, Any]:
     return {".".join(map(str, path)): np.asarray(leaf) for path, leaf in keras.tree.flatten_with_path(logs)}
+
+
+def _beside(actual: dict[str, Any], expected: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (name, value, what is expected) of logs; what is missing is NaN.
+
+    Keras numbers the metrics of a process that have no names of their own: "auc" of one model is "auc_1" of the next.
+    """
+
+    def by_stem(logs: dict[str, Any]) -> dict[tuple[str, int], tuple[str, Any]]:
+        parts = {name: _NUMBERED.fullmatch(name) for name in logs}
+        stems = {name: (found[1], int(found[2] or 0)) if found else (name, 0) for name, found in parts.items()}
+        each = itertools.groupby(sorted(logs, key=stems.__getitem__), lambda name: stems[name][0])
+        return {(stem, i): (name, logs[name]) for stem, names in each for i, name in enumerate(names)}
+
+    found = by_stem(actual)
+    for key, (name, right) in by_stem(expected).items():
+        yield *found.get(key, (name, np.nan)), right
 
 
 def _nan_of(found: Sequence[Difference]) -> Iterator[Inexact]:

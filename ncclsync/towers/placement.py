@@ -90,7 +90,7 @@ def choose_devices(
         why = why if len(chosen) > 1 or process is not None else "one tower meets no other"
     else:
         why = "asked for"
-        if backend == "nccl" and not gpus and devices is None and len(chosen) == 1:
+        if backend == "nccl" and not gpus and towers is None and devices is None:
             raise NcclUnavailableError(f"Expected a GPU for backend='nccl'. {_NO_GPU}")
         if backend == "nccl" and devices is not None and kinds != {"GPU"}:
             raise ValueError(f"Expected only GPU devices for backend='nccl'. Received: devices={list(devices)}")

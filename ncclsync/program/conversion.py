@@ -74,6 +74,7 @@ class Conversions(Placer):
         self.ops: list[tf.Operation] = []
         self.by_name: dict[OpName, tf.Operation] = {}
         self.open_axes: dict[TensorName, int] = {}
+        self.by_rows: dict[TensorName, Placement] = {}
         self.local: set[OpName] = set()
         self.differing: set[TensorName] = set()
         self.exchanges: dict[TensorName, Exchange] = {}

@@ -225,6 +225,8 @@ def _plan_segments(graph: StepGraph, scheduled: Schedule, target: Target, forms:
     ops = [[*forms.made_where_used(names), *names] for names in ops]
     if not scheduled.once:
         ops = [[*forms.recomputed(names), *names] for names in ops]
+    for names in ops if not forms.jit_compile else ():  # XLA compiles a program for each number of rows
+        graph = graph.measured_once(names)
     sent: list[list[Exchange]] = [[] for _ in range(count)]
     for result, exchange in graph.exchanges.items():
         sent[scheduled.sent[result]].append(exchange)

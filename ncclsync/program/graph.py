@@ -5,7 +5,7 @@ A view for the passes that cut a step (`partition.py`, `cut.py`, `segment.py`); 
 
 import dataclasses
 import types
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import tensorflow as tf
@@ -14,7 +14,7 @@ from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.names import OpName, TensorName, op_name
 from ncclsync.program.program import Exchange
 from ncclsync.program.trace import Trace
-from ncclsync.semantics.axes import Axes
+from ncclsync.semantics.axes import MEASURES, Axes
 from ncclsync.semantics.functions import Functions, in_order, parents_of
 from ncclsync.semantics.placements import LOCAL, PIECE, REPLICATE, SAMPLES, Detail, Kind, Placement, rows, shard
 from ncclsync.sharding.roles import Role, is_random_state, mark_random_state, role_of
@@ -172,6 +172,7 @@ class StepGraph:
     ops: Sequence[tf.Operation]  # that are computed, inputs before consumers
     by_name: Mapping[OpName, tf.Operation]  # of these, and of those that tower 0 alone runs
     open_axes: Mapping[TensorName, int]  # of tensors that have a tower's rows, where the trace has a length
+    by_rows: Mapping[TensorName, Placement]  # of tensors that have a tower's rows of the batch
     local: Set[OpName]  # ops that take tensors that may differ between towers
     differing: Set[TensorName]  # these tensors
     exchanges: Mapping[TensorName, Exchange]  # by name of the result
@@ -181,6 +182,25 @@ class StepGraph:
     def rewired(self, inputs: Mapping[OpName, Any], controls: Mapping[OpName, Any]) -> "StepGraph":
         """Return the same step in which these ops have other inputs and control dependencies."""
         return dataclasses.replace(self, inputs={**self.inputs, **inputs}, controls={**self.controls, **controls})
+
+    def measured_once(self, ops: Iterable[OpName]) -> "StepGraph":
+        """Return the same step, in which some ops, inputs before consumers, ask the first of tensors of equal shapes.
+
+        So TensorFlow merges what they compute of a shape, which is the same in each layer.
+        """
+        first: dict[Any, TensorName] = {}
+        asking = (name for name in ops if self.by_name[name].type in MEASURES)
+        return self.rewired(
+            {name: [first.setdefault(self._measure(one), one) for one in self.inputs[name]] for name in asking}, {}
+        )
+
+    def _measure(self, name: TensorName) -> Any:
+        """Return what a tensor's shape on a tower follows from, and its dtype; its name if that is not known."""
+        placed, tensor = self.by_rows.get(name), self.traced.tensor(name)
+        lengths = None if placed is None else self.axes.lengths(tensor)
+        if placed is None or lengths is None or None in lengths:
+            return name
+        return placed.axis, placed.blocks, lengths, tensor.dtype
 
     def spec(self, name: TensorName) -> tf.TensorSpec:
         """Return shape and dtype of a tensor of the trace, or of an exchange's result."""

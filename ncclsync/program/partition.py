@@ -356,6 +356,8 @@ class Partition(Conversions):
         self.placed[output.name] = tensor, placed
         if placed.kind is Kind.SHARD and tensor.shape.rank and tensor.shape[placed.axis] is not None:
             self.open_axes[tensor.name] = placed.axis  # the traced length is the batch's
+        if placed.kind is Kind.SHARD and not placed.unit:
+            self.by_rows[tensor.name] = placed
         if not placed.whole:
             self.differing.add(tensor.name)
 

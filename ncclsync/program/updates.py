@@ -9,6 +9,7 @@ from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.names import OpName, TensorName, op_name
 from ncclsync.program.graph import StepGraph
 from ncclsync.program.program import Program
+from ncclsync.semantics.axes import MEASURES
 from ncclsync.sharding.roles import Role
 
 
@@ -75,7 +76,7 @@ def written_without_batch(program: Program, counter: tf.Variable | None, known_r
         for parent in parents:
             takers[parent].append(op)
         for parent in parents.union(one.name for one in op.control_inputs):
-            if not (known_rows and op.type in _NUMBERS):
+            if not (known_rows and op.type in MEASURES):
                 waiters[parent].append(op)
     given = [program.graph.get_tensor_by_name(name) for name in program.arguments]
     # A number for each tower is of its rows.
@@ -83,9 +84,6 @@ def written_without_batch(program: Program, counter: tf.Variable | None, known_r
     written = {handle for op in ops if op.name not in waiting for handle in tf_compat.written_handles(op)}
     found = [(handle, variables[handle]) for handle in variables if handle in written]
     return [one for handle, one in found if one is not counter or _is_used(program.graph, handle, takers)]
-
-
-_NUMBERS = frozenset({"Shape", "ShapeN", "Size"})  # ops that tell how many rows there are
 
 
 def _is_used(graph: tf.Graph, handle: TensorName, takers: Mapping[OpName, Sequence[tf.Operation]]) -> bool:

@@ -364,10 +364,10 @@ class Axes:
         if op.type == "Const":
             value = _value_of(op.outputs[0])
             return [None if value is None else (value,) * len(BATCHES)]
-        if op.type in _MEASURES:
+        if op.type in MEASURES:
             shapes = [self._shapes(tensor) for tensor in op.inputs]
             dtype = op.outputs[0].dtype.as_numpy_dtype
-            measured = _MEASURES[op.type]
+            measured = MEASURES[op.type]
             return [None if one is None else tuple(np.asarray(measured(s), dtype) for s in one) for one in shapes]
         if op.type in _TAKING_OUT and isinstance(held := self._state(op.inputs[0]), Items):
             if op.type == "TensorListElementShape":
@@ -714,7 +714,7 @@ def _hashable(given: Any) -> Any:
     return given.shape, given.tobytes()
 
 
-_MEASURES: dict[str, Callable[[Shape], Any]] = {"Shape": np.array, "ShapeN": np.array, "Size": np.prod, "Rank": len}
+MEASURES: dict[str, Callable[[Shape], Any]] = {"Shape": np.array, "ShapeN": np.array, "Size": np.prod, "Rank": len}
 _PUTTING_IN = {"TensorListFromTensor": 0, "OptionalFromValue": 0, "TensorListPushBack": 1, "TensorListSetItem": 2}
 _TAKING_OUT = frozenset({"TensorListPopBack", "TensorListGetItem", "OptionalGetValue", "TensorListElementShape"})
 

@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 from ncclsync import ops
+from ncclsync.compat.names import op_name
 from ncclsync.program.crossing import Form
 from ncclsync.program.cut import cut, place
 from ncclsync.program.program import Bucket, Results, Target
@@ -193,3 +194,32 @@ def test_a_placed_step_does_not_change(graph):
         assert not hasattr(collection, "update") and not hasattr(collection, "append")
     other = graph.rewired({name: ["x:0"]}, {})
     assert other.inputs[name] == ["x:0"] and graph.inputs[name] != ["x:0"] and other.ops is graph.ops
+
+
+def test_equal_shapes_are_asked_of_one_tensor():
+    """In any batch, on a tower; a tensor of other lengths, another dtype, other rows or all rows is asked itself."""
+
+    def step(x):
+        whole = ops.all_gather(tf.abs(x))
+        asked = {
+            "one": tf.sin(x),
+            "same": tf.cos(x) @ tf.ones([3, 3]),
+            "wide": tf.tan(x) @ tf.ones([3, 5]),
+            "turned": tf.transpose(tf.sinh(x)),
+            "other dtype": tf.cast(x, tf.int64),
+            "all rows": tf.cosh(whole),
+            "twice": tf.concat([x, tf.sin(x)], 0),
+            "of numbers": tf.boolean_mask(x, x[:, 0] > 0),
+            "last": tf.square(x) - tf.reduce_mean(x, -1, keepdims=True),
+        }
+        return {name: tf.shape(tensor) + tf.cast(x[0, 0], tf.int32) for name, tensor in asked.items()}
+
+    graph = placed(step)
+    asking = [op.name for op in graph.ops if op.type == "Shape" and graph.traced.tensor(graph.inputs[op.name][0]).shape]
+    once = graph.measured_once([op.name for op in graph.ops])
+    changed = {
+        graph.inputs[name][0]: once.inputs[name][0] for name in asking if graph.inputs[name] != once.inputs[name]
+    }
+    assert len(set(changed.values())) == 1
+    assert {graph.by_name[op_name(name)].type for name in changed} == {"MatMul", "Sub", "Placeholder"}
+    assert {graph.by_name[op_name(name)].type for name in changed.values()} == {"Sin"}

@@ -8,7 +8,7 @@ and keeps the tower's part of the optimizer's state.
 
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -247,7 +247,9 @@ class OptimizerSharding:
 
 
 def _check(optimizer: keras.Optimizer, weights: Sequence[Any]) -> None:
-    coupling = find_coupling(optimizer, {len(weight.shape) for weight in weights})
+    coupling = find_coupling(
+        optimizer, {(len(weight.shape), keras.backend.standardize_dtype(weight.dtype)) for weight in weights}
+    )
     if coupling is not None:
         raise ValueError(
             "Expected, with shard_optimizer, an optimizer that updates each element of a weight by itself, "
@@ -327,23 +329,24 @@ def _groups(optimizer: keras.Optimizer, weights: Sequence[Any], bucket_bytes: in
     return groups
 
 
-def find_coupling(optimizer: keras.Optimizer, ranks: set[int]) -> str | None:
+def find_coupling(optimizer: keras.Optimizer, kinds: Collection[tuple[int, str]]) -> str | None:
     """Return what couples the elements of a weight in an optimizer's update, in words; None if nothing does.
 
-    Its twin is traced on one small weight of each of the `ranks`, which an optimizer may treat differently. Every op
-    that computes with an array is checked.
+    Its twin is traced on one small weight of each of the `kinds`, (rank, dtype), which an optimizer may treat
+    differently. Every op that computes with an array is checked.
     """
     twin = keras_optimizers.twin_of(optimizer)
     twin.ema_overwrite_frequency = None  # a branch that copies averages to weights
-    shapes = [_LENGTHS[:rank] for rank in sorted(ranks)]
-    weights = [keras.Variable(np.zeros(shape, "float32"), name=f"weight_{len(shape)}") for shape in shapes]
+    weights = [
+        keras.Variable(tf.zeros(_LENGTHS[:rank], dtype), name=f"weight_{rank}_{dtype}") for rank, dtype in sorted(kinds)
+    ]
     twin.build(weights)
     for name, slots in sorted(keras_optimizers.slots_of(twin).items()):
         for weight, state in zip(weights, slots, strict=True):
             if state is None or state.shape != weight.shape:
                 kept = "nothing" if state is None else f"{tuple(state.shape)}"
                 return f"it keeps {kept} in {name!r} for a weight of shape {tuple(weight.shape)}"
-    specs = [tf.TensorSpec(shape, tf.float32) for shape in shapes]
+    specs = [tf.TensorSpec(weight.shape, weight.dtype) for weight in weights]
 
     @tf.function(input_signature=specs, autograph=False)
     def update(*gradients):
@@ -358,12 +361,12 @@ def find_coupling(optimizer: keras.Optimizer, ranks: set[int]) -> str | None:
 
 
 def _coupling_of(op: tf.Operation) -> str | None:
-    arrays = {tuple(t.shape) for t in op.inputs if t.dtype != tf.resource and t.shape.rank}
+    arrays = {str(t.shape) for t in op.inputs if t.dtype != tf.resource and t.shape.rank != 0}
     if not arrays or op.type in _APART:
         return None
-    results = {tuple(t.shape) for t in op.outputs}
+    results = {str(t.shape) for t in op.outputs}
     # A check is stateful for TensorFlow, and would run on one tower for all.
     alone = ELEMENTWISE.union({"ReadVariableOp"}) - {"CheckNumerics", "CheckNumericsV2"}
     if op.type in alone and len(arrays) == 1 and results == arrays:
         return None
-    return f"its update computes {op.type} ({op.name}) of {' and '.join(map(str, sorted(arrays)))}"
+    return f"its update computes {op.type} ({op.name}) of {' and '.join(sorted(arrays))}"

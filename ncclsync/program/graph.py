@@ -198,8 +198,8 @@ class StepGraph:
         """Return what a tensor's shape on a tower follows from, and its dtype; its name if that is not known."""
         placed, tensor = self.by_rows.get(name), self.traced.tensor(name)
         lengths = None if placed is None else self.axes.lengths(tensor)
-        if placed is None or lengths is None or None in lengths:
-            return name
+        if placed is None or lengths is None or None in lengths or self.traced.opened:
+            return name  # with opened variables a batch of one row may have more of them
         return placed.axis, placed.blocks, lengths, tensor.dtype
 
     def spec(self, name: TensorName) -> tf.TensorSpec:

@@ -1225,9 +1225,12 @@ def _list_set(call: Call) -> Sequence[Placement] | None:
         return [items(item)]
     if both := either(placed, items(item)):
         return [both]
-    if not {item.kind, placed.of and placed.of.kind} <= {Kind.SHARD, Kind.PARTIAL, Kind.REPLICATE}:
+    of = placed.of or REPLICATE
+    if not {item.kind, of.kind} <= {Kind.SHARD, Kind.PARTIAL, Kind.REPLICATE}:
         return None
-    call.require(at, placed.of or REPLICATE)
+    if item.whole and of.kind is Kind.SHARD and not call.axes.rows(call.op.inputs[at], of.axis):
+        return None  # it takes tensors of any number of rows
+    call.require(at, of)
     return [placed]
 
 

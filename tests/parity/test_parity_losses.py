@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import parity
 import pytest
+import tensorflow as tf
 from keras import layers, losses
 from parity import Case, check, data, spread
 
@@ -289,6 +290,25 @@ CASES |= {
         dense(sparse_categorical(), body=[lambda: layers.ActivityRegularization(l1=0.1, l2=0.1)]), fit(X, LABELS)
     ),
 }
+
+
+def listed(second):
+    """A loss over a list of the outputs and of another number of rows."""
+
+    def loss(y, outputs):
+        both = tf.TensorArray(tf.float32, 0, dynamic_size=True, infer_shape=False).write(0, outputs)
+        return tf.reduce_mean(both.write(1, second(y, outputs)).concat() ** 2)
+
+    return dense(loss)
+
+
+OTHERS = {
+    "rows_and_first_labels": lambda y, outputs: y[:2],
+    "rows_and_constants": lambda y, outputs: tf.ones([20, CLASSES]),
+    "rows_and_those_of_a_mask": lambda y, outputs: tf.boolean_mask(outputs, y[:, 0] > 1),
+    "rows_and_rows": lambda y, outputs: y,
+}
+CASES |= {f"listed_{name}": Case(listed(second), fit(X, VALUES)) for name, second in OTHERS.items()}
 
 
 @pytest.mark.slow(but=1)

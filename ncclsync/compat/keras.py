@@ -8,13 +8,14 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.legacy.saving import legacy_h5_format
 from keras.src.models import cloning
 from keras.src.models.functional import Functional
 from keras.src.ops import numpy as keras_numpy
 from keras.src.saving import saving_lib
-from keras.src.utils import python_utils
+from keras.src.utils import naming, python_utils
 
 from ncclsync.compat import tensorflow as tf_compat
 
@@ -25,6 +26,17 @@ except ImportError:  # before Keras 3.16
 
 
 _REPLACED = "_ncclsync_replaced"  # an attribute of models: the methods of their own that were replaced
+
+
+@contextlib.contextmanager
+def names_from_start() -> Iterator[None]:
+    """Let Keras number the names of what is made meanwhile as in a new process; go on afterwards as before."""
+    counted = global_state.get_global_attribute("object_name_uids")
+    naming.reset_uids()
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute("object_name_uids", counted)
 
 
 def nn_functions() -> ModuleType:

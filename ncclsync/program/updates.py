@@ -7,8 +7,9 @@ import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.names import OpName, TensorName, op_name
+from ncclsync.ops import CollectiveKind
 from ncclsync.program.graph import StepGraph
-from ncclsync.program.program import Program
+from ncclsync.program.program import Exchange, Program
 from ncclsync.semantics.axes import MEASURES
 from ncclsync.sharding.roles import Role
 
@@ -16,8 +17,9 @@ from ncclsync.sharding.roles import Role
 def find_updates(graph: StepGraph) -> dict[TensorName, TensorName]:
     """Follow what is written to each variable back to the nearest exchange of a tensor of its shape; return its result.
 
-    An optimizer's slots rest on their weight's gradient too; the exchange is the weight's alone. Where a
-    branch writes several variables, as an accumulating optimizer does, order pairs those of one shape.
+    An optimizer's slots rest on their weight's gradient too, and so does an average of the weight; the exchange is the
+    weight's alone. Where a branch writes several variables, as an accumulating optimizer does, order pairs those of one
+    shape.
     """
     writers: dict[TensorName, list[OpName]] = collections.defaultdict(list)
     for op in graph.ops:
@@ -25,17 +27,25 @@ def find_updates(graph: StepGraph) -> dict[TensorName, TensorName]:
             writers[handle].append(op.name)
     # Weights first, as a gradient is theirs.
     found: dict[TensorName, TensorName] = {}
-    taken: set[TensorName] = set()
+    taken: dict[TensorName, list[OpName]] = {}
     for handle, variable in sorted(graph.traced.variable_of.items(), key=lambda pair: not pair[1].trainable):
         if graph.traced.role[handle] in (Role.SAME, Role.SUM, Role.PARTIAL):
-            for result in _nearest(graph, writers[handle]):
-                exchange = graph.exchanges[result]
-                fits = exchange.shape.is_compatible_with(variable.shape) or exchange.collective.divides
-                if result not in taken and fits:
-                    found[handle] = result
-                    taken.add(result)
-                    break
+            fitting = (one for one in _nearest(graph, writers[handle]) if _fits(graph.exchanges[one], variable))
+            nearest = next((one for one in fitting if taken.get(one) != writers[handle]), None)
+            if nearest is not None and nearest not in taken:
+                found[handle], taken[nearest] = nearest, writers[handle]
     return found
+
+
+def _fits(exchange: Exchange, variable: tf.Variable) -> bool:
+    """Return whether an exchange may be of a variable's gradient: of its shape, or rows of it, as slices are."""
+    if exchange.collective.divides:
+        return True
+    if exchange.dtype.is_floating != variable.dtype.is_floating or variable.shape.rank is None:
+        return False
+    if exchange.collective.kind == CollectiveKind.ALL_GATHER:
+        return variable.shape.rank > 1 and exchange.shape[1:].as_list() == variable.shape[1:].as_list()
+    return exchange.shape.is_compatible_with(variable.shape)
 
 
 def _nearest(graph: StepGraph, writers: list[OpName]) -> list[TensorName]:

@@ -20,7 +20,7 @@ from ncclsync.towers.printed import Printed, table
 from ncclsync.towers.state import TowerState
 
 _RULES = {
-    Role.SAME: "same on all towers, nothing is exchanged for it",
+    Role.SAME: "same on all towers; no exchange of its own",
     Role.SUM: "sum: {one} 0 holds it, the others start from zero",
     Role.PARTIAL: "partial: each {one} accumulates its samples'",
     Role.PARTITION: "each {one} has its part",
@@ -51,7 +51,7 @@ class CutRow:
     segment: int  # from 1
     what: str  # what it is and how it is exchanged, in words
     tensors: int  # how many
-    size_bytes: int  # of one tower's tensors, as far as their shapes are known
+    size_bytes: int | None  # of one tower's tensors, as far as their shapes are known; None: none is
     line: str  # file, number and text of the user's line that asks for it, or calls what does
 
 
@@ -97,7 +97,8 @@ class Explanation(Printed):
         ]
         others: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
             ("after", "bytes", "tensors", "exchanged", "asked for at"): [
-                (one.segment, one.size_bytes, one.tensors, one.what, one.line) for one in self.cuts
+                (one.segment, "?" if one.size_bytes is None else one.size_bytes, one.tensors, one.what, one.line)
+                for one in self.cuts
             ],
             ("rows of all for", "bytes", "ops", "at"): [(w.op, w.size_bytes, w.ops, w.line) for w in self.wholes],
             ("tower", "rows", "of the batch", "device"): [
@@ -138,10 +139,10 @@ def explain_program(
         if exchange.collective.divides:
             subject = "gradients" if exchange.collective.differs else "weights"
         groups.setdefault((number, f"{subject}; {_words(exchange)}", exchange.line), []).append(exchange)
-    cuts = tuple(
-        CutRow(number, what, len(group), sum(one.size_bytes(count, rows) or 0 for one in group), line)
-        for (number, what, line), group in groups.items()
-    )
+    cuts = []
+    for (number, what, line), group in groups.items():
+        sizes = [size for one in group if (size := one.size_bytes(count, rows)) is not None]
+        cuts.append(CutRow(number, what, len(group), sum(sizes) if sizes else None, line))
     names = towers.session.names_of([variable for _, variable in program.variables])
     variables, whose = [], "shard" if towers.layout.divided else "tower"
     for name, (handle, variable) in zip(names, program.variables, strict=True):
@@ -156,7 +157,7 @@ def explain_program(
         variables.append(VariableRow(name, size, role.value, rule, bucket))
     wholes = _wholes(program, rows) if count > 1 else ()
     shards = _shards(towers, rows)
-    parts = len(program.segments), tuple(variables), cuts, shards, wholes
+    parts = len(program.segments), tuple(variables), tuple(cuts), shards, wholes
     order = "One tower runs Keras' own step." if plain else _order(program, towers)
     order += f" The last batch, of {rows} rows, is shown." * (of_last and rows is not None)
     words = order.strip(), _compiled(program, shards, towers)

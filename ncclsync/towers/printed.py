@@ -41,10 +41,10 @@ def show(shown: Any, width: int = _WIDTH) -> None:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[Any]], *, numbers: int | None = None, **about: Any) -> Table:
-    """Return a table of texts; `numbers` is the place of a column of these, `about` is rich's."""
+    """Return a table of texts, whose first column is not broken; `numbers` is the place of one, `about` is rich's."""
     made = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, **about)
     for place, head in enumerate(heads):
-        made.add_column(head, justify="right" if place == numbers else "left", overflow="fold")
+        made.add_column(head, justify="right" if place == numbers else "left", overflow="fold", no_wrap=place == 0)
     for row in rows:
         made.add_row(*(Text(str(cell)) for cell in row))
     return made

@@ -1353,3 +1353,14 @@ def test_errors_that_are_each_others_cause():
     one, two = ValueError("one"), TypeError("two")
     one.__cause__, two.__cause__ = two, one
     assert innermost(one)[1] is two
+
+
+def test_names_are_numbered_from_the_start():
+    """Meanwhile alone, also if it fails; Keras counts the names of a process in one place."""
+    first = keras.layers.Dense(1).name
+    with pytest.raises(ZeroDivisionError), keras_compat.names_from_start():
+        assert [keras.layers.Dense(1).name for _ in range(2)] == ["dense", "dense_1"]
+        raise ZeroDivisionError
+    after = keras.layers.Dense(1).name
+    count = int(first.partition("_")[2] or 0)
+    assert after == f"dense_{count + 1}"

@@ -19,7 +19,7 @@ from ncclsync import nccl_parallel, verify
 from ncclsync.tools import cli, factories
 from ncclsync.tools.verify import verification
 from ncclsync.tools.verify.batches import rows_at, take_batches
-from ncclsync.tools.verify.report import measure
+from ncclsync.tools.verify.report import Difference, Report, measure
 from ncclsync.training.random_data import random_data
 
 X, Y = data(rows=40)
@@ -382,8 +382,17 @@ def test_long_table_shows_what_differs_most():
     """Twenty rows, and how many there are besides."""
     report = check(lambda: sequential(*[layers.Dense(4) for _ in range(12)]))
     assert len(report.largest) > 20
-    assert f"{len(report.largest) - 20} more differ less." in str(report)
+    assert f"{len(report.largest) - 20} more differ less, 0 of these out of the tolerance." in str(report)
     assert sum("dense" in line or "output" in line for line in str(report).splitlines()) <= 20
+
+
+def test_what_left_the_tolerance_first_is_in_the_table():
+    """Also where more than twenty arrays differ more."""
+    found = [Difference(1, "weight", "the first", 1e-4, 1e-4, ok=False, nan=False)]
+    found += [Difference(2, "weight", f"number {i}", 1.0, 1.0, ok=False, nan=False) for i in range(30)]
+    text = str(Report(False, 1e-5, ("CPU:0",) * 2, (8, 8), tuple(found), ()))
+    assert text.count("the first") == 2
+    assert "11 more differ less, 11 of these out of the tolerance." in text
 
 
 @pytest.mark.parametrize(

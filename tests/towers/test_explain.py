@@ -9,6 +9,7 @@ import tensorflow as tf
 from parity import data, mlp, on_towers
 
 from ncclsync import NcclSyncError, Towers, nccl_parallel, ops
+from ncclsync.towers.explanation import CutRow, Explanation, VariableRow
 
 X, Y = data(rows=20)
 PARTS = "all-reduce: sum of the towers' parts"
@@ -47,6 +48,61 @@ def mine():
 
 def rows_of(explanation):
     return {row.name.split("/", 1)[1]: row for row in explanation.variables}
+
+
+class Taught(keras.Model):
+    """An average of the weights, a weight whose gradient all towers compute alike, and a queue of rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = (
+            keras.Sequential([keras.Input([12]), keras.layers.Dense(5, name=f"{name}_last")], name=name)
+            for name in ("student", "teacher")
+        )
+        self.scale = self.add_weight(shape=[1], initializer="ones", name="scale")
+        self.queue = self.add_weight(shape=[20, 5], trainable=False, name="queue")
+
+    def call(self, x):
+        return self.student(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, self.student(x))
+            loss = self.scale[0] * tf.reduce_mean(tf.math.top_k(losses, 3).values)
+        weights = [*self.student.trainable_weights, self.scale]
+        gradients, norm = tf.clip_by_global_norm(tape.gradient(loss, weights), 1.0)
+        self.optimizer.apply(gradients, weights)
+        for one, other in zip(self.teacher.weights, self.student.weights, strict=True):
+            one.assign(0.9 * one + 0.1 * other)
+        self.queue.assign(self.student(x))
+        return {"loss": loss, "norm": norm}
+
+
+@pytest.mark.parametrize("optimizer", [keras.optimizers.SGD, keras.optimizers.Adam])
+def test_an_exchange_is_of_the_variable_of_its_shape_that_rests_on_it_next(optimizer):
+    """Not of slots, averages or other weights that rest on it through a norm of the gradients."""
+
+    def make():
+        model = Taught()
+        model.compile(optimizer(0.1))
+        return model
+
+    found = on_towers(make, 3).towers.explain((X, Y))
+    exchanged = {row.name.split("/", 1)[1]: row.rule for row in found.variables if row.bucket}
+    rows = "all-gather: the rows of all towers"
+    assert exchanged == {"student_last/kernel": PARTS, "student_last/bias": PARTS, "queue": rows}
+
+
+def test_names_are_not_broken():
+    """Where the table is narrow, other columns are."""
+    row = VariableRow("adam/" + "a_long_name_" * 7, 4, "same", "a rule in several words " * 5, None)
+    assert row.name in str(Explanation(1, (row,), (), ()))
+
+
+def test_sizes_that_no_shape_tells_are_not_zero():
+    """Of a tensor whose length depends on numbers."""
+    assert "?" in str(Explanation(1, (), (CutRow(1, "other", 1, None, "a line"),), ()))
 
 
 def test_variables_and_lines_of_a_step():

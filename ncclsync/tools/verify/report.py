@@ -115,9 +115,10 @@ class Report(Printed):
 
     def __rich__(self) -> Group:
         parts: list[Any] = [self._verdict(), self._table()]
-        hidden = len(self.largest) - _ROWS
-        if hidden > 0:
-            parts.append(Text(f"{hidden} more differ less.", style="dim"))
+        hidden = set(self.largest) - self._shown
+        if hidden:
+            out = len({(one.kind, one.name) for one in hidden} & self._left.keys())
+            parts.append(Text(f"{len(hidden)} more differ less, {out} of these out of the tolerance.", style="dim"))
         if self.reasons:
             parts.append(Text("Likely reasons:" if not self.ok else "Worth knowing:", style="bold"))
         by_remedy: dict[str, list[Text]] = {}
@@ -126,6 +127,18 @@ class Report(Printed):
         for remedy, group in by_remedy.items():
             parts += [*group, Text(f"    Remedy: {remedy}", style="dim")]
         return Group(*parts)
+
+    @property
+    def _left(self) -> dict[tuple[str, str], Difference]:
+        """Return where each variable, log and output first left the tolerance."""
+        return {(one.kind, one.name): one for one in reversed(self.differences) if not one.ok}
+
+    @property
+    def _shown(self) -> set[Difference]:
+        """Return the rows of the table: what left the tolerance first, and what differs most."""
+        first = self.first and (self.first.kind, self.first.name)
+        by_size = sorted(self.largest, key=lambda one: ((one.kind, one.name) == first, one.relative), reverse=True)
+        return set(by_size[:_ROWS])
 
     def _verdict(self) -> Text:
         sizes = ", ".join(map(str, self.batch_sizes))
@@ -143,13 +156,11 @@ class Report(Printed):
     def _table(self) -> Table:
         table = Table(box=rich.box.SIMPLE)
         table.add_column("", no_wrap=True)
-        table.add_column("variable", overflow="fold")
+        table.add_column("variable", overflow="fold", no_wrap=True)
         for head in ("largest\nabsolute", "largest\nrelative", "at", "out of\ntolerance"):
             table.add_column(head, justify="right")
-        left = {(one.kind, one.name): one for one in reversed(self.differences) if not one.ok}
-        shown = set(sorted(self.largest, key=lambda one: one.relative, reverse=True)[:_ROWS])
-        for one in filter(shown.__contains__, self.largest):
-            since = left.get((one.kind, one.name))
+        for one in filter(self._shown.__contains__, self.largest):
+            since = self._left.get((one.kind, one.name))
             figures = f"{one.absolute:.2g}", f"{one.relative:.2g}", _when(one), f"from {_when(since)}" if since else ""
             table.add_row(one.kind, Text(one.name), *figures, style="red" if since else None)
         least = f"at least {_LEAST_MAGNITUDE:g}, of a log {_LEAST_MAGNITUDE_OF_LOGS:g}"

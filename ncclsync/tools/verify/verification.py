@@ -234,7 +234,8 @@ def _build(factory: Callable, seed: int) -> keras.Model:
         ValueError: the model is not compiled, or has no optimizer.
     """
     keras.utils.set_random_seed(seed)
-    model = factory()
+    with keras_compat.names_from_start():
+        model = factory()
     if not isinstance(model, keras.Model):
         raise TypeError(f"Expected the factory to return a keras.Model each time. Received: {model!r}")
     if not model.compiled or model.optimizer is None:

@@ -1,5 +1,6 @@
 """Name the user's line that an op comes from."""
 
+import collections
 import contextlib
 import linecache
 import os
@@ -24,6 +25,15 @@ _LIBRARIES = tuple(
 _TRACE = os.path.join(_OWN, "program", "trace.py")  # calls a step
 _OF_TAPES = "gradient_tape/"
 _SOURCES = frozenset({"Const", "Placeholder", "ReadVariableOp"})
+# Ops that TensorFlow makes, or leaves out, where it knows a length.
+_OF_LENGTHS = frozenset(
+    {"BroadcastTo", "Cast", "Fill", "Identity", "OnesLike", "Reshape", "Squeeze", "Tile", "ZerosLike"}
+)
+
+
+def is_library(filename: str) -> bool:
+    """Return whether a file is TensorFlow's, Keras' or ncclsync's, or of no module, as what they generate."""
+    return filename.startswith(_LIBRARIES) or filename.startswith("<")
 
 
 def user_line(traceback: Any = None) -> str:
@@ -77,6 +87,44 @@ def own_place(op: tf.Operation) -> tuple[str, str]:
     kinds = {"compile_loss": "the loss", "compile_metrics": "the metric"}
     place = f"{kinds[scopes[0]]} {scopes[-1]}" if scopes[0] in kinds else f"the layer {'/'.join(scopes)}"
     return place, op.type
+
+
+def first_difference(one: tf.Graph, other: tf.Graph) -> str:
+    """Return the user's line whose ops compute with other numbers or ops in another trace; "" if there is none.
+
+    Not told are gradients, and what TensorFlow makes of a length that it knows: integers, shapes, and their casts.
+    """
+    found, others = _computed(one), _computed(other)
+    for line in sorted(found.keys() | others.keys()):
+        (numbers, kinds), (other_numbers, other_kinds) = found[line], others[line]
+        if kinds != other_kinds or (len(numbers) == len(other_numbers) and sorted(numbers) != sorted(other_numbers)):
+            return line
+    return ""
+
+
+def _computed(graph: tf.Graph) -> dict[str, tuple[list[str], collections.Counter[str]]]:
+    """Return, for each line of the user's, its constants and how many ops of each type compute floats or write.
+
+    Integers count where the line writes a variable.
+    """
+    found: dict[str, Any] = collections.defaultdict(lambda: ([], collections.Counter()))
+    integers: dict[str, list[str]] = collections.defaultdict(list)
+    for op in graph.get_operations():
+        floats = any(tensor.dtype.is_floating or tensor.dtype.is_complex for tensor in op.outputs)
+        number = op.type == "Const" and op.outputs[0].shape.rank == 0
+        counts = floats or number or op.type.startswith("Assign")
+        if not counts or op.name.startswith(_OF_TAPES) or op.type in _OF_LENGTHS:
+            continue
+        place, _ = own_place(op)
+        if not os.path.exists(place.partition(":")[0]):
+            continue
+        numbers, kinds = found[place]
+        kinds[op.type] += op.type != "Const"
+        if number:
+            (numbers if floats else integers[place]).append(repr(tf.get_static_value(op.outputs[0])))
+    for place, (numbers, kinds) in found.items():
+        numbers += integers[place] if any(one.startswith("Assign") for one in kinds) else ()
+    return found
 
 
 def calls_of(graph: tf.Graph, name: str) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.compat.source_lines import innermost
+from ncclsync.compat.source_lines import first_difference, innermost, is_library
 from ncclsync.gradients.hooks import step_hooks
 from ncclsync.gradients.noise_scale import gradient_moments
 from ncclsync.gradients.nonfinite import finite_flags
@@ -23,7 +23,7 @@ from ncclsync.ops.spans import Meter
 from ncclsync.ops.xla_programs import share_programs
 from ncclsync.program.cut import cut
 from ncclsync.program.program import Program, Results
-from ncclsync.program.trace import Opened, trace
+from ncclsync.program.trace import Opened, Trace, trace
 from ncclsync.semantics.draws import check_draws, draws_seen
 from ncclsync.sharding.exactness import DRAWS, NORMALISES, Inexact, say_inexact
 from ncclsync.sharding.normalization import moments_of_layers
@@ -64,6 +64,15 @@ class Key(NamedTuple):
     audits: bool = False  # whether towers compute each other's shards again
 
 
+class RowsNeeded(ValueError):
+    """A line computes something else where it does not know how many rows a batch has."""
+
+    def __init__(self, line: str) -> None:
+        """Name the line."""
+        super().__init__("x.shape[0] is None, and something else is computed")
+        self.line = line
+
+
 class TracedStep(abc.ABC):
     """Trace a step, and cut it into programs."""
 
@@ -72,6 +81,7 @@ class TracedStep(abc.ABC):
         self.towers = towers
         self.trains = trains  # whether it counts as a training step
         self.programs: dict[Key, Program] = {}  # the one used last at the end
+        self._alone: Any = None  # specs of the batch for which one device would trace the step
         self._traced = False  # whether the user's Python was traced without an error, and the trace is being placed
         self.too_open: set[tuple[int, str]] = set()  # versions, and specs of shards that cannot be traced for them
 
@@ -114,19 +124,10 @@ class TracedStep(abc.ABC):
     def _trace_and_cut(self, source: Source, specs: Any, meter: Meter | None, opened: Opened = ()) -> Program:
         readers = self.readers()
         observer = Observer() if readers else None
-        step: Callable[[Any], Any] = functools.partial(_on_given, python_step(source.function))
-        with contextlib.ExitStack() as stack:
-            if observer is not None:
-                step = observer.around(step, readers)
-                stack.enter_context(observer.hooks())
-            sharding = self.towers.replicas.sharding
-            stack.enter_context(step_hooks(self.towers.compression, sharding))
-            stack.enter_context(draws_seen())
-            stack.enter_context(moments_of_layers(self.towers.options.exact_batch_norm))
-            if sharding is not None:
-                stack.enter_context(sharding.hooks(self.towers.replicas.of))
-            stack.enter_context(tf.device(f"/{self.towers.layout.devices[0]}"))
-            traced = trace(step, specs, jit_compile=source.jit_compile, opened=opened)
+        with tf_compat.open_rows_asked(is_library) as asked:
+            traced = self._trace(source, specs, opened, observer)
+        if asked and not opened and repr(self._alone) != repr(specs):
+            self._check_lengths(source, traced)
         self._traced = True
         options = self.towers.options
         divides = self.towers.layout.divided is not None or options.on_oom is not None
@@ -162,6 +163,35 @@ class TracedStep(abc.ABC):
         if program.jit_compile:
             share_programs(self.towers.layout.devices)
         return dataclasses.replace(program, graph=traced.function.graph)
+
+    def _trace(self, source: Source, specs: Any, opened: Opened, observer: Observer | None) -> Trace:
+        step: Callable[[Any], Any] = functools.partial(_on_given, python_step(source.function))
+        with contextlib.ExitStack() as stack:
+            if observer is not None:
+                step = observer.around(step, self.readers())
+                stack.enter_context(observer.hooks())
+            sharding = self.towers.replicas.sharding
+            stack.enter_context(step_hooks(self.towers.compression, sharding))
+            stack.enter_context(draws_seen())
+            stack.enter_context(moments_of_layers(self.towers.options.exact_batch_norm))
+            if sharding is not None:
+                stack.enter_context(sharding.hooks(self.towers.replicas.of))
+            stack.enter_context(tf.device(f"/{self.towers.layout.devices[0]}"))
+            return trace(step, specs, jit_compile=source.jit_compile, opened=opened)
+
+    def _check_lengths(self, source: Source, traced: Trace) -> None:
+        """Compare a trace with one device's, if Python has heard that the number of rows is open, and goes by that.
+
+        Raises:
+            RowsNeeded: something else is computed.
+        """
+        try:
+            alone = self._trace(source, self._alone, (), None)
+        except Exception as error:  # of any kind: one device raises it as well
+            logger.debug("The step cannot be traced for a fixed number of rows: %s", error)
+            return
+        if line := first_difference(traced.function.graph, alone.function.graph):
+            raise RowsNeeded(line)
 
     def _warn_of_inexact(self, program: Program) -> None:
         """Warn of why the step is not exact: by the model, or by lines that draw or normalise."""
@@ -215,10 +245,11 @@ class TracedStep(abc.ABC):
         if other is not None and not other.packs:  # its segments have no timestamps, watched or not
             return other
         self._traced = False
+        self._alone = specs if version.specs is None else version.specs
         try:
             program = self.make_program(shard, meter)
         except (TypeError, ValueError, RuntimeError) as error:
-            line, cause = innermost(error)
+            line, cause = (error.line, error) if isinstance(error, RowsNeeded) else innermost(error)
             misses_lengths = isinstance(error, (TypeError, ValueError)) or isinstance(cause, (TypeError, ValueError))
             # Keras wraps what a model raises in a RuntimeError.
             if self._traced or repr(specs) == repr(shard) or not misses_lengths:

@@ -1,0 +1,129 @@
+"""Python that asks a step's tensors for their number of rows, which one device knows and towers leave open."""
+
+import logging
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from parity import assert_close, data, on_towers
+
+from ncclsync.compat import tensorflow as tf_compat
+
+X, _ = data(rows=26, features=6)
+
+
+def unpacked(x, _):
+    rows, width = x.shape
+    del rows
+    return 2 * tf.reshape(x, [-1, width])
+
+
+def whichever_is_known(x, _):
+    rows = x.shape[0] or tf.shape(x)[0]
+    return tf.reshape(x, [rows, 2, 3])[:, 0] / tf.cast(rows, x.dtype) + tf.zeros([rows, 3])
+
+
+def by_list(x, _):
+    known, shape = x.shape.as_list(), tf.shape(x)
+    return 3 * tf.reshape(x, [shape[axis] if length is None else length for axis, length in enumerate(known)])
+
+
+def halved(x, _):
+    half = (x.shape[0] or tf.shape(x)[0]) // 2
+    return x[:, :3] + tf.cast(half, x.dtype)
+
+
+def counted(x, seen):
+    seen.assign_add(x.shape[0] or tf.shape(x)[0])
+    return x
+
+
+def another_factor(x, _):
+    return x * (1 + (x.shape[0] or 1) / 10)
+
+
+def another_op(x, _):
+    rows, _ = x.shape
+    return tf.sin(x) if rows else x
+
+
+def another_count(x, seen):
+    seen.assign_add(x.get_shape()[0] or 1)
+    return x
+
+
+ALIKE = (unpacked, whichever_is_known, by_list, halved, counted)
+OTHERWISE = (another_factor, another_op, another_count)
+
+
+class Asking(keras.layers.Layer):
+    """A layer that knows its number of rows as far as Python does."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.asks = call
+        self.seen = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False)
+
+    def call(self, x):
+        return self.asks(x, self.seen)
+
+
+def with_asking(call):
+    def build():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input([6]), Asking(call), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+        return model
+
+    return build
+
+
+def by_batches(model):
+    """Two of one size, which Keras knows; it leaves the size open from the next one on."""
+    return [model.train_on_batch(X[:n], X[:n, :1]) for n in (10, 10, 7)]
+
+
+def by_dataset(model):
+    batches = tf.data.Dataset.from_tensor_slices((X, X[:, :1])).batch(8, drop_remainder=True)
+    return model.fit(batches, verbose=0).history["loss"]
+
+
+@pytest.mark.slow(but=4)
+@pytest.mark.parametrize("train", [by_batches, by_dataset])
+@pytest.mark.parametrize("call", [*OTHERWISE, *ALIKE])
+def test_what_one_device_knows(call, train, caplog):
+    """One device's numbers; the line is named if it computes something else where it does not know the rows."""
+    alone, model = with_asking(call)(), on_towers(with_asking(call), 3)
+    with caplog.at_level(logging.WARNING, "ncclsync"):
+        assert_close(train(model), train(alone))
+    assert_close([w.numpy() for w in model.weights], [w.numpy() for w in alone.weights])
+    told = [one.getMessage() for one in caplog.records if "a fixed number of rows" in one.getMessage()]
+    assert len(told) == (call in OTHERWISE)
+    assert all(f"{__file__}:" in one and "x.shape[0]" in one for one in told)
+
+
+def test_who_asks():
+    """Only files that are no library's, for a first length that is open."""
+    found = {}
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 2]), tf.TensorSpec([3, None])], autograph=False)
+    def step(x, y):
+        asks = {
+            "first": lambda: x.shape[0],
+            "from the end": lambda: x.shape[-2],
+            "all": lambda: tuple(x.shape),
+            "list": lambda: x.shape.as_list(),
+            "rest": lambda: (x.shape[1], x.shape[1:], x.shape[-1], x.shape.rank),
+            "known": lambda: tuple(y.shape),
+            "library": lambda: (tf.reduce_mean(x), keras.ops.mean(x, 0), np.shape(1)),
+        }
+        for name, ask in asks.items():
+            with tf_compat.open_rows_asked(lambda file: file != __file__) as asked:
+                ask()
+            found[name] = len(asked)
+
+    before = tf.TensorShape.__getitem__
+    step.get_concrete_function()
+    assert found == {"first": 1, "from the end": 1, "all": 1, "list": 1, "rest": 0, "known": 0, "library": 0}
+    assert tf.TensorShape.__getitem__ is before

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ncclsync.errors import NcclUnavailableError as NcclUnavailableError
     from ncclsync.errors import NonFiniteError as NonFiniteError
     from ncclsync.errors import ProcessError as ProcessError
+    from ncclsync.parallel import Towers as Towers
     from ncclsync.parallel import nccl_parallel as nccl_parallel
     from ncclsync.tools.verify.verification import verify as verify
     from ncclsync.towers.options import Health as Health
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from ncclsync.training.callbacks.timeline import Timeline as Timeline
     from ncclsync.training.local import Local as Local
     from ncclsync.training.loop import HasTowers as HasTowers
-    from ncclsync.training.loop import Towers as Towers
     from ncclsync.training.loop import towers_of as towers_of
 
 __version__ = "0.1.0"
@@ -58,7 +58,7 @@ _HOMES = {
     "Shuffled": "training.callbacks.shuffled",
     "Throughput": "training.callbacks.throughput",
     "Timeline": "training.callbacks.timeline",
-    "Towers": "training.loop",
+    "Towers": "parallel",
     "towers_of": "training.loop",
     "verify": "tools.verify.verification",
     "zero_last_gamma": "training.callbacks.residual",

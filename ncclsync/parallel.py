@@ -23,7 +23,8 @@ from ncclsync.towers.options import Health, TowerOptions, takes
 from ncclsync.towers.replicas import Copies
 from ncclsync.training.callbacks.large_batch import LargeBatch, follow, leave
 from ncclsync.training.keras_model import attach
-from ncclsync.training.loop import Towers, idle_towers, towers_of
+from ncclsync.training.loop import Towers as Towers
+from ncclsync.training.loop import idle_towers, towers_of
 from ncclsync.training.processes import keep_in_step
 
 logger = logging.getLogger("ncclsync")

@@ -1,6 +1,8 @@
 """`Towers.run`: a user's own loop, without `fit`, gives one device's numbers."""
 
 import functools
+import subprocess
+import sys
 
 import keras
 import numpy as np
@@ -262,3 +264,18 @@ def test_a_trace_that_fails_leaves_its_variables_initialised(options, fails):
         return tf.function(step)
 
     assert_close(found, run(alone))
+
+
+@pytest.mark.slow
+def test_fit_within_the_with_of_a_new_process():
+    """It trains on one device, and says so, also where nothing but `Towers` was asked for."""
+    code = (
+        "import keras, numpy, ncclsync\n"
+        "with ncclsync.Towers(2):\n"
+        "    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])\n"
+        "    model.compile('sgd', 'mse')\n"
+        "    model.fit(numpy.ones([4, 3]), numpy.ones([4, 1]), verbose=0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("trains on one device, though within `with Towers(...)`") == 1, done.stderr

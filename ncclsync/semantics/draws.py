@@ -11,9 +11,10 @@ from ncclsync.compat.source_lines import user_line
 from ncclsync.errors import NcclSyncError
 from ncclsync.ops import current_context
 from ncclsync.semantics.functions import drops_nothing
+from ncclsync.sharding.exactness import Inexact
 from ncclsync.sharding.roles import mark_random_state
 
-_INSTEAD = "Draw with keras.random or tf.random.stateless_*"
+_INSTEAD = "draw with keras.random or tf.random.stateless_*"
 
 
 def draws_seen() -> contextlib.AbstractContextManager[None]:
@@ -27,7 +28,7 @@ def draws_seen() -> contextlib.AbstractContextManager[None]:
     return tf_compat.methods_wrapped(tf_compat.loaded_classes(keras.random.SeedGenerator), "next", drawing)
 
 
-def check_draws(function: Any, refuses: bool) -> str | None:
+def check_draws(function: Any, refuses: bool) -> Inexact | None:
     """Refuse, or warn of, random draws in a traced step that no seed repeats.
 
     Args:
@@ -37,7 +38,7 @@ def check_draws(function: Any, refuses: bool) -> str | None:
             state in any order.
 
     Returns:
-        The words of the warning; None: nothing draws from hidden state.
+        What is to be warned of; None: nothing draws from hidden state.
 
     Raises:
         NcclSyncError: for a draw from hidden state, if it `refuses` them.
@@ -56,11 +57,10 @@ def check_draws(function: Any, refuses: bool) -> str | None:
         if refuses:
             raise NcclSyncError(
                 "Expected random numbers drawn from a seed or a generator, with exact=True, "
-                f"shards=, on_oom= or audit_every=. Received: {node.op}, whose state TensorFlow hides, {place}. "
-                f"{_INSTEAD}."
+                f"shards=, on_oom= or audit_every=. Received: {node.op}, whose state TensorFlow hides, {place}: "
+                f"{_INSTEAD}"
             )
-        return (
-            f"{node.op}, {place}, draws from a state that TensorFlow hides: towers that share a device draw from it "
-            f"in any order, and those on devices of their own draw the same. {_INSTEAD}."
-        )
+        reason = "draws from a state that TensorFlow hides: towers that share a device draw from it in any order, and "
+        reason += "those on devices of their own draw the same"
+        return Inexact(f"{node.op}, {place}", reason, _INSTEAD)
     return None

@@ -1,8 +1,10 @@
 """Import the user's model factory, named on the command line, build its model, make data for it."""
 
 import argparse
+import contextlib
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import types
@@ -10,6 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ncclsync.tools.arguments import add_options, number, option
+
+_ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class UsageError(Exception):
@@ -37,6 +41,13 @@ def load(name: str) -> Any:
         found = getattr(found, part)
     if not callable(found):
         raise UsageError(f"Expected {name} to be a function. Received: {found!r}")
+    with contextlib.suppress(ValueError):  # what C defines may not tell its arguments
+        signature = inspect.signature(found)
+        if any(one.default is one.empty and one.kind not in _ANY_NUMBER for one in signature.parameters.values()):
+            raise UsageError(
+                f"Expected {name} to need no arguments. Received: {attribute}{signature}. Give them defaults, or name "
+                "a function that calls it with these"
+            )
     return found
 
 

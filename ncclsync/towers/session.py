@@ -18,6 +18,7 @@ from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError
 from ncclsync.ops import device_ops, gpu_streams
 from ncclsync.ops.group_ops import group_exchange
+from ncclsync.sharding.exactness import Inexact
 from ncclsync.towers.failures import Failures
 from ncclsync.towers.feeding import Feeder
 from ncclsync.towers.layout import Layout, is_cpu
@@ -103,6 +104,7 @@ class Session:
         self.model = ModelSide()
         self.closed = False
         self._warned: set[str] = set()
+        self.inexact: dict[Inexact, None] = {}  # why the steps that were traced differ from one device's
         self._broadcasts: dict[Any, Callable[..., list[tf.Tensor]]] = {}
 
     def serve(self, model: ModelSide) -> None:

@@ -133,7 +133,8 @@ class TracedStep(abc.ABC):
         divides = self.towers.layout.divided is not None or options.on_oom is not None
         repeats = options.exact_random or options.health.audit_every is not None or divides
         if told := check_draws(traced.function, refuses=repeats):
-            self.towers.session.warn_once(told)
+            self.towers.session.inexact[told] = None
+            self.towers.session.warn_once(f"{told.where}, {told.reason}: {told.remedy}")
         # Another process may fail at any moment of a step; between GPUs they agree before each write.
         meets_on_host = self.towers.layout.meets_processes and not self.towers.communicator.enqueues
         with tf_compat.unobserved():
@@ -205,6 +206,7 @@ class TracedStep(abc.ABC):
         for lines, cause in ((program.draws, DRAWS), (program.normalized, NORMALISES)):
             if lines and cause[0] not in known:
                 found.append(Inexact(" and ".join(lines[:3]), *cause))
+        self.towers.session.inexact.update(dict.fromkeys(found))
         what = "Training" if self.trains else "Evaluation or prediction"
         if text := say_inexact(found, "shard" if layout.divided else "tower", what):
             self.towers.session.warn_once(text)

@@ -190,6 +190,18 @@ def test_dropout():
     assert check(build, exact=("random",)).ok
 
 
+@pytest.mark.slow
+def test_a_draw_without_a_layer_is_a_reason():
+    """The line is named: a loss draws, and a train step may."""
+
+    def noisy(y, outputs):
+        return tf.reduce_mean((y - outputs + tf.random.normal(tf.shape(outputs))) ** 2)
+
+    report = check(lambda: sequential(loss=noisy))
+    assert not report.ok
+    assert "return tf.reduce_mean((y - outputs + tf.random" in reasons(report), report
+
+
 class FirstRow(keras.metrics.Metric):
     """A metric of the first sample of each batch, of which only one tower has it."""
 
@@ -661,6 +673,9 @@ def unknown():
     model.compile("sgd", loss="mse")
     return model
 
+def of_width(width):
+    return build()
+
 def data():
     return numpy.ones((9, 3), "float32"), numpy.arange(18.0).reshape(9, 2)
 
@@ -820,6 +835,7 @@ def write_factories(folder):
         (["nowhere.py:build"], "Expected a file nowhere.py"),
         (["mine"], "Expected module:function or file.py:function. Received: mine"),
         (["mine:build", "--towers", "1"], "expected a whole number from 2, received '1'"),
+        (["mine:of_width"], "Expected mine:of_width to need no arguments. Received: of_width(width)"),
         ([], "the following arguments are required: factory"),
     ],
 )

@@ -23,7 +23,7 @@ from ncclsync.compat import keras as keras_compat
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import remedied, shown
 from ncclsync.parallel import ModelOptions, Undecorated, nccl_parallel
-from ncclsync.sharding.exactness import Inexact, find_inexact
+from ncclsync.sharding.exactness import Inexact
 from ncclsync.sharding.roles import Role, role_of
 from ncclsync.sharding.shards import rows_of
 from ncclsync.tools.bench import turns
@@ -135,8 +135,7 @@ class _Run:
         found = self._compare(self._reference, model, f"on one device and on {len(towers)} towers")
         reasons = [*_nan_of(found), *_equal_rows(self._reference, self._batches[0])]
         if not all(one.ok for one in found):
-            known = find_inexact(model, towers.options.exact_batch_norm, towers.options.exact_random)
-            own = [*known, *self._of_one_device()]
+            own = [*towers.session.inexact, *self._of_one_device()]
             self.say("they differ: looking for the line, op by op")
             faults = [*_false_step(towers, self._batches[0])]
             if not own and not faults:

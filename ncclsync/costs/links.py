@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Iterable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,11 +69,11 @@ CLUSTERS = {
 }
 
 
-def parse_link(text: str) -> Link:
+def parse_link(text: str, names: Iterable[str] = ()) -> Link:
     """Return the link that "GB/s,µs" says, such as "370,1.9"; 1 GB is 10⁹ bytes.
 
     Raises:
-        ValueError: it is not two numbers, above 0 and from 0.
+        ValueError: it is not two numbers, above 0 and from 0; it names what else may be written, `names`.
     """
     try:
         bandwidth, latency = (float(part) for part in text.split(","))
@@ -80,7 +81,8 @@ def parse_link(text: str) -> Link:
         bandwidth = latency = math.nan
     link = Link(bandwidth * 1e9, latency * 1e-6)
     if not (0 < link.bandwidth < math.inf and 0 <= link.latency_s < math.inf):
-        raise ValueError(f"Expected GB/s,µs, such as 370,1.9, above 0 and from 0. Received: {text}")
+        others = "".join(f"{name}, " for name in names)
+        raise ValueError(f"Expected {others}GB/s,µs, such as 370,1.9, above 0 and from 0. Received: {text}")
     return link
 
 
@@ -105,7 +107,7 @@ def cluster_of(link: str, between: Link | None = None, gpus_per_host: int | None
             )
         within, between, count = named.within, between or named.between, gpus_per_host or named.gpus_per_host
     else:
-        within = parse_link(link)
+        within = parse_link(link, CLUSTERS)
         if (between is None) != (gpus_per_host is None):
             raise ValueError(
                 "Expected --between and --gpus-per-host together, for a --link in numbers. Received: one of them"

@@ -124,9 +124,9 @@ def test_the_example_of_the_page(planned):
     [
         (["planned_models:number"], "Expected planned_models:number to be a function. Received: 3"),
         (["planned_models:eager"], "Received: one with run_eagerly=True"),
-        (["planned_models:build", "--link", "token"], "Expected GB/s,µs, such as 370,1.9"),
-        (["planned_models:build", "--link", "0,5"], "Expected GB/s,µs, such as 370,1.9"),
-        (["planned_models:build", "--link", "9,nan"], "Expected GB/s,µs, such as 370,1.9"),
+        (["planned_models:build", "--link", "token"], "Expected nvlink, pcie, ib, GB/s,µs, such as 370,1.9"),
+        (["planned_models:build", "--link", "0,5"], "Expected nvlink, pcie, ib, GB/s,µs, such as 370,1.9"),
+        (["planned_models:build", "--link", "9,nan"], "Expected nvlink, pcie, ib, GB/s,µs, such as 370,1.9"),
         (["planned_models:build", "--link", "ib", "--between", "9,9"], "Received: --link ib, one GPU per host"),
         (["planned_models:build", "--link", "9,9", "--between", "9,9"], "Received: one of them"),
         (["planned_models:build", "--between", "9"], "Expected GB/s,µs"),

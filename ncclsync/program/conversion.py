@@ -231,6 +231,8 @@ class Conversions(Placer):
         if before.kind is Kind.SHARD:
             return self._gathered(tensor, before, op)
         if before.kind is Kind.PARTIAL:
+            if before == SUM and tensor.dtype == tf.float32 and self._add_halves(tensor, op):
+                return self.anew(tensor)
             if tensor.op.type == "ReadVariableOp":
                 self.reduced_reads.add(tensor.op.name)
             reduced = self.exchange(tensor, Collective(CollectiveKind.ALL_REDUCE, before.op), op)
@@ -256,6 +258,24 @@ class Conversions(Placer):
         if before.kind in RECOMPUTED:  # such as a cast of the rows' places
             return self.anew(tensor)
         raise Refused(f"needs the whole of {tensor.name}, which is placed as {before}")
+
+    def _add_halves(self, tensor: tf.Tensor, op: tf.Operation) -> bool:
+        """Add up, for `op`, the parts in float16 that a float32 tensor is computed of, element by element.
+
+        One device rounds their sum to float16, which may be infinite: a loss scale goes by that.
+        """
+        given = self.traced.inputs.get(tensor.op.name)
+        if given is None or tensor.op.type not in rules.ELEMENTWISE | rules.MOVING:
+            return False
+        parts = [(one, placed) for one, placed in map(self.placed.__getitem__, given) if placed.kind is Kind.PARTIAL]
+        if len(parts) != 1 or parts[0][1] != SUM:
+            return False
+        (part, placed), *_ = parts
+        if part.dtype != tf.float16:
+            return self._add_halves(part, op)
+        added = self.exchange(tf.cast(part, tf.float32), ADD_UP, op)
+        self.converted.setdefault((part.name, placed, REPLICATE), tf.cast(added, tf.float16))
+        return True
 
     def _total_counts(self, tensor: tf.Tensor, before: Placement, op: tf.Operation) -> tf.Tensor:
         """Return the batch's counts of rows."""

@@ -362,3 +362,25 @@ CASES |= {
 def test_gradients(name, towers):
     """Same numbers as on one device."""
     check(CASES[name], towers)
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("last", ["float32", "mixed_float16"])
+@pytest.mark.parametrize("towers", [3, 8])
+def test_steps_that_a_loss_scale_skips(towers, last):
+    """A sum of float16 is infinite where one device's is, though each tower's part of it is finite."""
+
+    def build():
+        keras.utils.set_random_seed(0)
+        body = [keras.layers.Dense(5, "tanh", dtype="mixed_float16"), keras.layers.Dense(1, dtype=last)]
+        model = keras.Sequential([keras.Input([12]), *body])
+        model.compile(optimizers.LossScaleOptimizer(optimizers.Adam(0.01)), "mse")
+        return model
+
+    def skipped(model):
+        model.fit(X, 10 + 3 * X.sum(1, keepdims=True), batch_size=16, epochs=3, shuffle=False, verbose=0)
+        return 12 - int(model.optimizer.inner_optimizer.iterations), float(model.optimizer.dynamic_scale)
+
+    expected = skipped(build())
+    assert 0 < expected[0] < 12
+    assert skipped(parity.on_towers(build, towers)) == expected

@@ -273,7 +273,7 @@ class Conversions(Placer):
         (part, placed), *_ = parts
         if part.dtype != tf.float16:
             return self._add_halves(part, op)
-        added = self.exchange(tf.cast(part, tf.float32), ADD_UP, op)
+        added = self.convert(tf.cast(part, tf.float32), SUM, REPLICATE, op)
         self.converted.setdefault((part.name, placed, REPLICATE), tf.cast(added, tf.float16))
         return True
 

@@ -56,6 +56,10 @@ DRAWS = {
         ),
         1e4 * X[:, 0],
     ),
+    "categorical": (
+        lambda x, seed, g: random.categorical(1e9 * tf.one_hot(tf.cast(x[:, 0], tf.int32), 30), 1),
+        X[:, :1],
+    ),
     "normal_of_generator": (lambda x, seed, g: g.normal([rows(x)], 1e4 * numbers(x)), 1e4 * X[:, 0]),
 }
 
@@ -80,7 +84,7 @@ def drawn(draw, invariant, one_device=True):
 @pytest.mark.parametrize("name", DRAWS)
 def test_parameters_go_with_their_rows(name, invariant):
     draw, expected = DRAWS[name]
-    if invariant and name in ("gamma_before", "gamma_behind"):
+    if invariant and name in ("gamma_before", "gamma_behind", "categorical"):
         with pytest.raises(ncclsync.NcclSyncError, match="TensorFlow hides"):
             drawn(draw, True, one_device=False)
         return
@@ -177,3 +181,25 @@ def test_sampled_candidates_that_are_given_are_no_draw():
     expected = step((X, labels))
     with ncclsync.Towers(2, exact=True) as towers:
         assert_close([towers.run(step, (X, labels)).numpy()], [expected.numpy()], 1e-5)
+
+
+PICTURES = np.ones((6, 5, 5, 1), "float32")
+HIDDEN = {
+    "noise": lambda x: tf.image.extract_glimpse(x, [9, 9], x[:, 0, :2, 0]),
+    "regions": lambda x: tf.nn.fractional_avg_pool(x, [1, 1.4, 1.4, 1])[0],
+}
+NOT_HIDDEN = {
+    "no noise": lambda x: tf.image.extract_glimpse(x, [9, 9], x[:, 0, :2, 0], noise="zero"),
+    "regions of a seed": lambda x: tf.nn.fractional_avg_pool(x, [1, 1.4, 1.4, 1], seed=2)[0],
+}
+
+
+@pytest.mark.parametrize("name", [*HIDDEN, *NOT_HIDDEN])
+def test_ops_that_draw_and_have_no_state(name):
+    """By their attributes: of such numbers TensorFlow hides where they come from, unless a seed gives them."""
+    with ncclsync.Towers(2, exact=True) as towers:
+        if name in NOT_HIDDEN:
+            assert_close([towers.run(NOT_HIDDEN[name], PICTURES).numpy()], [NOT_HIDDEN[name](PICTURES).numpy()], 1e-6)
+            return
+        with pytest.raises(ncclsync.NcclSyncError, match="TensorFlow hides"):
+            towers.run(HIDDEN[name], PICTURES)

@@ -328,6 +328,31 @@ def nearest_points(batch, first, second):
     return mean(tf.reduce_max(second(near - made[:, :, None]), 2))
 
 
+# Ops that work on each row, and that no layer has.
+
+
+@program((WIDE, floats(6, 6, 1), LABELS), dense(), OF_CLASSES)
+def glimpses_in_few_bits(batch, first, classes):
+    made = first(batch[0])
+    offsets, pictures = (tf.cast(one, tf.float32) for one in (made[:, :2], batch[1]))
+    seen = tf.reshape(tf.image.extract_glimpse(pictures, [2, 2], offsets, noise="zero"), [-1, 4])
+    few = tf.quantization.dequantize(*tf.quantization.quantize(seen, -2.0, 2.0, tf.quint8))
+    nearest, _ = tf.raw_ops.NearestNeighbors(points=few, centers=tf.eye(4), k=tf.constant(1, tf.int64))
+    nearest = tf.ensure_shape(nearest, [None, 1])  # TensorFlow infers no shape of either
+    places = tf.ensure_shape(tf.unravel_index(nearest[:, 0], [2, 2]), [2, None])
+    places = tf.cast(tf.transpose(places), tf.float64)
+    return entropy(classes(made * places[:, :1] + places[:, 1:]), batch[2])
+
+
+@program((WIDE, LABELS), dense(16), OF_CLASSES)
+def pooled_by_fractions(batch, first, classes):
+    made = tf.reshape(first(batch[0]), [-1, 4, 4, 1])
+    pooled, _, _ = tf.nn.fractional_max_pool(made, [1, 1.4, 1.4, 1], seed=3)
+    low, high = (tf.constant(one, tf.float64) for one in (-1, 1))
+    few = tf.quantization.quantize_and_dequantize_v2(pooled, low, high, range_given=True)
+    return entropy(classes(tf.reshape(few, [-1, 4])), batch[1])
+
+
 # Loops and branches.
 
 

@@ -1212,10 +1212,13 @@ def _list_get(call: Call) -> Sequence[Placement] | None:
     return [of]
 
 
+@_linear("TensorListSetItem TensorListPushBack")  # within a function, where parts cannot be added up
 @rule_for("TensorListSetItem", "TensorListPushBack", counting=True)
 def _list_set(call: Call) -> Sequence[Placement] | None:
     at = 2 if call.op.type == "TensorListSetItem" else 1
     placed, item = call.inputs[0], call.inputs[at]
+    if item.kind is Kind.PARTIAL and not call.placer.within:
+        return None
     if call.placer.row_by_row and at == 1:
         made = dataclasses.replace(items(item), detail=Detail.ROW)
         return [made] if placed.of is None or placed == made else None

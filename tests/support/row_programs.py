@@ -414,6 +414,20 @@ def descent_in_a_loop(batch, first, second):
     return mean(second(tf.while_loop(lambda i, _: i < 3, body, [tf.constant(0), batch[0]])[1]))
 
 
+def penalty(batch, network, last):
+    """How far each row's slope is from 1, as a Wasserstein critic has it."""
+    with tf.GradientTape() as tape:
+        tape.watch(batch[0])
+        made = last(network(batch[0]))
+    slopes = tape.gradient(made, batch[0])
+    return mean(tf.sqrt(tf.reduce_sum(slopes**2, [1, 2]) + 1e-6) - 1) + mean(made)
+
+
+PROGRAMS["penalty of a SimpleRNN"] = Program((layer(layers.SimpleRNN, WIDTH), dense(1)), (SERIES,), penalty)
+PROGRAMS["penalty of a GRU"] = Program((layer(layers.GRU, WIDTH), dense(1)), (SERIES,), penalty)
+PROGRAMS["penalty of an LSTM"] = Program((layer(layers.LSTM, WIDTH), dense(1)), (SERIES,), penalty)
+
+
 @program(SERIES, dense(), dense())
 def forward_gradient(batch, first, second):
     with tf.autodiff.ForwardAccumulator(batch[0], tf.ones_like(batch[0])) as forward:

@@ -497,6 +497,12 @@ def _of_zeros(call: Call, index: int) -> bool:
     return placed.kind is Kind.ITEMS and placed.of in (SUM, REPLICATE) and rules.is_zero(call.op.inputs[index])
 
 
+def _is_new(tensor: tf.Tensor, placed: Placement) -> bool:
+    """Return whether a tensor is a list that has just been made, and is empty."""
+    new = passed_on(tensor).op.type in ("EmptyTensorList", "TensorListReserve")
+    return new and placed.kind is Kind.ITEMS and placed.of is None
+
+
 def _joined(begin: Placement, made: Placement) -> Placement:
     """Return the placement of a loop variable that begins so, and that the body makes so."""
     kinds = begin.kind, made.kind
@@ -558,7 +564,10 @@ class FunctionPlacer(Placer):
 
         An op is refused if it takes anything else, or takes the row's number other than to find the row in a list.
         """
-        op, inputs, kinds = call.op, call.inputs, {placed.kind for placed in call.inputs}
+        op = call.op
+        # A list that a row begins is that row's.
+        inputs = [EACH if _is_new(t, p) else p for t, p in zip(op.inputs, call.inputs, strict=True)]
+        kinds = {placed.kind for placed in inputs}
         numbers = {passed_on(t).op.type for t, one in zip(op.inputs, inputs, strict=True) if one == COUNTER}
         if op.type != "Identity" and not numbers <= {"Placeholder", "TensorListPopBack"}:
             raise Refused(f"{op.type} {op.name} computes with the number of another row")
@@ -585,9 +594,15 @@ class FunctionPlacer(Placer):
         adds = adds and set(sums) <= {SUM, EACH}
         if adds and op.outputs[0].dtype.is_floating and all(one.shape == op.outputs[0].shape for one in op.inputs):
             return [SUM]
-        if not kinds <= {Kind.LOCAL, Kind.REPLICATE} or any(tensor.dtype == tf.resource for tensor in op.inputs):
+        runs = self.functions.runs(op)
+        if runs and SEEDED in inputs and not rules.DRAWS.isdisjoint(self.functions.op_types(op)):
+            raise Refused(f"{op.type} {op.name} draws for each row the same numbers")
+        reads = runs and not tf_compat.written_handles(op)  # as a loop within the loop
+        handles = not reads and any(tensor.dtype == tf.resource for tensor in op.inputs)
+        if not kinds <= {Kind.LOCAL, Kind.REPLICATE} or handles:
             raise Refused(f"{op.type} {op.name} takes {', '.join(map(str, inputs))} in a loop over rows")
-        return [EACH if EACH in inputs else LOCAL] * len(op.outputs)
+        result = EACH if EACH in inputs else LOCAL
+        return [REPLICATE if output.dtype == tf.resource else result for output in op.outputs]
 
     def place_function(self, graph: Any, inputs: Sequence[Placement]) -> list[Placement]:
         """Return how a function's results are placed; raise `Refused` if an op needs other inputs."""

@@ -167,6 +167,26 @@ def test_what_follows_a_draw_in_a_loop_or_a_branch_is_by_rows(name):
     assert name in alike and alike <= {name, name.removeprefix("Stateless")}, cost
 
 
+WITHIN = {
+    "loop": lambda draw, row: tf.while_loop(lambda i, _: i < 2, lambda i, x: (i + 1, x + draw()), [0, row])[1],
+    "branch": lambda draw, row: tf.cond(row[0] > 0, lambda: row + draw(), lambda: row),
+}
+
+
+@pytest.mark.parametrize("name", WITHIN)
+def test_rows_that_draw_the_same_numbers(name):
+    """Of one seed, in a loop or a branch within a loop over rows: towers draw the same ones, too."""
+    seeds = keras.random.SeedGenerator(3)
+
+    def step(x):
+        seed = tf.cast(seeds.next(), tf.int32)
+        return tf.map_fn(lambda row: WITHIN[name](lambda: random.stateless_uniform([2], seed), row), x)
+
+    with ncclsync.Towers(3) as towers:
+        drawn = towers.run(step, tf.constant(X)) - X
+    np.testing.assert_allclose(drawn, np.tile(drawn[:1], (ROWS, 1)), rtol=1e-4)
+
+
 def test_sampled_candidates_that_are_given_are_no_draw():
     """A sampled softmax looks for the labels among its candidates by an op with seeds, which draws nothing."""
     weights, biases = tf.Variable(np.ones((9, 2), "float32")), tf.Variable(np.zeros(9, "float32"))

@@ -375,6 +375,28 @@ def a_loop_up_to_a_maximum(batch, first):
     return mean(made)
 
 
+@program((SERIES, WIDE), dense())
+def map_fn_within_map_fn(batch, first):
+    made = tf.map_fn(lambda row: tf.map_fn(lambda one: tf.tanh(first(one[None])[0]), row), batch[0])
+    return mean(tf.reduce_sum(made, 1) - batch[1])
+
+
+@program(SERIES, dense())
+def scan_within_map_fn(batch, first):
+    """Each row's state after each of its steps, and how it came about."""
+    made = tf.map_fn(lambda row: tf.scan(lambda state, one: tf.tanh(state + one) * state, row), first(batch[0]))
+    return mean(made[:, -1]) + mean(tf.reduce_max(made, 1))
+
+
+@program((WIDE, integers(6)), dense())
+def each_row_until_its_end(batch, first):
+    def until(given):
+        row, count = given
+        return tf.while_loop(lambda i, _: i < count, lambda i, x: (i + 1, tf.tanh(x) + 0.1), [0, row])[1]
+
+    return mean(tf.map_fn(until, (first(batch[0]), batch[1]), fn_output_signature=tf.float64))
+
+
 @program(WIDE, dense())
 def a_branch_by_a_maximum(batch, first):
     made = first(batch[0])

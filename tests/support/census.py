@@ -48,15 +48,15 @@ OPEN = {
     "TensorFlow's own passes alone write it": "CheckPinned For FusedPadConv2D FusedResizeAndPadConv2D MapDefun "
     "ParallelConcat SymbolicGradient",
     "its labels or results are one sparse tensor, whose indices it counts itself": "CTCBeamSearchDecoder "
-    "CTCGreedyDecoder CTCLoss DenseToDenseSetOperation DenseToSparseSetOperation SetSize SparseToSparseSetOperation",
+    "CTCGreedyDecoder CTCLoss DenseToSparseSetOperation SparseToSparseSetOperation",
     "counts the sampled classes that rows have": "ComputeAccidentalHits",
     "makes a sparse or ragged tensor of another one, or of rows": "DenseCountSparseOutput DeserializeManySparse "
     "RaggedCountSparseOutput RaggedCross RaggedFillEmptyRows RaggedFillEmptyRowsGrad RaggedGather RaggedRange "
     "RaggedTensorFromVariant RaggedTensorToSparse RaggedTensorToVariant SerializeManySparse SparseAdd SparseAddGrad "
-    "SparseBincount SparseConcat SparseCountSparseOutput SparseCrossHashed SparseCrossV2 SparseDenseCwiseAdd "
-    "SparseDenseCwiseDiv SparseDenseCwiseMul SparseReduceMax SparseReduceMaxSparse SparseReduceSumSparse SparseReshape "
+    "SparseBincount SparseConcat SparseCountSparseOutput SparseDenseCwiseAdd "
+    "SparseDenseCwiseDiv SparseDenseCwiseMul SparseReduceMaxSparse SparseReduceSumSparse SparseReshape "
     "SparseSegmentMeanGradV2 SparseSegmentSqrtNGradV2 SparseSegmentSumGradV2 SparseSlice SparseSliceGrad SparseSplit "
-    "SparseSparseMaximum SparseSparseMinimum SparseTensorDenseAdd UnicodeEncode",
+    "SparseSparseMaximum SparseSparseMinimum SparseTensorDenseAdd",
     "a matrix of TensorFlow's own layout": "CSRSparseMatrixToDense CSRSparseMatrixToSparseTensor "
     "DenseToCSRSparseMatrix SparseMatrixMatMul SparseMatrixNNZ SparseMatrixSparseMatMul SparseMatrixTranspose "
     "SparseTensorToCSRSparseMatrix",

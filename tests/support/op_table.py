@@ -1525,6 +1525,38 @@ _add_plain(
     lambda s: tf.io.decode_json_example(tf.strings.regex_replace(s, ".*", "{}")),
     given("n 2", "words"),
 )
+for _axes in (1, 0, [0, 1]):
+    _add_plain(
+        "SparseReduceMax",
+        lambda x, axes=_axes: tf.sparse.reduce_max(tf.sparse.from_dense(tf.nn.relu(x) - tf.nn.relu(x - 0.5)), axes),
+        "n 3",
+    )
+_add_plain("SparseReduceMax", lambda x: tf.sparse.reduce_max(tf.sparse.from_dense(-tf.nn.relu(x)), 0), "n 3")
+_add_plain(
+    "UnicodeEncode",
+    lambda s: tf.strings.unicode_encode(tf.strings.unicode_decode(s, "UTF-8") + 1, "UTF-8"),
+    given("n", "words"),
+)
+for _op, _hashed in (("SparseCrossV2", False), ("SparseCrossHashed", True)):
+    _add_plain(
+        _op,
+        lambda s, t, hashed=_hashed: tf.nest.flatten(
+            tf.sparse.cross_hashed([s, t], 9) if hashed else tf.sparse.cross([s, t]), expand_composites=True
+        ),
+        given("n 2", "words"),
+        given("n 1", "words"),
+    )
+_add_plain("SetSize", lambda x, y: tf.sets.size(tf.sets.intersection(x, y)), given("n 3", "i2"), given("n 2", "i2"))
+_add_plain(
+    "DenseToDenseSetOperation",
+    lambda x, y: (
+        tf.sets.union(x, y).indices,
+        tf.sparse.to_dense(tf.sets.union(x, y)),
+        tf.sets.union(x, y).dense_shape,
+    ),
+    given("n 3", "i2"),
+    given("n 2", "i2"),
+)
 for _op in ("StringLower", "StringLength", "StringStrip", "StringUpper"):
     _add_plain(_op, lambda s, op=_op: getattr(raw, op)(input=s), given("n n", "words"))
 _add_plain("StaticRegexFullMatch", lambda s: tf.strings.regex_full_match(s, "[0-9]*"), given("n 2", "words"))

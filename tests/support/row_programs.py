@@ -69,6 +69,8 @@ def entropy(logits, labels):
     return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits))
 
 
+FEW_FLOATS = floats(WIDTH) * (RNG.random((COUNT, WIDTH)) < 0.3)
+FEW_FLOATS[-1, 0] = -1.0
 TEXTS = np.array([[" ".join(RNG.choice(WORDS, RNG.integers(0, 9)))] for _ in range(COUNT)], object)
 LABELS, PAIR, SERIES, WIDE = (
     integers(CLASSES),
@@ -195,6 +197,26 @@ def ragged_by_padding(batch, embedding, classes):
 def ragged_by_a_mask(batch, first, classes):
     made = first(batch[0])
     return entropy(classes(tf.reduce_sum(tf.ragged.boolean_mask(made, made[:, :, 0] > 0), 1)), batch[1])
+
+
+@program((integers(9, 4), integers(9, 5), FEW_FLOATS, LABELS), dense(), OF_CLASSES)
+def sets_of_each_row(batch, first, classes):
+    sets = tf.sets.intersection(batch[0], batch[1]), tf.sets.difference(batch[0], batch[1])
+    most = tf.sparse.reduce_max(tf.sparse.from_dense(batch[2]), 1)
+    found = [tf.cast(one, tf.float64) for one in (*map(tf.sets.size, sets), most)]
+    sizes = tf.stack([tf.ensure_shape(one, [None]) for one in found], 1)
+    return entropy(classes(first(batch[2]) * tf.reduce_sum(sizes, 1, keepdims=True)), batch[3])
+
+
+@program((TEXTS, LABELS), EMBEDDED, OF_CLASSES)
+def texts_put_together(batch, embedding, classes):
+    """Of their characters, and crossed with themselves."""
+    characters = tf.strings.unicode_decode(batch[0][:, 0], "UTF-8")
+    again = tf.strings.unicode_encode(characters + 1, "UTF-8")[:, None]
+    crossed = tf.sparse.to_dense(tf.sparse.cross([batch[0], again]), "")
+    hashed = tf.sparse.to_dense(tf.sparse.cross_hashed([batch[0], again], 50))
+    ids = tf.concat([tf.strings.to_hash_bucket_fast(crossed, 50), hashed], 1)
+    return entropy(classes(tf.reduce_mean(embedding(ids), 1)), batch[1])
 
 
 # Rows that come back.

@@ -47,8 +47,11 @@ def check_draws(function: Any, refuses: bool) -> Inexact | None:
     nodes: list[tuple[Any, str | None]] = [(node, None) for node in definition.node]
     nodes += [(node, f.signature.name) for f in definition.library.function for node in f.node_def]
     for node, within in nodes:
+        attributes = dict(node.attr)
         # The hits that a sampled softmax looks for have seeds that their kernel does not read.
-        if "seed2" not in node.attr or node.op == "ComputeAccidentalHits" or drops_nothing(node):
+        draws = "seed2" in attributes and node.op != "ComputeAccidentalHits" and not drops_nothing(node)
+        repeats = "deterministic" in attributes and any(attributes[name].i for name in ("seed", "seed2"))
+        if not (draws and not repeats) and node.attr["noise"].s not in (b"uniform", b"gaussian"):
             continue
         if within is None:
             place = f"at {user_line(function.graph.get_operation_by_name(node.name).traceback)}"

@@ -111,6 +111,7 @@ class Placer(abc.ABC):
         masks: by name of a mask, or of the lengths that it shows: the unit of its true elements.
         limits: by name of lengths: up to which limit a mask shows them.
         row_lengths: by name of the lengths of ragged rows that were counted: the unit of the values.
+        summed: which inputs of the function that was placed last are lists of whole items to which parts are added.
         draws: the user's lines that draw numbers which are each tower's own.
         bodies: the functions that were placed by rows.
         fixed: rows per sample, by the length that the trace has of an axis that is divided.
@@ -130,6 +131,7 @@ class Placer(abc.ABC):
         self.row_lengths: dict[TensorName, TensorName] = {}
         self.masks: dict[TensorName, TensorName] = {}
         self.limits: dict[TensorName, TensorName | int] = {}
+        self.summed: set[int] = set()
 
     @abc.abstractmethod
     def convert(self, tensor: tf.Tensor, before: Placement, after: Placement, op: tf.Operation) -> tf.Tensor:
@@ -368,6 +370,8 @@ class Placer(abc.ABC):
                     if begins and (shape is None or shape[one.axis] in (None, 1, Rows(0))):
                         raise Refused(f"a loop's variable that becomes {one} begins with {shape}")
                     call.require(i, one)
+                elif _of_zeros(call, i) and one.of in (SUM, REPLICATE):
+                    call.inputs[i] = one
                 elif call.inputs[i] != one and call.inputs[i].of is not None:
                     raise Refused(f"a list begins as {call.inputs[i].of} and becomes {one.of}")
             return after
@@ -390,9 +394,16 @@ class Placer(abc.ABC):
         each = {one.of.each for one in placed if one.of == EACH}
         if each:
             return self._loop_over_rows(call, body, condition, each)
+        # Lists of weights' gradients that begin as zeros: what the body adds a part to has parts, others are whole.
+        zeros = [i for i in range(len(placed)) if _of_zeros(call, i)]
+        for i in zeros:
+            placed[i] = items(REPLICATE, placed[i].counts)
         for _ in range(8):
             # A state that is whole when the loop begins may have to be divided: the body shows it.
             made = self._body(op, body, placed, lenient=True)
+            if summed := self.summed.intersection(zeros):
+                placed = [items(SUM, one.counts) if i in summed else one for i, one in enumerate(placed)]
+                continue
             joined = [_joined(one, two) for one, two in zip(placed, made, strict=True)]
             if joined == placed:
                 if self._body(op, condition, placed) != [REPLICATE]:
@@ -437,6 +448,7 @@ class Placer(abc.ABC):
         made = placer.place_function(graph, placed)
         if not placer.lenient:
             self.bodies += [*placer.bodies, Body(op, graph, axes, placer.placements)]
+        self.summed = {i for i, tensor in enumerate(graph.inputs) if tensor.name in placer.added_to}
         self.draws += placer.draws
         self.stretched |= placer.stretched
         return made
@@ -477,6 +489,18 @@ def _count_of(one: int, many: int, opened: int, *others: int) -> int | None:
     if one <= 0 or many != one * BATCHES[1].rows or (one, many) != others:
         return None
     return int(one) if one == opened else -1
+
+
+def _of_zeros(call: Call, index: int) -> bool:
+    """Return whether an input is a list of zeros: parts of zeros, and whole."""
+    placed = call.inputs[index]
+    return placed.kind is Kind.ITEMS and placed.of in (SUM, REPLICATE) and rules.is_zero(call.op.inputs[index])
+
+
+def _is_new(tensor: tf.Tensor, placed: Placement) -> bool:
+    """Return whether a tensor is a list that has just been made, and is empty."""
+    new = passed_on(tensor).op.type in ("EmptyTensorList", "TensorListReserve")
+    return new and placed.kind is Kind.ITEMS and placed.of is None
 
 
 def _joined(begin: Placement, made: Placement) -> Placement:
@@ -533,13 +557,17 @@ class FunctionPlacer(Placer):
         self._pops = self._counts = False
         self._carried: set[TensorName] = set()  # inputs that the function changes
         self.placements: dict[TensorName, Placement] = {}
+        self.added_to: set[TensorName] = set()  # lists of whole items to which parts are added
 
     def _row_by_row(self, call: Call) -> list[Placement]:
         """Place an op of a loop over a tower's rows: what it computes of one row, and of whole tensors, is that row's.
 
         An op is refused if it takes anything else, or takes the row's number other than to find the row in a list.
         """
-        op, inputs, kinds = call.op, call.inputs, {placed.kind for placed in call.inputs}
+        op = call.op
+        # A list that a row begins is that row's.
+        inputs = [EACH if _is_new(t, p) else p for t, p in zip(op.inputs, call.inputs, strict=True)]
+        kinds = {placed.kind for placed in inputs}
         numbers = {passed_on(t).op.type for t, one in zip(op.inputs, inputs, strict=True) if one == COUNTER}
         if op.type != "Identity" and not numbers <= {"Placeholder", "TensorListPopBack"}:
             raise Refused(f"{op.type} {op.name} computes with the number of another row")
@@ -566,9 +594,15 @@ class FunctionPlacer(Placer):
         adds = adds and set(sums) <= {SUM, EACH}
         if adds and op.outputs[0].dtype.is_floating and all(one.shape == op.outputs[0].shape for one in op.inputs):
             return [SUM]
-        if not kinds <= {Kind.LOCAL, Kind.REPLICATE} or any(tensor.dtype == tf.resource for tensor in op.inputs):
+        runs = self.functions.runs(op)
+        if runs and SEEDED in inputs and not rules.DRAWS.isdisjoint(self.functions.op_types(op)):
+            raise Refused(f"{op.type} {op.name} draws for each row the same numbers")
+        reads = runs and not tf_compat.written_handles(op)  # as a loop within the loop
+        handles = not reads and any(tensor.dtype == tf.resource for tensor in op.inputs)
+        if not kinds <= {Kind.LOCAL, Kind.REPLICATE} or handles:
             raise Refused(f"{op.type} {op.name} takes {', '.join(map(str, inputs))} in a loop over rows")
-        return [EACH if EACH in inputs else LOCAL] * len(op.outputs)
+        result = EACH if EACH in inputs else LOCAL
+        return [REPLICATE if output.dtype == tf.resource else result for output in op.outputs]
 
     def place_function(self, graph: Any, inputs: Sequence[Placement]) -> list[Placement]:
         """Return how a function's results are placed; raise `Refused` if an op needs other inputs."""
@@ -611,6 +645,8 @@ class FunctionPlacer(Placer):
 
     def convert(self, tensor: tf.Tensor, before: Placement, after: Placement, op: tf.Operation) -> tf.Tensor:
         """See `Placer`."""
+        if self.lenient and before.whole and after == SUM and tensor.op.type == "TensorListPopBack":
+            self.added_to.add(passed_on(tensor.op.inputs[0]).name)
         if serves(before, after) or (self.lenient and before.whole):
             return tensor
         if before in (REPLICATE, MEAN) and after == SUM and rules.is_zero(tensor):

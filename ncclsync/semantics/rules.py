@@ -256,13 +256,13 @@ def counted_by(shape: Placement) -> Placement:
 UNARY = names("""
     Abs Acos Acosh Angle AsString Asin Asinh Atan Atanh BesselI0 BesselI0e BesselI1 BesselI1e BesselJ0 BesselJ1
     BesselK0 BesselK0e BesselK1 BesselK1e BesselY0 BesselY1 Bucketize Cast Ceil CheckNumerics CheckNumericsV2
-    ComplexAbs Conj Cos Cosh Dawsn DecodeBase64 Digamma Elu EncodeBase64 Erf Erfc Erfinv Exp Expint Expm1
-    FakeQuantWithMinMaxArgs Floor FresnelCos FresnelSin Identity Imag Inv Invert IsFinite IsInf IsNan LeakyRelu Lgamma
-    Log Log1p LogicalNot Ndtri Neg OnesLike PlaceholderWithDefault PopulationCount PreventGradient Real Reciprocal
-    Relu Relu6 Rint Round Rsqrt Selu Sigmoid Sign Sin Sinh Snapshot Softplus Softsign Spence Sqrt Square
-    StaticRegexFullMatch StaticRegexReplace StopGradient StringLength StringLower StringStrip StringToHashBucket
-    StringToHashBucketFast StringToHashBucketStrong StringToNumber StringUpper Tan Tanh UnicodeScript UnicodeTranscode
-    ZerosLike
+    ComplexAbs Conj Cos Cosh DataFormatDimMap Dawsn DecodeBase64 DecodeCompressed DecodeJSONExample Digamma Elu
+    EncodeBase64 Erf Erfc Erfinv Exp Expint Expm1 FakeQuantWithMinMaxArgs Floor FresnelCos FresnelSin Identity Imag Inv
+    Invert IsFinite IsInf IsNan LeakyRelu Lgamma Log Log1p LogicalNot Ndtri Neg OnesLike PlaceholderWithDefault
+    PopulationCount PreventGradient Real Reciprocal Relu Relu6 Rint Round Rsqrt Selu Sigmoid Sign Sin Sinh Snapshot
+    Softplus Softsign Spence Sqrt Square StaticRegexFullMatch StaticRegexReplace StopGradient StringLength StringLower
+    StringStrip StringToHashBucket StringToHashBucketFast StringToHashBucketStrong StringToNumber StringUpper Tan Tanh
+    UnicodeScript UnicodeTranscode ZerosLike
 """)
 BROADCASTING = names("""
     Add AddV2 ApproximateEqual Atan2 Betainc BitwiseAnd BitwiseOr BitwiseXor ClipByValue Complex Div DivNoNan Equal
@@ -519,57 +519,54 @@ def _product_of(call: Call) -> Sequence[Placement] | None:
 # Where each input, and each result, has the samples, as `_by_letters` has it: b, along the first axis, -b, along the
 # second one; #b is the shape of what has them; ..., along any axis before the last ones, a - for each. Others are w,
 # whole; +, a sum over the samples; *, a kernel's own, of no known order. The last ones stand for all further ones.
-_LETTERS = {
-    "b w -> b": """
-        AvgPool AvgPool3D Conv Conv2D Conv3D DecodeCSV DepthToSpace DepthwiseConv2dNative Dilation2D
-        ExtractImagePatches ExtractVolumePatches Fingerprint LRN MaxPool MaxPool3D MaxPoolV2 MaxPoolWithArgmax
-        ParseExample ParseExampleV2 RegexFullMatch RegexReplace ResizeArea ResizeBicubic
-        ResizeBilinear ResizeNearestNeighbor ResizeNearestNeighborGrad ScaleAndTranslate SpaceToDepth
-        """,
-    "b b w -> b": """
-        CombinedNonMaxSuppression DrawBoundingBoxes DrawBoundingBoxesV2 ImageProjectiveTransformV2
-        ImageProjectiveTransformV3 InTopK InTopKV2 LowerBound UpperBound
-        ResizeBicubicGrad ResizeBilinearGrad ScaleAndTranslateGrad SoftmaxCrossEntropyWithLogits
-        SparseSoftmaxCrossEntropyWithLogits
-        """,
-    "b b b w -> b": """
-        GenerateBoundingBoxProposals LRNGrad MaxPool3DGrad MaxPool3DGradGrad MaxPoolGrad MaxPoolGradGrad MaxPoolGradV2
-        MaxPoolGradGradV2 MaxPoolGradWithArgmax MaxPoolGradGradWithArgmax
-        """,
-    "b b w -> b +": "FakeQuantWithMinMaxVarsGradient FakeQuantWithMinMaxVarsPerChannelGradient",
-    "b w -> +": "HistogramFixedWidth",
-    "b w b -> b": "Dilation2DBackpropInput",
-    "b w b -> +": """
-        Conv2DBackpropFilter Conv3DBackpropFilterV2 DepthwiseConv2dNativeBackpropFilter Dilation2DBackpropFilter
-        """,
-    "#b b -> b": "AvgPool3DGrad AvgPoolGrad",
-    "#b w b -> b": "Conv2DBackpropInput Conv3DBackpropInputV2 DepthwiseConv2dNativeBackpropInput",
-    "b w -> b w": "FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3",
-    # GPUs' own recurrent networks. Source: TensorFlow's documentation of CudnnRNNV3.
-    "-b -b -b w -> -b -b -b *": "CudnnRNN CudnnRNNV2",
-    "-b -b -b w b -> -b -b -b *": "CudnnRNNV3",
-    "-b -b -b w -b -b -b -b -b -b * -> -b -b -b +": "CudnnRNNBackprop CudnnRNNBackpropV2",
-    "-b -b -b w b -b -b -b -b -b -b * -> -b -b -b +": "CudnnRNNBackpropV3",
-    "...- w -> ...": """
-        FFT HSVToRGB IFFT IRFFT IsotonicRegression LogSoftmax MatrixDiag NthElement RFFT RGBToHSV Softmax TopK TopKV2
-        """,
-    "...-- w -> ...": """
-        Cholesky Eig FFT2D IFFT2D IRFFT2D LogMatrixDeterminant Lu MatrixBandPart MatrixDeterminant MatrixDiagPart
-        MatrixDiagPartV2 MatrixDiagPartV3 MatrixExponential MatrixInverse MatrixLogarithm MatrixSquareRoot Qr RFFT2D
-        SelfAdjointEigV2 Svd
-        """,
-    "...--- w -> ...": "AdjustContrastv2 AdjustHue AdjustSaturation FFT3D IFFT3D IRFFT3D RFFT3D",
-    "...- ...- -> ...": "Cross",
-    "...-- ...-- w -> ...": """
-        BandedTriangularSolve CholeskyGrad MatrixSolve MatrixSolveLs MatrixTriangularSolve TridiagonalSolve
-        """,
-    "...-- ...-- -> ...": "TridiagonalMatMul",
-    "...-- ... w -> ...": "MatrixSetDiag MatrixSetDiagV2 MatrixSetDiagV3",
-    "... w -> ...--": "MatrixDiagV2 MatrixDiagV3",  # of one diagonal its input has no axis
-    "... w -> ...-": "DecodePaddedRaw",
-    "...- ... w -> +": "ScatterNd",
-}
-_OF_SAMPLES = {kind: letters for letters, kinds in _LETTERS.items() for kind in kinds.split()}
+# Source for GPUs' own recurrent networks: TensorFlow's documentation of CudnnRNNV3.
+_LETTERS = """
+    b w -> b: AvgPool AvgPool3D Conv Conv2D Conv3D DecodeCSV DepthToSpace DepthwiseConv2dNative Dequantize Dilation2D
+    b w -> b: ExtractImagePatches ExtractVolumePatches Fingerprint LRN MaxPool MaxPool3D MaxPoolV2 MaxPoolWithArgmax
+    b w -> b: Mfcc NearestNeighbors ParseExample ParseExampleV2 QuantizeAndDequantizeV2 QuantizeAndDequantizeV3
+    b w -> b: QuantizeAndDequantizeV4 RegexFullMatch RegexReplace ResizeArea ResizeBicubic ResizeBilinear
+    b w -> b: ResizeNearestNeighbor ResizeNearestNeighborGrad ScaleAndTranslate SpaceToDepth
+    b b w -> b: CombinedNonMaxSuppression DrawBoundingBoxes DrawBoundingBoxesV2 GRUBlockCell ImageProjectiveTransformV2
+    b b w -> b: ImageProjectiveTransformV3 InTopK InTopKV2 LowerBound UpperBound ResizeBicubicGrad ResizeBilinearGrad
+    b b w -> b: ScaleAndTranslateGrad SoftmaxCrossEntropyWithLogits SparseSoftmaxCrossEntropyWithLogits
+    b b b w -> b: FractionalMaxPoolGrad GenerateBoundingBoxProposals LRNGrad LSTMBlockCell MaxPool3DGrad
+    b b b w -> b: MaxPool3DGradGrad MaxPoolGrad MaxPoolGradGrad MaxPoolGradV2 MaxPoolGradGradV2 MaxPoolGradWithArgmax
+    b b b w -> b: MaxPoolGradGradWithArgmax
+    b b w -> b +: FakeQuantWithMinMaxVarsGradient FakeQuantWithMinMaxVarsPerChannelGradient QuantizeAndDequantizeV4Grad
+    b w -> +: HistogramFixedWidth
+    b w b -> b: Dilation2DBackpropInput ExtractGlimpse ExtractGlimpseV2
+    b w b -> +: Conv2DBackpropFilter Conv3DBackpropFilterV2 DepthwiseConv2dNativeBackpropFilter Dilation2DBackpropFilter
+    #b b w -> b: AvgPool3DGrad AvgPoolGrad FractionalAvgPoolGrad
+    #b w b -> b: Conv2DBackpropInput Conv3DBackpropInputV2 DepthwiseConv2dNativeBackpropInput
+    b w -> b w: FractionalAvgPool FractionalMaxPool FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3 QuantizeV2
+    b w -> b w: QuantizedAvgPool QuantizedBiasAdd QuantizedConv2D QuantizedMatMul QuantizedMaxPool QuantizedRelu
+    b w -> b w: QuantizedRelu6 QuantizedResizeBilinear
+    -b w -> b: AudioSpectrogram
+    b w -> -b: UnravelIndex
+    b b w w w w b -> b: GRUBlockCellGrad
+    w -b b b w -> -b: BlockLSTM BlockLSTMV2
+    w -b b b w w w w w -b -> -b b b +: BlockLSTMGrad BlockLSTMGradV2
+    -b -b -b w -> -b -b -b *: CudnnRNN CudnnRNNV2
+    -b -b -b w b -> -b -b -b *: CudnnRNNV3
+    -b -b -b w -b -b -b -b -b -b * -> -b -b -b +: CudnnRNNBackprop CudnnRNNBackpropV2
+    -b -b -b w b -b -b -b -b -b -b * -> -b -b -b +: CudnnRNNBackpropV3
+    ...- w -> ...: FFT HSVToRGB IFFT IRFFT IsotonicRegression LogSoftmax MatrixDiag NthElement RFFT RGBToHSV Softmax
+    ...- w -> ...: TopK TopKV2
+    ...-- w -> ...: Cholesky Eig FFT2D IFFT2D IRFFT2D LogMatrixDeterminant Lu MatrixBandPart MatrixDeterminant
+    ...-- w -> ...: MatrixDiagPart MatrixDiagPartV2 MatrixDiagPartV3 MatrixExponential MatrixInverse MatrixLogarithm
+    ...-- w -> ...: MatrixSquareRoot Qr RFFT2D SelfAdjointEigV2 Svd
+    ...--- w -> ...: AdjustContrastv2 AdjustHue AdjustSaturation FFT3D IFFT3D IRFFT3D RFFT3D
+    ...- ...- -> ...: Cross
+    ...-- ...-- w -> ...: BandedTriangularSolve CholeskyGrad MatrixSolve MatrixSolveLs MatrixTriangularSolve
+    ...-- ...-- w -> ...: TridiagonalSolve
+    ...-- ...-- -> ...: TridiagonalMatMul
+    ...-- ... w -> ...: MatrixSetDiag MatrixSetDiagV2 MatrixSetDiagV3
+    ... w -> ...--: MatrixDiagV2 MatrixDiagV3
+    ... w -> ...-: DecodePaddedRaw
+    ...- ... w -> +: ScatterNd
+"""
+_TABLE = [line.split(": ") for line in _LETTERS.split("\n    ")[1:]]
+_OF_SAMPLES = {kind: letters for letters, kinds in _TABLE for kind in kinds.split()}
 TAKING_COUNTS.update(kind for kind, letters in _OF_SAMPLES.items() if "#" in letters)
 
 
@@ -603,17 +600,24 @@ def _by_samples(call: Call) -> Sequence[Placement] | None:
     return placed and [KEPT if letters == "*" else one for letters, one in zip(made, placed, strict=False)]
 
 
+# What an attribute has to be, where an op of `_LETTERS` has it, lest samples meet, or numbers be drawn.
+_KEEPING = {"deterministic": True, "include_batch_in_index": False, "noise": b"zero"}
+_KEEPING |= {"range_given": True, "transpose_a": False}
+
+
 def _keeps_samples(call: Call) -> bool:
     """Return whether an op of `_LETTERS` has samples along that axis, and does not mix them."""
-    op = call.op
-    if "Pool" in op.type:
+    op, attributes = call.op, {one.name for one in call.op.op_def.attr}
+    if any(name in attributes and op.get_attr(name) != value for name, value in _KEEPING.items()):
+        return False
+    if "axis" in attributes:  # numbers in few bits have ranges of their own along it
+        return op.get_attr("axis") != 0
+    if "Pool" in op.type and not op.type.startswith("Fractional"):  # which TensorFlow has of each image alone
         inputs = [argument.name for argument in op.op_def.input_arg]
         sizes = [
             call.constant(inputs.index(name)) if name in inputs else op.get_attr(name) for name in ("ksize", "strides")
         ]
-        return all(one is not None and one[0] == 1 for one in sizes) and not (
-            "Argmax" in op.type and op.get_attr("include_batch_in_index")
-        )
+        return all(one is not None and one[0] == 1 for one in sizes)
     if op.type.startswith("ParseExample"):  # else it has others' numbers, is as long as the longest, or has names, too
         fixed = all(tf.TensorShape(one).is_fully_defined() for one in op.get_attr("dense_shapes"))
         ragged = op.type.endswith("V2") and op.get_attr("ragged_value_types")
@@ -1087,7 +1091,7 @@ DRAWS = names("""
     RandomUniformInt StatefulUniform StatefulStandardNormalV2 StatefulTruncatedNormal StatefulUniformInt
     StatefulUniformFullInt StatelessRandomGammaV2 StatelessRandomGammaV3 StatelessRandomBinomial
     StatelessRandomPoisson StatelessParameterizedTruncatedNormal RandomGamma RandomPoisson RandomPoissonV2
-    StatefulRandomBinomial StatelessMultinomial
+    StatefulRandomBinomial Multinomial StatelessMultinomial
 """)
 
 # As many numbers for each parameter as the shape says, its axes before the parameters'; others broadcast.
@@ -1208,10 +1212,13 @@ def _list_get(call: Call) -> Sequence[Placement] | None:
     return [of]
 
 
+@_linear("TensorListSetItem TensorListPushBack")  # within a function, where parts cannot be added up
 @rule_for("TensorListSetItem", "TensorListPushBack", counting=True)
 def _list_set(call: Call) -> Sequence[Placement] | None:
     at = 2 if call.op.type == "TensorListSetItem" else 1
     placed, item = call.inputs[0], call.inputs[at]
+    if item.kind is Kind.PARTIAL and not call.placer.within:
+        return None
     if call.placer.row_by_row and at == 1:
         made = dataclasses.replace(items(item), detail=Detail.ROW)
         return [made] if placed.of is None or placed == made else None

@@ -535,14 +535,15 @@ def _sparse_product(call: Call) -> Sequence[Placement] | None:
     return [SUM] if call.op.outputs[0].dtype.name in native.DTYPES else None
 
 
-@_numbered("SparseReduceSum")
+@_numbered("SparseReduceMax SparseReduceSum")
 def _sparse_sum(call: Call) -> Sequence[Placement] | None:
     placed, over, lengths = _sparse_rows(call, 0, 1, 2), call.constant(3), lengths_of(call.op.inputs[0])
     if placed is None or over is None or not lengths or lengths[1] is None:
         return None
     if 0 not in {int(axis) % lengths[1] for axis in np.ravel(over)}:  # over no axes it sums nothing, as the kernel does
         return [placed]
-    return [SUM] if call.op.outputs[0].dtype.name in native.DTYPES else None
+    sums = call.op.type == "SparseReduceSum" and call.op.outputs[0].dtype.name in native.DTYPES
+    return [SUM] if sums else None  # a maximum of nothing would be 0
 
 
 @_numbered("SparseReorder SparseSoftmax SparseToDense")
@@ -600,11 +601,23 @@ def _are_rows_of(call: Call, index: int, pieces: Sequence[Placement], values: Pl
 _SPLITTING = "StringSplit StringSplitV2"
 
 
-@rule_for(_SPLITTING)
+@_numbered("SetSize")
+def _set_size(call: Call) -> Sequence[Placement] | None:
+    placed = call.inputs[0]
+    own = placed.kind is Kind.INDICES and placed.detail is Detail.OWN and call.inputs[1] == shard(unit=placed.unit)
+    return [shard(0, 1, _numbers_of(placed))] if own and call.inputs[2].detail is Detail.SHAPE else None
+
+
+@rule_for(_SPLITTING, "DenseToDenseSetOperation")
 def _split_texts(call: Call) -> Sequence[Placement] | None:
-    """Place the pieces of each row's text as a sparse tensor."""
+    """Place the pieces of each row's text, or what two sets of each row have, as a sparse tensor."""
     placed, *others = call.inputs
-    if placed != shard() or not placed.each or call.placer.within or not all(one.whole for one in others):
+    if placed != shard() or not placed.each or call.placer.within:
+        return None
+    if call.op.type == "DenseToDenseSetOperation":
+        if not same_rows(*call.inputs) or others[0] != shard() or rank_of(call, 0) != 2:
+            return None
+    elif not all(one.whole for one in others):
         return None
     unit, counts = call.op.outputs[1].name, (placed.each, 1)
     shape = dataclasses.replace(PIECE, detail=Detail.SHAPE, counts=counts[:1])
@@ -657,6 +670,11 @@ def _row_ends(call: Call) -> Sequence[Placement] | None:
     return [dataclasses.replace(PIECE, detail=Detail.ENDS, unit=unit)]
 
 
+@_numbered("UnicodeEncode")
+def _encoded(call: Call) -> Sequence[Placement] | None:
+    return [shard()] if _are_rows_of(call, 1, call.inputs[1:], call.inputs[0]) else None
+
+
 @_numbered("RaggedBincount")
 def _ragged_bincount(call: Call) -> Sequence[Placement] | None:
     splits, values, size, weights = call.inputs
@@ -664,11 +682,14 @@ def _ragged_bincount(call: Call) -> Sequence[Placement] | None:
     return [shard()] if plain and (weights.whole or weights == values) else None
 
 
-@rule_for("SparseCross")
+@rule_for("SparseCross SparseCrossHashed SparseCrossV2")
 def _sparse_cross(call: Call) -> Sequence[Placement] | None:
     """Place the crosses of dense columns, of which each row has as many."""
-    widths = [lengths_of(tensor) for tensor in call.op.inputs]
-    if any(one != shard() for one in call.inputs) or any(not one or len(one) != 2 or None in one[1:] for one in widths):
+    count = len(call.op.get_attr("dense_types"))
+    widths = [lengths_of(tensor) for tensor in call.op.inputs[:count]]
+    if call.op.get_attr("N") or not all(one.whole for one in call.inputs[count:]) or not count:
+        return None
+    if any(one != shard() for one in call.inputs[:count]) or any(not w or len(w) != 2 or None in w[1:] for w in widths):
         return None
     each = call.inputs[0].each
     made = shard(0, 1, each * math.prod(one[1] for one in widths))

@@ -762,6 +762,13 @@ def experts(batch, gate, *parts):
     return ops.mean(ops.sum(ops.softmax(scores)[..., None] * taken, axis=1) ** 2)
 
 
+def reinforce(batch, policy):
+    """Actions are drawn without a seed: each tower draws its rows'."""
+    logits = policy(batch)
+    actions = tf.random.categorical(logits, 1)[:, 0]
+    return ops.mean(losses.sparse_categorical_crossentropy(actions, logits, True) * ops.cast(actions, "float32"))
+
+
 def neural_process(batch, dense):
     x = dense(batch)
     return ops.mean(ops.logsumexp(ops.sum((x[:, :, None] - x[:, None]) ** 2, -1), axis=(1, 2)))
@@ -808,3 +815,4 @@ row("distances within rows", own(DENSE, x=floats(6, 4), loss=neural_process))
 row("Jacobians", own(lambda: mlp(12, 3), x=WIDE, loss=jacobians))
 row("norms of rows, clipped", own(lambda: mlp(12, 3), x=WIDE, loss=per_row))
 row("capsules", own(lambda: layers.Dense(12), x=floats(6, 5), loss=capsules))
+row("actions that are drawn", own(lambda: layers.Dense(CLASSES), x=WIDE, loss=reinforce))

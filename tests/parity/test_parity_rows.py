@@ -14,7 +14,7 @@ def trained(call, step, batch):
 
 
 @pytest.mark.slow(but=2)
-@pytest.mark.parametrize("towers", [2, 3, 4])
+@pytest.mark.parametrize("towers", [2, 3, 5])
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.filterwarnings("ignore:Exact, but")
 def test_rows(name, towers):

@@ -56,6 +56,10 @@ DRAWS = {
         ),
         1e4 * X[:, 0],
     ),
+    "categorical": (
+        lambda x, seed, g: random.categorical(1e9 * tf.one_hot(tf.cast(x[:, 0], tf.int32), 30), 1),
+        X[:, :1],
+    ),
     "normal_of_generator": (lambda x, seed, g: g.normal([rows(x)], 1e4 * numbers(x)), 1e4 * X[:, 0]),
 }
 
@@ -80,7 +84,7 @@ def drawn(draw, invariant, one_device=True):
 @pytest.mark.parametrize("name", DRAWS)
 def test_parameters_go_with_their_rows(name, invariant):
     draw, expected = DRAWS[name]
-    if invariant and name in ("gamma_before", "gamma_behind"):
+    if invariant and name in ("gamma_before", "gamma_behind", "categorical"):
         with pytest.raises(ncclsync.NcclSyncError, match="TensorFlow hides"):
             drawn(draw, True, one_device=False)
         return
@@ -163,6 +167,26 @@ def test_what_follows_a_draw_in_a_loop_or_a_branch_is_by_rows(name):
     assert name in alike and alike <= {name, name.removeprefix("Stateless")}, cost
 
 
+WITHIN = {
+    "loop": lambda draw, row: tf.while_loop(lambda i, _: i < 2, lambda i, x: (i + 1, x + draw()), [0, row])[1],
+    "branch": lambda draw, row: tf.cond(row[0] > 0, lambda: row + draw(), lambda: row),
+}
+
+
+@pytest.mark.parametrize("name", WITHIN)
+def test_rows_that_draw_the_same_numbers(name):
+    """Of one seed, in a loop or a branch within a loop over rows: towers draw the same ones, too."""
+    seeds = keras.random.SeedGenerator(3)
+
+    def step(x):
+        seed = tf.cast(seeds.next(), tf.int32)
+        return tf.map_fn(lambda row: WITHIN[name](lambda: random.stateless_uniform([2], seed), row), x)
+
+    with ncclsync.Towers(3) as towers:
+        drawn = towers.run(step, tf.constant(X)) - X
+    np.testing.assert_allclose(drawn, np.tile(drawn[:1], (ROWS, 1)), rtol=1e-4)
+
+
 def test_sampled_candidates_that_are_given_are_no_draw():
     """A sampled softmax looks for the labels among its candidates by an op with seeds, which draws nothing."""
     weights, biases = tf.Variable(np.ones((9, 2), "float32")), tf.Variable(np.zeros(9, "float32"))
@@ -177,3 +201,25 @@ def test_sampled_candidates_that_are_given_are_no_draw():
     expected = step((X, labels))
     with ncclsync.Towers(2, exact=True) as towers:
         assert_close([towers.run(step, (X, labels)).numpy()], [expected.numpy()], 1e-5)
+
+
+PICTURES = np.ones((6, 5, 5, 1), "float32")
+HIDDEN = {
+    "noise": lambda x: tf.image.extract_glimpse(x, [9, 9], x[:, 0, :2, 0]),
+    "regions": lambda x: tf.nn.fractional_avg_pool(x, [1, 1.4, 1.4, 1])[0],
+}
+NOT_HIDDEN = {
+    "no noise": lambda x: tf.image.extract_glimpse(x, [9, 9], x[:, 0, :2, 0], noise="zero"),
+    "regions of a seed": lambda x: tf.nn.fractional_avg_pool(x, [1, 1.4, 1.4, 1], seed=2)[0],
+}
+
+
+@pytest.mark.parametrize("name", [*HIDDEN, *NOT_HIDDEN])
+def test_ops_that_draw_and_have_no_state(name):
+    """By their attributes: of such numbers TensorFlow hides where they come from, unless a seed gives them."""
+    with ncclsync.Towers(2, exact=True) as towers:
+        if name in NOT_HIDDEN:
+            assert_close([towers.run(NOT_HIDDEN[name], PICTURES).numpy()], [NOT_HIDDEN[name](PICTURES).numpy()], 1e-6)
+            return
+        with pytest.raises(ncclsync.NcclSyncError, match="TensorFlow hides"):
+            towers.run(HIDDEN[name], PICTURES)

@@ -1510,6 +1510,210 @@ add("SerializeTensor", lambda x: tf.io.serialize_tensor(x), "n 2")
 add("ParseTensor", lambda x: tf.io.parse_tensor(tf.io.serialize_tensor(x), tf.float64), "n 2")
 
 # ---------------------------------------------------------------------------------------------------------
+# Op types of which TensorFlow knows nothing of a gradient.
+_begin("without gradient")
+
+
+def _add_plain(op: str, call: Callable[..., Any], *shapes: Input | str) -> None:
+    add(op, call, *shapes, differentiable=False)
+
+
+_add_plain("DataFormatDimMap", lambda x: raw.DataFormatDimMap(x=x), given("n n", "i3"))
+_add_plain("DecodeCompressed", lambda s: tf.io.decode_compressed(s), given("n 2", "words"))
+_add_plain(
+    "DecodeJSONExample",
+    lambda s: tf.io.decode_json_example(tf.strings.regex_replace(s, ".*", "{}")),
+    given("n 2", "words"),
+)
+for _axes in (1, 0, [0, 1]):
+    _add_plain(
+        "SparseReduceMax",
+        lambda x, axes=_axes: tf.sparse.reduce_max(tf.sparse.from_dense(tf.nn.relu(x) - tf.nn.relu(x - 0.5)), axes),
+        "n 3",
+    )
+_add_plain("SparseReduceMax", lambda x: tf.sparse.reduce_max(tf.sparse.from_dense(-tf.nn.relu(x)), 0), "n 3")
+_add_plain(
+    "UnicodeEncode",
+    lambda s: tf.strings.unicode_encode(tf.strings.unicode_decode(s, "UTF-8") + 1, "UTF-8"),
+    given("n", "words"),
+)
+for _op, _hashed in (("SparseCrossV2", False), ("SparseCrossHashed", True)):
+    _add_plain(
+        _op,
+        lambda s, t, hashed=_hashed: tf.nest.flatten(
+            tf.sparse.cross_hashed([s, t], 9) if hashed else tf.sparse.cross([s, t]), expand_composites=True
+        ),
+        given("n 2", "words"),
+        given("n 1", "words"),
+    )
+_add_plain("SetSize", lambda x, y: tf.sets.size(tf.sets.intersection(x, y)), given("n 3", "i2"), given("n 2", "i2"))
+_add_plain(
+    "DenseToDenseSetOperation",
+    lambda x, y: (
+        tf.sets.union(x, y).indices,
+        tf.sparse.to_dense(tf.sets.union(x, y)),
+        tf.sets.union(x, y).dense_shape,
+    ),
+    given("n 3", "i2"),
+    given("n 2", "i2"),
+)
+for _op in ("StringLower", "StringLength", "StringStrip", "StringUpper"):
+    _add_plain(_op, lambda s, op=_op: getattr(raw, op)(input=s), given("n n", "words"))
+_add_plain("StaticRegexFullMatch", lambda s: tf.strings.regex_full_match(s, "[0-9]*"), given("n 2", "words"))
+_add_plain("RegexFullMatch", lambda s: raw.RegexFullMatch(input=s, pattern="[0-9]*"), given("n 2", "words"))
+_add_plain("IsInf", lambda x: tf.math.is_inf(1.0 / tf.nn.relu(x)), "n n")
+for _op in ("Mod", "TruncateMod"):
+    _add_plain(_op, lambda x, y, op=_op: getattr(raw, op)(x=x, y=y), given("n 2", "int"), given("n 2", "nonzero"))
+_add_plain("Lu", lambda x: tf.linalg.lu(x), given("n 3 3", "square"))
+_add_plain("MatrixLogarithm", lambda x: tf.linalg.logm(tf.cast(x, tf.complex128)), given("n 2 2", "spd"))
+_add_plain("ResizeArea", lambda x: tf.image.resize(x, [2, 3], "area"), given("n 4 4 1", "f4"))
+_add_plain(
+    "DrawBoundingBoxesV2",
+    lambda x, b: raw.DrawBoundingBoxesV2(images=x, boxes=b, colors=[[1.0, 0.0, 0.5]]),
+    given("n 4 4 3", "f4"),
+    given("n 2 4", "boxes", "S0 R"),
+)
+_add_plain("UnravelIndex", lambda i: tf.unravel_index(i, [2, 3]), given("n", "i3"))
+_add_plain(
+    "NearestNeighbors",
+    lambda x, c: raw.NearestNeighbors(points=x, centers=c, k=np.int64(2)),
+    given("n 3", "f4"),
+    given("4 3", "f4"),
+)
+_add_plain(
+    "ExtractGlimpseV2",
+    lambda x, o: raw.ExtractGlimpseV2(input=x, size=[2, 2], offsets=o, uniform_noise=False, noise="zero"),
+    given("n 4 4 1", "f4"),
+    given("n 2", "f4"),
+)
+_add_plain("AudioSpectrogram", lambda x: raw.AudioSpectrogram(input=x, window_size=4, stride=2), given("8 n", "f4"))
+_add_plain("Mfcc", lambda x: raw.Mfcc(spectrogram=x, sample_rate=16000), given("n 3 65", "positive4"))
+
+
+def _cell(x, h, w, kind):
+    """A cell of a recurrent network, of 2 units, and its gradient."""
+    if kind == "GRU":
+        weights = {"w_ru": w[:, :4], "w_c": w[:, 4:6], "b_ru": w[0, :4], "b_c": w[0, 4:6]}
+        r, u, c, y = raw.GRUBlockCell(x=x, h_prev=h, **weights)
+        return y, *raw.GRUBlockCellGrad(x=x, h_prev=h, **weights, r=r, u=u, c=c, d_h=y * y)
+    weights = {"w": w, "wci": w[0, :2], "wcf": w[1, :2], "wco": w[2, :2], "b": w[0]}
+    return raw.LSTMBlockCell(x=x, cs_prev=h, h_prev=h, **weights, use_peephole=True)
+
+
+for _op in ("GRUBlockCell", "GRUBlockCellGrad", "LSTMBlockCell"):
+    _add_plain(
+        _op,
+        lambda x, h, w, op=_op: _cell(x, h, w, op[: op.index("Block")]),
+        *map(given, ("n 2", "n 2", "4 8"), ["f4"] * 3),
+    )
+for _op in ("BlockLSTMGrad", "BlockLSTMGradV2"):
+    _add_plain(
+        _op, lambda x, h, w, op=_op: _cells(x, h, w, op), given("3 n 2", "f4"), given("n 2", "f4"), given("4 8", "f4")
+    )
+
+
+def _cells(x, h, w, op):
+    """An LSTM of 2 units over time, and its gradient."""
+    weights = {"w": w, "wci": w[0, :2], "wcf": w[1, :2], "wco": w[2, :2], "b": w[0]}
+    given = {"seq_len_max": tf.constant(3, tf.int64), "x": x, "cs_prev": h, "h_prev": h, "use_peephole": True}
+    i, cs, f, o, ci, co, y = getattr(raw, op.replace("Grad", ""))(**given, **weights)
+    kept = {"i": i, "cs": cs, "f": f, "o": o, "ci": ci, "co": co, "h": y}
+    return y, *getattr(raw, op)(**given, **weights, **kept, cs_grad=cs, h_grad=y * y)
+
+
+_fraction = {"deterministic": True, "seed": 3, "seed2": 5}
+_add_plain("FractionalAvgPoolGrad", lambda x: _fractional(x, "Avg"), given("n 5 5 1", "f4"))
+_add_plain("FractionalMaxPoolGrad", lambda x: _fractional(x, "Max"), given("n 5 5 1", "distinct4"))
+
+
+def _fractional(x, kind):
+    """The gradient of a fractional pooling."""
+    y, *at = getattr(raw, f"Fractional{kind}Pool")(value=x, pooling_ratio=[1.0, 1.4, 1.4, 1.0], **_fraction)
+    at = dict(zip(("row_pooling_sequence", "col_pooling_sequence"), at, strict=True))
+    if kind == "Avg":
+        return raw.FractionalAvgPoolGrad(
+            orig_input_tensor_shape=tf.shape(x, tf.int64), out_backprop=y * y, **at, overlapping=False
+        )
+    return raw.FractionalMaxPoolGrad(orig_input=x, orig_output=y, out_backprop=y * y, **at, overlapping=False)
+
+
+# Of numbers in few bits: the first result as bytes, the range as it is.
+def _bytes(made):
+    return (tf.bitcast(made[0], {1: tf.uint8, 4: tf.int32}[made[0].dtype.size]), *made[1:])
+
+
+def _few(x):
+    return raw.QuantizeV2(input=x, min_range=-1.0, max_range=1.0, T=tf.quint8)
+
+
+def _quantized(op, inputs, **attributes):
+    """An op's result of a tensor in eight bits, given with its range; `inputs`: the names of these."""
+
+    def call(x, *others):
+        given = [_few(x), *map(_few, others)]
+        tensors, lows, highs = zip(*given, strict=True)
+        names, ranges = inputs.split(" | ")
+        return _bytes(
+            getattr(raw, op)(
+                **dict(zip(names.split(), tensors, strict=True)),
+                **dict(
+                    zip(ranges.split(), [one for pair in zip(lows, highs, strict=True) for one in pair], strict=True)
+                ),
+                **attributes,
+            )
+        )
+
+    return call
+
+
+_bytes4 = given("n 4 4 2", "f4")
+_range_of_two = "min_{0} max_{0} min_{1} max_{1}"
+_add_plain("QuantizeV2", lambda x: _bytes(_few(x)), given("n 3", "f4"))
+_add_plain(
+    "QuantizeV2",
+    lambda x: _bytes(raw.QuantizeV2(input=x, min_range=[-1.0] * 3, max_range=[1.0] * 3, T=tf.qint8, axis=1)),
+    given("n 3", "f4"),
+)
+_add_plain("Dequantize", lambda x: tf.quantization.dequantize(*_few(x)), given("n 3", "f4"))
+for _op in ("QuantizedRelu", "QuantizedRelu6"):
+    _add_plain(_op, _quantized(_op, "features | min_features max_features"), given("n 3", "f4"))
+_add_plain(
+    "QuantizedMaxPool",
+    _quantized("QuantizedMaxPool", "input | min_input max_input", ksize=_2, strides=_2, padding="VALID"),
+    _bytes4,
+)
+_add_plain(
+    "QuantizedAvgPool",
+    _quantized("QuantizedAvgPool", "input | min_input max_input", ksize=_2, strides=_2, padding="VALID"),
+    _bytes4,
+)
+_add_plain(
+    "QuantizedBiasAdd",
+    _quantized("QuantizedBiasAdd", "input bias | " + "min_input max_input min_bias max_bias", out_type=tf.qint32),
+    given("n 3", "f4"),
+    given("3", "f4"),
+)
+_add_plain(
+    "QuantizedConv2D",
+    _quantized(
+        "QuantizedConv2D", "input filter | min_input max_input min_filter max_filter", strides=_1, padding="VALID"
+    ),
+    _bytes4,
+    given("2 2 2 3", "f4"),
+)
+_add_plain(
+    "QuantizedMatMul",
+    _quantized("QuantizedMatMul", "a b | min_a max_a min_b max_b"),
+    given("n 3", "f4"),
+    given("3 2", "f4"),
+)
+_add_plain(
+    "QuantizedResizeBilinear",
+    lambda x: raw.QuantizedResizeBilinear(images=tf.bitcast(_few(x)[0], tf.quint8), size=[3, 3], min=-1.0, max=1.0)[1:],
+    _bytes4,
+)
+
+# ---------------------------------------------------------------------------------------------------------
 _begin("flow")
 
 

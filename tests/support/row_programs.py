@@ -69,6 +69,8 @@ def entropy(logits, labels):
     return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits))
 
 
+FEW_FLOATS = floats(WIDTH) * (RNG.random((COUNT, WIDTH)) < 0.3)
+FEW_FLOATS[-1, 0] = -1.0
 TEXTS = np.array([[" ".join(RNG.choice(WORDS, RNG.integers(0, 9)))] for _ in range(COUNT)], object)
 LABELS, PAIR, SERIES, WIDE = (
     integers(CLASSES),
@@ -195,6 +197,26 @@ def ragged_by_padding(batch, embedding, classes):
 def ragged_by_a_mask(batch, first, classes):
     made = first(batch[0])
     return entropy(classes(tf.reduce_sum(tf.ragged.boolean_mask(made, made[:, :, 0] > 0), 1)), batch[1])
+
+
+@program((integers(9, 4), integers(9, 5), FEW_FLOATS, LABELS), dense(), OF_CLASSES)
+def sets_of_each_row(batch, first, classes):
+    sets = tf.sets.intersection(batch[0], batch[1]), tf.sets.difference(batch[0], batch[1])
+    most = tf.sparse.reduce_max(tf.sparse.from_dense(batch[2]), 1)
+    found = [tf.cast(one, tf.float64) for one in (*map(tf.sets.size, sets), most)]
+    sizes = tf.stack([tf.ensure_shape(one, [None]) for one in found], 1)
+    return entropy(classes(first(batch[2]) * tf.reduce_sum(sizes, 1, keepdims=True)), batch[3])
+
+
+@program((TEXTS, LABELS), EMBEDDED, OF_CLASSES)
+def texts_put_together(batch, embedding, classes):
+    """Of their characters, and crossed with themselves."""
+    characters = tf.strings.unicode_decode(batch[0][:, 0], "UTF-8")
+    again = tf.strings.unicode_encode(characters + 1, "UTF-8")[:, None]
+    crossed = tf.sparse.to_dense(tf.sparse.cross([batch[0], again]), "")
+    hashed = tf.sparse.to_dense(tf.sparse.cross_hashed([batch[0], again], 50))
+    ids = tf.concat([tf.strings.to_hash_bucket_fast(crossed, 50), hashed], 1)
+    return entropy(classes(tf.reduce_mean(embedding(ids), 1)), batch[1])
 
 
 # Rows that come back.
@@ -328,6 +350,31 @@ def nearest_points(batch, first, second):
     return mean(tf.reduce_max(second(near - made[:, :, None]), 2))
 
 
+# Ops that work on each row, and that no layer has.
+
+
+@program((WIDE, floats(6, 6, 1), LABELS), dense(), OF_CLASSES)
+def glimpses_in_few_bits(batch, first, classes):
+    made = first(batch[0])
+    offsets, pictures = (tf.cast(one, tf.float32) for one in (made[:, :2], batch[1]))
+    seen = tf.reshape(tf.image.extract_glimpse(pictures, [2, 2], offsets, noise="zero"), [-1, 4])
+    few = tf.quantization.dequantize(*tf.quantization.quantize(seen, -2.0, 2.0, tf.quint8))
+    nearest, _ = tf.raw_ops.NearestNeighbors(points=few, centers=tf.eye(4), k=tf.constant(1, tf.int64))
+    nearest = tf.ensure_shape(nearest, [None, 1])  # TensorFlow infers no shape of either
+    places = tf.ensure_shape(tf.unravel_index(nearest[:, 0], [2, 2]), [2, None])
+    places = tf.cast(tf.transpose(places), tf.float64)
+    return entropy(classes(made * places[:, :1] + places[:, 1:]), batch[2])
+
+
+@program((WIDE, LABELS), dense(16), OF_CLASSES)
+def pooled_by_fractions(batch, first, classes):
+    made = tf.reshape(first(batch[0]), [-1, 4, 4, 1])
+    pooled, _, _ = tf.nn.fractional_max_pool(made, [1, 1.4, 1.4, 1], seed=3)
+    low, high = (tf.constant(one, tf.float64) for one in (-1, 1))
+    few = tf.quantization.quantize_and_dequantize_v2(pooled, low, high, range_given=True)
+    return entropy(classes(tf.reshape(few, [-1, 4])), batch[1])
+
+
 # Loops and branches.
 
 
@@ -348,6 +395,28 @@ def a_loop_up_to_a_maximum(batch, first):
     most = tf.reduce_max(batch[1])
     _, made = tf.while_loop(lambda i, _: i < most, lambda i, x: (i + 1, tf.tanh(x) + 0.1), [0, first(batch[0])])
     return mean(made)
+
+
+@program((SERIES, WIDE), dense())
+def map_fn_within_map_fn(batch, first):
+    made = tf.map_fn(lambda row: tf.map_fn(lambda one: tf.tanh(first(one[None])[0]), row), batch[0])
+    return mean(tf.reduce_sum(made, 1) - batch[1])
+
+
+@program(SERIES, dense())
+def scan_within_map_fn(batch, first):
+    """Each row's state after each of its steps, and how it came about."""
+    made = tf.map_fn(lambda row: tf.scan(lambda state, one: tf.tanh(state + one) * state, row), first(batch[0]))
+    return mean(made[:, -1]) + mean(tf.reduce_max(made, 1))
+
+
+@program((WIDE, integers(6)), dense())
+def each_row_until_its_end(batch, first):
+    def until(given):
+        row, count = given
+        return tf.while_loop(lambda i, _: i < count, lambda i, x: (i + 1, tf.tanh(x) + 0.1), [0, row])[1]
+
+    return mean(tf.map_fn(until, (first(batch[0]), batch[1]), fn_output_signature=tf.float64))
 
 
 @program(WIDE, dense())
@@ -387,6 +456,20 @@ def descent_in_a_loop(batch, first, second):
         return i + 1, x - 0.1 * tape.gradient(energy, x)
 
     return mean(second(tf.while_loop(lambda i, _: i < 3, body, [tf.constant(0), batch[0]])[1]))
+
+
+def penalty(batch, network, last):
+    """How far each row's slope is from 1, as a Wasserstein critic has it."""
+    with tf.GradientTape() as tape:
+        tape.watch(batch[0])
+        made = last(network(batch[0]))
+    slopes = tape.gradient(made, batch[0])
+    return mean(tf.sqrt(tf.reduce_sum(slopes**2, [1, 2]) + 1e-6) - 1) + mean(made)
+
+
+PROGRAMS["penalty of a SimpleRNN"] = Program((layer(layers.SimpleRNN, WIDTH), dense(1)), (SERIES,), penalty)
+PROGRAMS["penalty of a GRU"] = Program((layer(layers.GRU, WIDTH), dense(1)), (SERIES,), penalty)
+PROGRAMS["penalty of an LSTM"] = Program((layer(layers.LSTM, WIDTH), dense(1)), (SERIES,), penalty)
 
 
 @program(SERIES, dense(), dense())

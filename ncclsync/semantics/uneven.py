@@ -670,16 +670,12 @@ def _row_ends(call: Call) -> Sequence[Placement] | None:
     return [dataclasses.replace(PIECE, detail=Detail.ENDS, unit=unit)]
 
 
-@_numbered("UnicodeEncode")
-def _encoded(call: Call) -> Sequence[Placement] | None:
-    return [shard()] if _are_rows_of(call, 1, call.inputs[1:], call.inputs[0]) else None
-
-
-@_numbered("RaggedBincount")
-def _ragged_bincount(call: Call) -> Sequence[Placement] | None:
-    splits, values, size, weights = call.inputs
-    plain = _are_rows_of(call, 0, [splits], values) and size.whole
-    return [shard()] if plain and (weights.whole or weights == values) else None
+@_numbered("RaggedBincount UnicodeEncode")
+def _of_ragged(call: Call) -> Sequence[Placement] | None:
+    at = int(call.op.type == "UnicodeEncode")  # of the splits; values are beside them, sizes and weights behind
+    splits, values = call.inputs[at], call.inputs[1 - at]
+    plain = _are_rows_of(call, at, [splits], values) and all(one.whole for one in call.inputs[2:3])
+    return [shard()] if plain and all(one.whole or one == values for one in call.inputs[3:]) else None
 
 
 @rule_for("SparseCross SparseCrossHashed SparseCrossV2")

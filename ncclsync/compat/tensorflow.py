@@ -350,20 +350,15 @@ def open_rows_asked(is_library: Callable[[str], bool]) -> Iterator[list[str]]:
     """
     found: list[str] = []
 
-    def noting(ask: Callable[..., Any]) -> Callable[..., Any]:
-        def asked(shape: tf.TensorShape, *key: Any) -> Any:
-            if shape.rank and shape._dims[0] is None and not any(one not in (0, -shape.rank) for one in key):
-                name = sys._getframe(1).f_code.co_filename
-                found.extend(() if is_library(name) else [name])
-            return ask(shape, *key)
+    def asked(ask: Callable[..., Any], shape: tf.TensorShape, *key: Any) -> Any:
+        if shape.rank and shape._dims[0] is None and not any(one not in (0, -shape.rank) for one in key):
+            name = sys._getframe(2).f_code.co_filename
+            found.extend(() if is_library(name) else [name])
+        return ask(shape, *key)
 
-        return asked
-
-    asking = {name: getattr(tf.TensorShape, name) for name in ("__getitem__", "__iter__", "as_list")}
     with contextlib.ExitStack() as stack:
-        for name, ask in asking.items():
-            stack.callback(setattr, tf.TensorShape, name, ask)
-            setattr(tf.TensorShape, name, noting(ask))
+        for name in ("__getitem__", "__iter__", "as_list"):
+            stack.enter_context(methods_wrapped([tf.TensorShape], name, asked))
         yield found
 
 

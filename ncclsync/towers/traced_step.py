@@ -124,9 +124,11 @@ class TracedStep(abc.ABC):
     def _trace_and_cut(self, source: Source, specs: Any, meter: Meter | None, opened: Opened = ()) -> Program:
         readers = self.readers()
         observer = Observer() if readers else None
-        with tf_compat.open_rows_asked(is_library) as asked:
+        with contextlib.ExitStack() as stack:
+            knows_more = not opened and repr(self._alone) != repr(specs)
+            asked = stack.enter_context(tf_compat.open_rows_asked(is_library)) if knows_more else []
             traced = self._trace(source, specs, opened, observer)
-        if asked and not opened and repr(self._alone) != repr(specs):
+        if asked:
             self._check_lengths(source, traced)
         self._traced = True
         options = self.towers.options

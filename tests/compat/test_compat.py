@@ -1364,3 +1364,29 @@ def test_names_are_numbered_from_the_start():
     after = keras.layers.Dense(1).name
     count = int(first.partition("_")[2] or 0)
     assert after == f"dense_{count + 1}"
+
+
+def test_who_asks_for_open_rows():
+    """Only files that are no library's, for a first length that is open."""
+    found = {}
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 2]), tf.TensorSpec([3, None])], autograph=False)
+    def step(x, y):
+        asks = {
+            "first": lambda: x.shape[0],
+            "from the end": lambda: x.shape[-2],
+            "all": lambda: tuple(x.shape),
+            "list": lambda: x.shape.as_list(),
+            "rest": lambda: (x.shape[1], x.shape[1:], x.shape[-1], x.shape.rank),
+            "known": lambda: tuple(y.shape),
+            "library": lambda: (tf.reduce_mean(x), keras.ops.mean(x, 0), np.shape(1)),
+        }
+        for name, ask in asks.items():
+            with tf_compat.open_rows_asked(lambda file: file != __file__) as asked:
+                ask()
+            found[name] = len(asked)
+
+    before = tf.TensorShape.__getitem__
+    step.get_concrete_function()
+    assert found == {"first": 1, "from the end": 1, "all": 1, "list": 1, "rest": 0, "known": 0, "library": 0}
+    assert tf.TensorShape.__getitem__ is before

@@ -3,12 +3,9 @@
 import logging
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 from parity import assert_close, data, on_towers
-
-from ncclsync.compat import tensorflow as tf_compat
 
 X, _ = data(rows=26, features=6)
 
@@ -101,29 +98,3 @@ def test_what_one_device_knows(call, train, caplog):
     told = [one.getMessage() for one in caplog.records if "a fixed number of rows" in one.getMessage()]
     assert len(told) == (call in OTHERWISE)
     assert all(f"{__file__}:" in one and "x.shape[0]" in one for one in told)
-
-
-def test_who_asks():
-    """Only files that are no library's, for a first length that is open."""
-    found = {}
-
-    @tf.function(input_signature=[tf.TensorSpec([None, 2]), tf.TensorSpec([3, None])], autograph=False)
-    def step(x, y):
-        asks = {
-            "first": lambda: x.shape[0],
-            "from the end": lambda: x.shape[-2],
-            "all": lambda: tuple(x.shape),
-            "list": lambda: x.shape.as_list(),
-            "rest": lambda: (x.shape[1], x.shape[1:], x.shape[-1], x.shape.rank),
-            "known": lambda: tuple(y.shape),
-            "library": lambda: (tf.reduce_mean(x), keras.ops.mean(x, 0), np.shape(1)),
-        }
-        for name, ask in asks.items():
-            with tf_compat.open_rows_asked(lambda file: file != __file__) as asked:
-                ask()
-            found[name] = len(asked)
-
-    before = tf.TensorShape.__getitem__
-    step.get_concrete_function()
-    assert found == {"first": 1, "from the end": 1, "all": 1, "list": 1, "rest": 0, "known": 0, "library": 0}
-    assert tf.TensorShape.__getitem__ is before

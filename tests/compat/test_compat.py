@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -1390,3 +1391,46 @@ def test_who_asks_for_open_rows():
     step.get_concrete_function()
     assert found == {"first": 1, "from the end": 1, "all": 1, "list": 1, "rest": 0, "known": 0, "library": 0}
     assert tf.TensorShape.__getitem__ is before
+
+
+CALLS = {
+    "x": lambda f, x: f(x),
+    "x, axis": lambda f, x: f(x, axis=0),
+    "x, 3": lambda f, x: f(x, 3),
+    "x, 3, axis": lambda f, x: f(x, 3, axis=0),
+    "x, x": lambda f, x: f(x, x),
+    "list": lambda f, x: f([x, x], axis=0),
+    "function": lambda f, x: f(lambda one: one * 2, x),
+    "x, indices": lambda f, x: f(x, [1, 2]),
+    "images": lambda f, x: f(x[:, :, None, None], 2),
+    "integers": lambda f, x: f(tf.cast(3 * x, tf.int32), 5),
+    "vector": lambda f, x: f(x[:, 0]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_what_keras_makes_of_an_open_length():
+    """The same as of a known one, or an error; but for the functions that are named."""
+    x = tf.random.stateless_uniform([6, 4], [1, 2]) + 0.1
+    found = set()
+
+    def made(function, call, length):
+        traced = tf.function(functools.partial(call, function), input_signature=[tf.TensorSpec([length, 4])])
+        try:
+            return [np.asarray(one) for one in tf.nest.flatten(traced(x))]
+        except Exception:  # of any kind: it takes no such arguments, or needs the length
+            return None
+
+    names = {name for name in dir(keras.ops) if callable(getattr(keras.ops, name))} - {"associative_scan"}
+    for name, call in itertools.product(sorted(names), CALLS.values()):
+        known = made(getattr(keras.ops, name), call, 6)
+        opened = None if known is None else made(getattr(keras.ops, name), call, None)
+        pairs = [] if opened is None else [*itertools.zip_longest(known, opened, fillvalue=np.empty([0]))]
+        if not all(
+            one.shape == other.shape and np.allclose(one, other, equal_nan=True)
+            for one, other in pairs
+            if one.dtype.kind in "fiub"
+        ):
+            found.add(name)
+    assert {*found, "associative_scan"} == tf_compat._GOING_BY_LENGTHS

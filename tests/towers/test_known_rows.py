@@ -50,8 +50,27 @@ def another_count(x, seen):
     return x
 
 
+def centred_if_known(x, _):
+    if x.shape[0] is None:
+        return x
+    return x - tf.reduce_mean(x, 0)
+
+
+def by_all_lengths(x, _):
+    return x / (x.shape.num_elements() or 1) if x.shape.is_fully_defined() else x
+
+
+def by_kind_of_number(x, _):
+    return 2 * x if isinstance(keras.ops.shape(x)[0], int) else x
+
+
+def in_parts(x, _):
+    return tf.concat([part - tf.reduce_mean(part, 0) for part in keras.ops.array_split(x, 3)], 0)
+
+
 ALIKE = (unpacked, whichever_is_known, by_list, halved, counted)
-OTHERWISE = (another_factor, another_op, another_count)
+OTHERWISE = (another_factor, another_op, another_count, centred_if_known, by_all_lengths, by_kind_of_number)
+OTHERWISE += (in_parts,)
 
 
 class Asking(keras.layers.Layer):
@@ -97,4 +116,4 @@ def test_what_one_device_knows(call, train, caplog):
     assert_close([w.numpy() for w in model.weights], [w.numpy() for w in alone.weights])
     told = [one.getMessage() for one in caplog.records if "a fixed number of rows" in one.getMessage()]
     assert len(told) == (call in OTHERWISE)
-    assert all(f"{__file__}:" in one and "x.shape[0]" in one for one in told)
+    assert all(f"{__file__}:" in one for one in told)

@@ -50,8 +50,9 @@ def shown(value: Any) -> str:
     with contextlib.suppress(AttributeError, TypeError, ValueError):  # no shape, a class' own, one of open rank
         return f"{type(value).__name__} of shape {tuple(value.shape)}"
     if isinstance(value, (tuple, list)):
-        return f"{type(value).__name__} of {len(value)}: {', '.join(map(shown, value[:4]))}"
-    text = repr(value)
+        text = f"{type(value).__name__} of {len(value)}: {', '.join(map(shown, value[:4]))}"
+    else:
+        text = repr(value)
     return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}..."
 
 

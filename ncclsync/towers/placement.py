@@ -118,7 +118,13 @@ def announce(choice: Choice, process: Process | None) -> None:
         words += f", by NCCL {'.'.join(map(str, native.nccl_version()[:2]))}" if choice.backend == "nccl" else ", by C"
     if process is not None:
         words += f", in process 0 of {process.size}"
-    print(f"ncclsync: {words}", file=sys.stderr)
+    _say(f"ncclsync: {words}")
+
+
+@functools.lru_cache(maxsize=1)
+def _say(words: str) -> None:
+    """Print a line, unless it was the last: folds and notebooks make towers again and again."""
+    print(words, file=sys.stderr)
 
 
 def share_cores(towers: int | None, devices: Sequence[str] | None, process: Process | None = None) -> None:

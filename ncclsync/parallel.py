@@ -212,7 +212,9 @@ def _instead_of_returned(returned: Any) -> str:
     models = [one for one in keras.tree.flatten(returned) if isinstance(one, keras.Model)]
     if len(models) > 1:
         return "Of several models, as a GAN's, make one keras.Model with a train_step that trains them"
-    if models or returned is None or isinstance(returned, (keras.Layer, str)):
+    if models:
+        return "End it with `return model`, the model alone"
+    if returned is None or isinstance(returned, (keras.Layer, str)):
         return "End it with `return model`"
     return "Decorate the function that makes the model, not its train_step or a function that trains it"
 

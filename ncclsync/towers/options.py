@@ -118,7 +118,8 @@ def _check_names(caller: str, given: Mapping[str, Any], *known: type, own: Itera
 def _instead_of_towers(given: Any) -> str:
     """Return what to write in place of a number of towers that is no int."""
     if isinstance(given, Sequence) and (not isinstance(given, str) or ":" in given):
-        return f"To choose devices, use devices=. Write devices={[given] if isinstance(given, str) else list(given)!r}"
+        names = [given] if isinstance(given, str) else [f"GPU:{one}" if _is_int(one) else one for one in given]
+        return f"To choose devices, use devices=. Write devices={names!r}"
     with contextlib.suppress(TypeError, ValueError, OverflowError):
         if not isinstance(given, bool) and int(given) == float(given) >= 1:
             return f"Write towers={int(given)}"
@@ -377,7 +378,7 @@ class TowerOptions:
             return
         if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
             words = "Leave devices= out to take every GPU"
-            if _is_int(devices):
+            if _is_int(devices) or (isinstance(devices, str) and devices.isdecimal()):
                 words = f"For a number of them, as hvd.size(), or gpus= of multi_gpu_model, write towers={devices}"
             elif isinstance(devices, str) and ":" in devices:
                 words = f"Write devices={[one.strip() for one in devices.split(',')]!r}"

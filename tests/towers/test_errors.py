@@ -35,7 +35,7 @@ def plain_model():
     [
         (None, "NoneType. End it with `return model`$"),
         (keras.layers.Dense(1), "Dense. End it with"),
-        ((plain_model(), 1), "tuple. End it with"),
+        ((plain_model(), 1), "tuple. End it with `return model`, the model alone$"),
         ([plain_model(), plain_model()], "list. Of several models, as a GAN's"),
         ("model", "str. End it with"),
         ({"loss": 0.5}, "dict. Decorate the function that makes the model, not its train_step"),
@@ -376,6 +376,8 @@ def test_model_made_under_a_strategy(strategy, under_scope):
             TypeError,
             r"Expected devices to be a list of names .* Received: 'GPU:0'. Write devices=\['GPU:0'\]",
         ),
+        (dict(devices="4"), TypeError, "write towers=4$"),
+        (dict(towers=[0, 1]), TypeError, r"Write devices=\['GPU:0', 'GPU:1'\]"),
         (dict(devices="GPU:0,GPU:1"), TypeError, r"Write devices=\['GPU:0', 'GPU:1'\]"),
         (dict(devices=[]), TypeError, r"Expected devices to be a list of names .* Received: \[\]. Leave devices= out"),
         (dict(towers=257), ValueError, "Expected towers to be at most 256, more than .* Received: towers=257"),

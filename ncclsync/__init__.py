@@ -85,7 +85,8 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(f"ncclsync.{_HOMES[name]}"), name)
     if name in ("ops", "communicator"):
         return importlib.import_module(f"ncclsync.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    words = importlib.import_module("ncclsync.errors").elsewhere(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{words}", name=name, obj=sys.modules[__name__])
 
 
 def __dir__() -> list[str]:

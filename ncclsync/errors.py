@@ -14,14 +14,45 @@ Result = TypeVar("Result")
 
 _MOST_LETTERS = 300  # of a value in a message
 
+# What stands here for the names of Horovod, tf.distribute, PyTorch and Lightning.
+_ELSEWHERE = {
+    **dict.fromkeys(
+        ("init", "shutdown", "init_process_group", "is_initialized"), "nothing: one process drives all GPUs"
+    ),
+    **dict.fromkeys(
+        ("size", "local_size", "world_size", "num_replicas_in_sync", "get_world_size"), "len(model.towers)"
+    ),
+    **dict.fromkeys(("rank", "local_rank", "global_rank", "get_rank"), "model.towers.is_chief"),
+    **dict.fromkeys(("DistributedOptimizer", "DistributedGradientTape"), "the optimizer or the tape as it is"),
+    **dict.fromkeys(("broadcast_variables", "broadcast_parameters", "callbacks"), "nothing: towers start equal"),
+    **dict.fromkeys(("MirroredStrategy", "Strategy", "strategy", "scope"), "nccl_parallel(towers=4)(build_model)()"),
+    **dict.fromkeys(("DistributedDataParallel", "DDP", "DataParallel"), "nccl_parallel(towers=4)(build_model)()"),
+    **dict.fromkeys(("Trainer", "Fabric", "multi_gpu_model"), "nccl_parallel(towers=4)(build_model)()"),
+    **dict.fromkeys(
+        ("experimental_distribute_dataset", "make_dataset_iterator"), "the dataset as it is, of whole batches"
+    ),
+    **dict.fromkeys(
+        ("distribute_datasets_from_function", "DistributedSampler"), "the dataset as it is, of whole batches"
+    ),
+    **dict.fromkeys(("reduce", "gather", "experimental_local_results"), "what towers.run(step, batch) returns"),
+    **dict.fromkeys(("allreduce", "all_reduce", "allgather", "all_gather"), "ncclsync.ops, within a step"),
+}
+
+
+def elsewhere(name: str) -> str:
+    """Return what stands for a name of another library's, to follow an error; "" for any other name."""
+    instead = _ELSEWHERE.get(name)
+    return "" if instead is None else f". In its place stands {instead}. See examples/coming_from.md"
+
 
 def shown(value: Any) -> str:
     """Return how a message shows a value of the user's: an array by its shape, anything else by its repr's begin."""
     with contextlib.suppress(AttributeError, TypeError, ValueError):  # no shape, a class' own, one of open rank
         return f"{type(value).__name__} of shape {tuple(value.shape)}"
     if isinstance(value, (tuple, list)):
-        return f"{type(value).__name__} of {len(value)}: {', '.join(map(shown, value[:4]))}"
-    text = repr(value)
+        text = f"{type(value).__name__} of {len(value)}: {', '.join(map(shown, value[:4]))}"
+    else:
+        text = repr(value)
     return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}..."
 
 

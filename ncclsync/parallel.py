@@ -4,6 +4,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
@@ -15,7 +16,7 @@ from ncclsync.compat import keras as keras_compat
 from ncclsync.compat import keras_optimizers, other_libraries
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.source_lines import user_line
-from ncclsync.errors import NcclSyncError, shown
+from ncclsync.errors import NcclSyncError, remedied, shown
 from ncclsync.ops import current_context
 from ncclsync.ops.buckets import DEFAULT_BUCKET_BYTES
 from ncclsync.sharding.holders import holders_of
@@ -63,7 +64,9 @@ class ModelOptions(TowerOptions):
         """
         super().__post_init__()
         if self.recipe is not None and not isinstance(self.recipe, LargeBatch):
-            raise TypeError(f"Expected recipe to be a LargeBatch. Received: {self.recipe!r}")
+            raise TypeError(
+                f"Expected recipe to be a LargeBatch. Received: {self.recipe!r}. Write recipe=ncclsync.LargeBatch()"
+            )
 
 
 @overload
@@ -89,6 +92,7 @@ def nccl_parallel(
 ) -> Callable[[Callable[Arguments, Model]], Callable[Arguments, Model]]: ...
 
 
+@remedied("Write nccl_parallel(towers=4)(build_model)")
 @takes(ModelOptions)
 def nccl_parallel(factory=None, **options):
     """Decorate a model factory: the model that it returns trains on several GPUs as on one.
@@ -201,12 +205,25 @@ def _set(variable: contextvars.ContextVar, value: Any) -> Iterator[None]:
         variable.reset(before)
 
 
+def _instead_of_returned(returned: Any) -> str:
+    """Return what to write in a factory that returns no model."""
+    if inspect.iscoroutine(returned):
+        return "Write def, not async def"
+    models = [one for one in keras.tree.flatten(returned) if isinstance(one, keras.Model)]
+    if len(models) > 1:
+        return "Of several models, as a GAN's, make one keras.Model with a train_step that trains them"
+    if models:
+        return "End it with `return model`, the model alone"
+    if returned is None or isinstance(returned, (keras.Layer, str)):
+        return "End it with `return model`"
+    return "Decorate the function that makes the model, not its train_step or a function that trains it"
+
+
 def _check_model(model: Any, opened: Towers) -> None:
     if not isinstance(model, keras.Model):
         raise TypeError(
-            "Expected the factory to return a keras.Model, to be trained on towers: end it with `return model`. "
-            f"Received: {shown(model)} of type {type(model).__name__}. Decorate the function that makes the model, not "
-            "its train_step; of several models, as a GAN's, make one keras.Model with a train_step that trains them"
+            "Expected the factory to return a keras.Model, to be trained on towers. "
+            f"Received: {shown(model)} of type {type(model).__name__}. {_instead_of_returned(model)}"
         )
     for owner in (model, getattr(model, "optimizer", None)):
         strategy = keras_compat.strategy_of(owner)
@@ -222,7 +239,8 @@ def _check_model(model: Any, opened: Towers) -> None:
     if towers.session.number > opened.session.number:
         why = "another decorated factory, called by this one, has put it there. Decorate one of the two"
     else:
-        why = "an earlier call has put it there. Make a new model in each call"
+        why = "an earlier call has put it there. Make a new model in each call, or first "
+        why += "end its earlier towers: model.towers.close()"
     raise ValueError(f"Expected the factory to return a new model. Received: one that has {towers} already: {why}")
 
 

@@ -220,7 +220,7 @@ def test_watch_sees_what_its_page_tells(ran):
     folder, results = ran
     output = results["watch.py"][1]
     page = read(pathlib.Path("examples/watch.md"))
-    message = re.search(r"^Expected finite gradients.* rows 7 to 13", page, flags=re.MULTILINE)[0]
+    message = re.search(r"^Expected finite gradients.* rows 7 to 13, .* These rows", page, flags=re.MULTILINE)[0]
     assert message in output and "divergence 0.0" in output
     assert all(word in output for word in ("noise_scale", "samples_per_second", "0 to 21"))
     headings = re.findall(r"^ (\w.*)\n ─", page, flags=re.MULTILINE)

@@ -253,7 +253,8 @@ def _check(optimizer: keras.Optimizer, weights: Sequence[Any]) -> None:
     if coupling is not None:
         raise ValueError(
             "Expected, with shard_optimizer, an optimizer that updates each element of a weight by itself, "
-            f"as SGD and Adam do. Received: {type(optimizer).__name__}: {coupling}"
+            f"as SGD and Adam do. Received: {type(optimizer).__name__}: {coupling}. "
+            "Compile with another optimizer, or leave shard_optimizer out"
         )
 
 
@@ -344,8 +345,9 @@ def find_coupling(optimizer: keras.Optimizer, kinds: Collection[tuple[int, str]]
     for name, slots in sorted(keras_optimizers.slots_of(twin).items()):
         for weight, state in zip(weights, slots, strict=True):
             if state is None or state.shape != weight.shape:
-                kept = "nothing" if state is None else f"{tuple(state.shape)}"
-                return f"it keeps {kept} in {name!r} for a weight of shape {tuple(weight.shape)}"
+                has = "no value" if state is None else f"a value of shape {tuple(state.shape)}"
+                of_all = f"of its state {name!r} it has {has} for a weight of shape {tuple(weight.shape)}"
+                return f"{of_all}, where a value for each element is expected"
     specs = [tf.TensorSpec(weight.shape, weight.dtype) for weight in weights]
 
     @tf.function(input_signature=specs, autograph=False)

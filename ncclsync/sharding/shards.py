@@ -17,10 +17,12 @@ import numpy as np
 import tensorflow as tf
 
 from ncclsync.compat.tensorflow import OWN_WORDS
+from ncclsync.errors import shown
 from ncclsync.ops import Share
 
 _DIGESTED = 1 << 8  # numbers of a batch's component, up to twice as many
 _SAME_ROWS = "Expected every tensor of a batch to have the same number of rows. Received:"
+_LISTS = ". Of a list np.asarray makes such a tensor"
 _FIRST_AXIS = (
     "Towers divide a batch along the first axis of each of its tensors, which has to run over the samples. "
     "An axis of roles, as in metric learning, goes after it: (samples, 2, ...) for (2, samples, ...); or "
@@ -172,7 +174,8 @@ def rowed_leaves(batch: Any) -> list[Any]:
     rowed = _leaves_of_samples(batch)
     if not rowed:
         raise ValueError(
-            f"Expected a batch with at least one tensor whose first axis runs over the samples. Received: {batch}"
+            "Expected a batch with at least one tensor whose first axis runs over the samples. "
+            f"Received: {shown(batch)}{_LISTS * isinstance(batch, (list, tuple))}"
         )
     if len({leaf.shape[0] for leaf in rowed} - {None}) > 1:
         shapes = [f"{tuple(leaf.shape)} of {name}" for leaf, name in zip(rowed, _names_of_rowed(batch), strict=True)]

@@ -4,6 +4,7 @@
 `**options`.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import inspect
@@ -82,9 +83,15 @@ def _check_words_and_flags(options: Any) -> None:
         value = getattr(options, field.name)
         allowed, words = _WORDS.get(field.name, ((value,), ""))
         if words and (not isinstance(value, (str, type(None))) or value not in allowed):
-            raise ValueError(f"Expected {field.name} to be {words}. Received: {value!r}")
+            texts = [one for one in allowed if one is not None]
+            near = difflib.get_close_matches(str(value), texts, 1) or (texts if len(texts) == 1 else [])
+            instead = (
+                f"Write {field.name}={near[0]!r}, or leave it out" if near else "Write one of these, or leave it out"
+            )
+            raise ValueError(f"Expected {field.name} to be {words}. Received: {value!r}. {instead}")
         if isinstance(field.default, bool) and field.name != "exact" and not isinstance(value, bool):
-            raise TypeError(f"Expected {field.name} to be a bool. Received: {value!r}")
+            instead = f"Write {field.name}={not field.default}, or leave it out"
+            raise TypeError(f"Expected {field.name} to be a bool. Received: {value!r}. {instead}")
 
 
 def _check_names(caller: str, given: Mapping[str, Any], *known: type, own: Iterable[str] = ()) -> None:
@@ -106,6 +113,17 @@ def _check_names(caller: str, given: Mapping[str, Any], *known: type, own: Itera
         names = (one for one, its in owner.items() if its is known[0])
         remedy = f". Write {instead}" if instead else f". Known are: {', '.join(names)}"
         raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}{remedy}")
+
+
+def _instead_of_towers(given: Any) -> str:
+    """Return what to write in place of a number of towers that is no int."""
+    if isinstance(given, Sequence) and (not isinstance(given, str) or ":" in given):
+        names = [given] if isinstance(given, str) else [f"GPU:{one}" if _is_int(one) else one for one in given]
+        return f"To choose devices, use devices=. Write devices={names!r}"
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        if not isinstance(given, bool) and int(given) == float(given) >= 1:
+            return f"Write towers={int(given)}"
+    return "Leave towers= out to take every GPU"
 
 
 def _is_int(value: Any) -> bool:
@@ -157,8 +175,11 @@ class Health:
     preflight: bool = True
     timeout_s: float | None = DEFAULT_TIMEOUT_S
 
-    def __new__(cls, *_: Any, **given: Any) -> "Self":
+    def __new__(cls, *unnamed: Any, **given: Any) -> "Self":
         """Check the arguments' names."""
+        if unnamed:
+            words = "Write each with its name, as in Health(check_every=1000)"
+            raise TypeError(f"Expected options by name. Received: Health({', '.join(map(repr, unnamed))}). {words}")
         _check_names("Health", given, cls)
         return super().__new__(cls)
 
@@ -171,9 +192,9 @@ class Health:
             if every is None:
                 continue
             if not _is_int(every):
-                raise TypeError(f"Expected {name} to be a number of steps. Received: {every!r}")
+                raise TypeError(f"Expected {name} to be a number of steps. Received: {every!r}. Write {name}=1000")
             if every < 1:
-                raise ValueError(f"Expected {name} to be at least 1. Received: {every}")
+                raise ValueError(f"Expected {name} to be at least 1. Received: {every}. To never check, leave it out")
         path = self.emergency_checkpoint
         if path is None:
             return
@@ -276,13 +297,17 @@ class TowerOptions:
         _check_words_and_flags(self)
         self._check_towers()
         if not _is_int(self.bucket_bytes) or self.bucket_bytes < 1:
-            raise ValueError(f"Expected bucket_bytes to be a positive int. Received: {self.bucket_bytes!r}")
+            raise ValueError(
+                f"Expected bucket_bytes to be a positive int. Received: {self.bucket_bytes!r}. Write "
+                f"bucket_bytes={DEFAULT_BUCKET_BYTES}, or leave it out"
+            )
         if not isinstance(self.exact, bool):
             known = isinstance(self.exact, Sequence) and not isinstance(self.exact, str)
             if not known or not all(one in EXACT for one in self.exact):
                 words = f"Expected exact to be a bool or a tuple of some of {EXACT}. Received: {self.exact!r}"
                 near = difflib.get_close_matches(str(self.exact), EXACT, 1)
-                raise ValueError(words + "".join(f'. Write exact=("{one}",)' for one in near))
+                instead = f'exact=("{near[0]}",)' if near else "exact=True for all of these, or leave it out"
+                raise ValueError(f"{words}. Write {instead}")
         health: Any = self.health
         if not isinstance(health, Health):
             words = "check_every=1000"
@@ -305,11 +330,15 @@ class TowerOptions:
         for name in ("devices", "shares", "exact"):  # the user may change a list
             value = getattr(self, name)
             if isinstance(value, Sequence) and not isinstance(value, str):
-                object.__setattr__(self, name, tuple(value))
+                # TensorFlow's own lists of devices have objects with names.
+                object.__setattr__(self, name, tuple(getattr(one, "name", one) for one in value))
 
     def _check_shards(self, shards: Any) -> None:
         if not _is_int(shards):
-            raise TypeError(f"Expected shards to be an int. Received: {shards!r} of type {type(shards).__name__}")
+            words = "Write a number, as in shards=8"
+            raise TypeError(
+                f"Expected shards to be an int. Received: {shards!r} of type {type(shards).__name__}. {words}"
+            )
         if not 1 <= shards <= MOST_TOWERS:
             raise ValueError(f"Expected shards to be from 1 to {MOST_TOWERS}. Received: {shards}")
         self.check_towers(self.towers if self.devices is None else len(self.devices))
@@ -324,7 +353,8 @@ class TowerOptions:
 
     def _check_shares(self, shares: Any) -> None:
         if isinstance(shares, str) or not isinstance(shares, Sequence) or not all(map(_is_int, shares)):
-            raise TypeError(f"Expected shares to be a list of ints, {AUTO!r} or None. Received: {shares!r}")
+            words = "Write whole parts, as in shares=[3, 1]"
+            raise TypeError(f"Expected shares to be a list of ints, {AUTO!r} or None. Received: {shares!r}. {words}")
         if not shares or not all(1 <= int(one) <= MOST_SHARE for one in shares):
             raise ValueError(f"Expected each of shares to be from 1 to {MOST_SHARE}. Received: shares={shares!r}")
 
@@ -332,9 +362,9 @@ class TowerOptions:
         towers, devices = self.towers, self.devices
         if towers is not None:
             if not _is_int(towers):
+                words = _instead_of_towers(towers)
                 raise TypeError(
-                    f"Expected towers to be an int. Received: {towers!r} of type {type(towers).__name__}. To "
-                    "choose devices, use devices=."
+                    f"Expected towers to be an int. Received: {towers!r} of type {type(towers).__name__}. {words}"
                 )
             if towers < 1:
                 words = "Leave towers= out to take every GPU"
@@ -347,10 +377,12 @@ class TowerOptions:
         if devices is None:
             return
         if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
-            raise TypeError(
-                f"Expected devices to be a list of names such as 'GPU:0'. Received: {devices!r}. For a "
-                "number of them, as hvd.size() is one, or gpus= of multi_gpu_model, use towers=."
-            )
+            words = "Leave devices= out to take every GPU"
+            if _is_int(devices) or (isinstance(devices, str) and devices.isdecimal()):
+                words = f"For a number of them, as hvd.size(), or gpus= of multi_gpu_model, write towers={devices}"
+            elif isinstance(devices, str) and ":" in devices:
+                words = f"Write devices={[one.strip() for one in devices.split(',')]!r}"
+            raise TypeError(f"Expected devices to be a list of names such as 'GPU:0'. Received: {devices!r}. {words}")
         if len(devices) > MOST_TOWERS:
             raise ValueError(
                 f"Expected devices to name at most {MOST_TOWERS}, one for each tower. Received: {len(devices)}"

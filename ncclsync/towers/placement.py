@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -57,7 +58,10 @@ def exchange_gpus(process: Process, timeout_s: float | None) -> list[list[str]]:
     return peers_of(process, timeout_s).exchange(own, "the GPUs that each process sees", timeout_s)
 
 
-_NO_GPU = "TensorFlow sees no GPU here, so that towers stand on the CPU: they train without backend='nccl'"
+_NO_GPU = (
+    "Expected a GPU for backend='nccl'. Received: none that TensorFlow sees, so that towers stand on the CPU. "
+    "Leave backend= out to train on them; `python -m ncclsync doctor` tells whether there is a GPU"
+)
 
 
 def choose_devices(
@@ -91,7 +95,7 @@ def choose_devices(
     else:
         why = "asked for"
         if backend == "nccl" and not gpus and towers is None and devices is None:
-            raise NcclUnavailableError(f"Expected a GPU for backend='nccl'. {_NO_GPU}")
+            raise NcclUnavailableError(_NO_GPU)
         if backend == "nccl" and devices is not None and kinds != {"GPU"}:
             raise ValueError(f"Expected only GPU devices for backend='nccl'. Received: devices={list(devices)}")
     words = f"{len(chosen)} tower(s) on {', '.join(chosen)} ({reason}); backend {backend} ({why})"
@@ -114,7 +118,13 @@ def announce(choice: Choice, process: Process | None) -> None:
         words += f", by NCCL {'.'.join(map(str, native.nccl_version()[:2]))}" if choice.backend == "nccl" else ", by C"
     if process is not None:
         words += f", in process 0 of {process.size}"
-    print(f"ncclsync: {words}", file=sys.stderr)
+    _say(f"ncclsync: {words}")
+
+
+@functools.lru_cache(maxsize=1)
+def _say(words: str) -> None:
+    """Print a line, unless it was the last: folds and notebooks make towers again and again."""
+    print(words, file=sys.stderr)
 
 
 def share_cores(towers: int | None, devices: Sequence[str] | None, process: Process | None = None) -> None:
@@ -192,7 +202,7 @@ def connect(
         except NcclUnavailableError as error:
             if not all(map(is_cpu, choice.devices)):
                 raise
-            raise NcclUnavailableError(f"{_NO_GPU}. {error}") from error
+            raise NcclUnavailableError(_NO_GPU) from error
     if process is None:
         return CpuCommunicator(len(choice.devices))
     joined = TcpCommunicator(peers_of(process, timeout_s), len(choice.devices), timeout_s=timeout_s)
@@ -319,15 +329,26 @@ def _named_devices(devices: Sequence[Any]) -> list[str]:
             short = None
         if short not in known:
             named = ", as a number; multi_gpu_model and tensorpack take such" if isinstance(name, int) else ""
-            if str(name).lower().startswith("cuda"):
-                named = f", as PyTorch names it. Write {'GPU' + str(name)[4:]!r}"
-            has_gpus = any("GPU" in one for one in known)
-            hidden = "" if has_gpus else ". TensorFlow sees no GPU: `python -m ncclsync doctor` tells why"
-            raise ValueError(f"Expected each device to be one of {known}. Received: {name!r}{named}{hidden}")
+            named = ", as PyTorch names it" if str(name).lower().startswith("cuda") else named
+            words = _instead_of_device(name, known, len(devices))
+            raise ValueError(f"Expected each device to be one of {known}. Received: {name!r}{named}{words}")
         if short.startswith("GPU") and short in chosen:
             raise ValueError(f"Expected every GPU once. Received: devices={list(devices)}")
         chosen.append(short)
     return chosen
+
+
+def _instead_of_device(name: Any, known: Sequence[str], count: int) -> str:
+    """Return what to write in place of the name of a device that is not there; it begins with a full stop."""
+    on_cpu = "CPU" in str(name).upper()
+    if not any(one.startswith("GPU") for one in known):
+        why = "" if on_cpu else " TensorFlow sees no GPU: `python -m ncclsync doctor` tells why."
+        return f".{why} For towers on the CPU write towers={count}"
+    if on_cpu:
+        return ". Write 'CPU:0', once for each tower on it"
+    number = re.fullmatch(r"(?:.*(?:cuda|gpu)\D*)?(\d+)", str(name).lower())
+    wanted = f"GPU:{number[1]}" if number else ""
+    return f". Write {wanted!r}" if wanted in known else f".{_hiding()}" if wanted else ""
 
 
 def _short_name(name: str) -> str:

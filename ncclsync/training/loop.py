@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.errors import NcclSyncError, remedied, shown
+from ncclsync.errors import NcclSyncError, elsewhere, remedied, shown
 from ncclsync.sharding.shards import grouped, rows_of
 from ncclsync.towers.explanation import Explanation, explain_program
 from ncclsync.towers.options import TowerOptions, takes
@@ -44,6 +44,7 @@ class Towers(TowerState):
 
     """
 
+    @remedied("Write Towers(4, backend='cpu'), with the name of each further option")
     @takes(TowerOptions)
     def __init__(self, towers: int | Sequence[str] | None = None, **options: Any) -> None:
         """Choose the devices and the backend, and join them.
@@ -66,6 +67,11 @@ class Towers(TowerState):
                 f"Received: {str(chosen.health.emergency_checkpoint)!r}"
             )
         self._begin(chosen)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(f"'Towers' object has no attribute {name!r}{elsewhere(name)}", name=name, obj=self)
 
     @classmethod
     def of(cls, options: TowerOptions) -> "Self":

@@ -341,8 +341,8 @@ class Checking(keras.optimizers.SGD):
 
 REFUSED = {
     "Lamb": (keras.optimizers.Lamb, "Lamb: its update computes Sum"),
-    "Adafactor": (keras.optimizers.Adafactor, "Adafactor: it keeps "),
-    "Muon": (keras.optimizers.Muon, "Muon: it keeps nothing"),
+    "Adafactor": (keras.optimizers.Adafactor, "Adafactor: of its state "),
+    "Muon": (keras.optimizers.Muon, "is expected. Compile with another optimizer, or leave shard_optimizer out"),
     "custom": (lambda: Branching(0.1), "Branching: its update computes Mean"),
     "checking": (lambda: Checking(0.1), "Checking: its update computes CheckNumerics"),
     "accumulating": (lambda: keras.optimizers.SGD(gradient_accumulation_steps=2), "gradient_accumulation_steps=2"),

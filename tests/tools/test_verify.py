@@ -682,6 +682,11 @@ def data():
 def decorated_within():
     return ncclsync.nccl_parallel(exact=True)(Normalised.build)()
 
+def kept(made=[]):
+    made.append(keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)], name="kept"))
+    made[0].compile("sgd", "mse")
+    return made[0]
+
 def broken():
     raise RuntimeError("no such luck")
 
@@ -696,8 +701,9 @@ number = 3
         (["sub/other.py:Normalised.build", "--towers", "2"], 1, "Likely reasons:", ""),
         (["mine:Normalised.build", "--steps", "2", "--exact"], 0, "Equal to 1e-05: 4 towers", "step 2 of 2, on"),
         (["mine:unknown"], 2, "", "Begin it with keras.Input(shape), or name a function that returns data: --data"),
-        (["mine:unknown", "--data", "mine:data", "--steps", "1"], 0, "1 steps on batches of 9", ""),
+        (["mine:unknown", "--data", "mine:data", "--steps", "1"], 0, "1 step on a batch of 9 samples", ""),
         (["mine:decorated_within", "--steps", "1"], 0, "Equal to 1e-05: 4 towers", ""),
+        (["mine:kept"], 2, "", "a new model each time. Received: <Sequential name=kept, built=True> twice. Make and"),
         (["mine:broken"], 2, "", "RuntimeError: no such luck"),
     ],
 )
@@ -713,16 +719,39 @@ def test_command_line(tmp_path, monkeypatch, capsys, arguments, code, out, err):
         assert ("Traceback" in printed.err) == ("RuntimeError" in err)
 
 
-def test_progress(capsys):
-    """What is under way is said on standard error, unless told otherwise."""
+class Own(keras.Model):
+    """A model whose variables TensorFlow names alike."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = layers.Dense(2, name="first"), layers.Dense(2, name="second")
+
+    def call(self, x):
+        return self.second(self.first(x))
+
+
+def test_progress(capsys, monkeypatch):
+    """What is under way is said on standard error, unless told otherwise; variables have Keras' names.
+
+    TensorFlow's advice about functions that are traced often is not for a user who verifies.
+    """
+    logged = []
     x, y = np.ones((4, 3), "float32"), np.ones((4, 2), "float32")
 
     def build():
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        tf.get_logger().warning("5 out of the last 8 calls triggered tf.function retracing")
+        tf.get_logger().warning("another")
+        model = Own()
         model.compile("sgd", loss="mse")
         return model
 
-    verify(build, (x, y), 2, 1)
+    with monkeypatch.context() as context:
+        context.setattr(tf.get_logger(), "callHandlers", lambda record: logged.append(record.getMessage()))
+        report = verify(build, (x, y), 2, 1)
+    assert set(logged) == {"another"}
+    assert "1 step on a batch of 4 samples" in str(report)
+    names = [one.name for one in report.differences if one.kind == "weight"]
+    assert names == ["own/first/kernel", "own/first/bias", "own/second/kernel", "own/second/bias"]
     printed = capsys.readouterr()
     assert "building the model on 2 towers\n" in printed.err and printed.out == ""
     assert "step 1 of 1, on one device and on 2 towers: traces it first\n" in printed.err

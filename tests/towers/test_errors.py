@@ -14,7 +14,8 @@ import pytest
 import tensorflow as tf
 from parity import assert_close, data, mlp, on_towers
 
-from ncclsync import LargeBatch, NcclSyncError, NcclUnavailableError, Towers, nccl_parallel, verify
+import ncclsync
+from ncclsync import Health, LargeBatch, NcclSyncError, NcclUnavailableError, Towers, nccl_parallel, verify
 from ncclsync.communicator import shared
 from ncclsync.communicator.processes import Process
 from ncclsync.compat import host_gpus
@@ -31,14 +32,21 @@ def plain_model():
 
 @pytest.mark.parametrize(
     "returned, named",
-    [(None, "NoneType"), (keras.layers.Dense(1), "Dense"), ((plain_model(), 1), "tuple"), ("model", "str")],
-    ids=["None", "layer", "tuple", "str"],
+    [
+        (None, "NoneType. End it with `return model`$"),
+        (keras.layers.Dense(1), "Dense. End it with"),
+        ((plain_model(), 1), "tuple. End it with `return model`, the model alone$"),
+        ([plain_model(), plain_model()], "list. Of several models, as a GAN's"),
+        ("model", "str. End it with"),
+        ({"loss": 0.5}, "dict. Decorate the function that makes the model, not its train_step"),
+        (keras.callbacks.History(), "History. Decorate the function that makes"),
+    ],
+    ids=["None", "layer", "tuple", "several", "str", "logs", "history"],
 )
 def test_factory_must_return_a_model(returned, named):
-    """A factory that returns no keras.Model is told what it returned."""
+    """A factory that returns no keras.Model is told what it returned, and the remedy of this mistake alone."""
     with pytest.raises(
-        TypeError,
-        match=rf"Expected the factory to return a keras.Model, .*. Received: .* of type {named}. Decorate the ",
+        TypeError, match=rf"Expected the factory to return a keras.Model, .*. Received: .* of type {named}"
     ):
         nccl_parallel(towers=2)(lambda: returned)()
 
@@ -64,6 +72,9 @@ def test_decorated_must_be_callable():
         (lambda: verify(plain_model, (X, Y), gpus=2), r"^verify\(\) got .* 'gpus'. Write towers=2"),
         (lambda: verify(plain_model, (X, Y), batchsize=3), r"^verify\(\) got .* 'batchsize'. Write batch_size=3"),
         (lambda: verify(plain_model, (X, Y), devices=2), "Expected devices to be a list"),
+        (lambda: nccl_parallel(plain_model, 4), r"Write nccl_parallel\(towers=4\)\(build_model\)$"),
+        (lambda: Health(1000), r"Received: Health\(1000\). Write each with its name, as in Health\(check_every=1000\)"),
+        (lambda: Towers(2, "cpu"), r"Write Towers\(4, backend='cpu'\)"),
         (lambda: Towers.explain(None, batch_size=64), r"'batch_size'. Write explain\(64\), with a batch size"),
         (lambda: Towers.run(None, max, X, Y), r"Write run\(step, \(x, y\)\)"),
     ],
@@ -74,10 +85,15 @@ def test_arguments_that_are_not_taken(call, told):
         call()
 
 
-def test_pytorchs_name_of_a_gpu():
-    """Is told in TensorFlow's words."""
-    with pytest.raises(ValueError, match=r"Received: 'cuda:1', as PyTorch names it. Write 'GPU:1'"):
-        Towers(["cuda:1"])
+@pytest.mark.parametrize("home", [ncclsync, Towers.__new__(Towers)], ids=["module", "towers"])
+@pytest.mark.parametrize("name", ["rank", "size", "scope", "DistributedOptimizer", "num_replicas_in_sync"])
+def test_names_of_other_libraries(home, name):
+    """Say what stands for them; other names say nothing more, and `hasattr` holds."""
+    with pytest.raises(AttributeError, match=rf"no attribute '{name}'. In its place .* See examples/coming_from.md"):
+        getattr(home, name)
+    assert not hasattr(home, name) and name not in dir(home)
+    with pytest.raises(AttributeError, match=r"no attribute 'sizzle'$"):
+        _ = home.sizzle
 
 
 def copied(model, how, folder):
@@ -204,7 +220,8 @@ def test_model_that_has_towers_already():
     build = nccl_parallel(towers=2)(lambda: model)
     first = build()
     with pytest.raises(
-        ValueError, match=r"Expected the factory to return a new model. Received: .*<Towers 2.*an earlier call"
+        ValueError,
+        match=r"Expected the factory to return a new model. Received: .*<Towers 2.*an earlier call.*close\(\)",
     ):
         build()
     first.towers.close()
@@ -344,21 +361,41 @@ def test_model_made_under_a_strategy(strategy, under_scope):
     [
         (dict(towers=0), ValueError, r"Expected towers to be at least 1. Received: towers=0. Leave towers= out"),
         (dict(towers=-1), ValueError, r"Expected towers to be at least 1. Received: towers=-1"),
-        (dict(towers=2.0), TypeError, r"Expected towers to be an int. Received: 2.0 of type float"),
-        (dict(towers="2"), TypeError, r"Expected towers to be an int. Received: '2' of type str"),
-        (dict(towers=True), TypeError, r"Expected towers to be an int. Received: True of type bool"),
+        (dict(towers=2.0), TypeError, r"Expected towers to be an int. Received: 2.0 of type float. Write towers=2$"),
+        (dict(towers="2"), TypeError, r"Expected towers to be an int. Received: '2' of type str. Write towers=2$"),
+        (dict(towers="auto"), TypeError, r"Received: 'auto' of type str. Leave towers= out to take every GPU$"),
+        (dict(towers="GPU:1"), TypeError, r"To choose devices, use devices=. Write devices=\['GPU:1'\]"),
+        (dict(towers=True), TypeError, r"Expected towers to be an int. Received: True of type bool. Leave"),
         (
             dict(towers=2, devices=["CPU:0"]),
             ValueError,
             r"Expected towers or devices, not both. Received: towers=2, devices=\['CPU:0'\]",
         ),
-        (dict(devices="GPU:0"), TypeError, r"Expected devices to be a list of names .* Received: 'GPU:0'"),
-        (dict(devices=[]), TypeError, r"Expected devices to be a list of names .* Received: \[\]"),
+        (
+            dict(devices="GPU:0"),
+            TypeError,
+            r"Expected devices to be a list of names .* Received: 'GPU:0'. Write devices=\['GPU:0'\]",
+        ),
+        (dict(devices="4"), TypeError, "write towers=4$"),
+        (dict(towers=[0, 1]), TypeError, r"Write devices=\['GPU:0', 'GPU:1'\]"),
+        (dict(devices="GPU:0,GPU:1"), TypeError, r"Write devices=\['GPU:0', 'GPU:1'\]"),
+        (dict(devices=[]), TypeError, r"Expected devices to be a list of names .* Received: \[\]. Leave devices= out"),
         (dict(towers=257), ValueError, "Expected towers to be at most 256, more than .* Received: towers=257"),
         (dict(towers=10**6), ValueError, r"Received: towers=1000000. A batch size belongs to fit\(batch_size"),
         (dict(devices=["CPU:0"] * 10**6), ValueError, "devices to name at most 256, .* Received: 1000000"),
         (dict(bucket_bytes=0), ValueError, r"Expected bucket_bytes to be a positive int. Received: 0"),
-        (dict(bucket_bytes=1.5), ValueError, r"Expected bucket_bytes to be a positive int. Received: 1.5"),
+        (
+            dict(bucket_bytes=1.5),
+            ValueError,
+            r"Expected bucket_bytes to be a positive int. Received: 1.5. Write bucket_bytes=",
+        ),
+        (dict(compression="float16"), ValueError, "Received: 'float16'. Write compression='bfloat16', or leave it out"),
+        (dict(on_oom="skip"), ValueError, "Received: 'skip'. Write on_oom='split'"),
+        (dict(exact="yes"), ValueError, "Received: 'yes'. Write exact=True"),
+        (dict(shard_optimizer="zero1"), TypeError, "Received: 'zero1'. Write shard_optimizer=True"),
+        (dict(shards="2x"), TypeError, "Write a number, as in shards=8"),
+        (dict(shares=[0.5, 0.5]), TypeError, r"Write whole parts, as in shares=\[3, 1\]"),
+        (dict(recipe=0.1), TypeError, r"Received: 0.1. Write recipe=ncclsync.LargeBatch\(\)"),
         (dict(backend="mpi"), ValueError, r"Expected backend to be one of \('nccl', 'cpu'\) or None. Received: 'mpi'"),
         (dict(backend=np.array(["cpu"])), ValueError, r"Expected backend to be one of"),
     ],
@@ -432,6 +469,38 @@ def two_gpus(monkeypatch):
         "list_logical_devices",
         lambda kind=None: [device for device in known if kind in (None, device.device_type)],
     )
+
+
+@pytest.mark.parametrize(
+    "devices, told",
+    [
+        (["CPU:0", "CPU:1"], r"'CPU:1'. For towers on the CPU write towers=2$"),
+        (["/gpu:0"], r"'/gpu:0'. TensorFlow sees no GPU: .* tells why. For towers on the CPU write towers=1$"),
+        (["cuda:0"], r"'cuda:0', as PyTorch names it. TensorFlow sees no GPU"),
+    ],
+)
+def test_devices_that_a_host_without_gpus_lacks(devices, told):
+    """Name what it has."""
+    with pytest.raises(ValueError, match=told):
+        Towers(devices)
+
+
+@pytest.mark.parametrize(
+    "name, told",
+    [("cuda:1", "as PyTorch names it. Write 'GPU:1'"), (1, "tensorpack.* Write 'GPU:1'"), ("GPU:2", r"\.$")],
+)
+def test_devices_in_the_words_of_others(two_gpus, monkeypatch, name, told):
+    """Are told in TensorFlow's words."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("NVIDIA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(ValueError, match=told):
+        Towers([name])
+
+
+def test_devices_as_tensorflow_lists_them():
+    """Are taken: by their names."""
+    with Towers(tf.config.list_logical_devices("CPU") * 2) as towers:
+        assert towers.devices == ("CPU:0", "CPU:0")
 
 
 @pytest.mark.parametrize("value", [None, "1,0"])
@@ -602,8 +671,8 @@ def test_nccl_without_gpu():
         nccl_parallel(towers=2, backend="nccl")(plain_model)()
     assert isinstance(caught.value, NcclSyncError)
     text = str(caught.value)
-    assert text.startswith("TensorFlow sees no GPU here") and "without backend='nccl'" in text
-    assert "Expected the NVIDIA driver's libcuda. Received: " in text, text
+    assert text.startswith("Expected a GPU for backend='nccl'. Received: none") and "Leave backend= out" in text
+    assert "Expected the NVIDIA driver's libcuda. Received: " in str(caught.value.__cause__)
     with pytest.raises(NcclUnavailableError, match="Expected a GPU for backend='nccl'"):  # though one tower needs none
         nccl_parallel(backend="nccl")(plain_model)()
 
@@ -726,7 +795,7 @@ def test_a_factory_that_trains(caplog):
     model.fit(X, Y, batch_size=20, verbose=0)
     on_towers(mlp, 2)
     assert "within the decorated factory" not in caplog.text
-    with pytest.raises(TypeError, match=r"end it with `return model`. Received: None of type NoneType"):
+    with pytest.raises(TypeError, match=r"Received: None of type NoneType. End it with `return model`"):
         on_towers(lambda: None, 2)
 
 

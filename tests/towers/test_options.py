@@ -138,7 +138,7 @@ def test_the_decorator_has_few_options():
 def test_flags_are_bools(name):
     """Of the towers too, not of the decorator only."""
     kind = TowerOptions if name in OF_TOWERS else ModelOptions
-    with pytest.raises(TypeError, match=f"Expected {name} to be a bool. Received: 1$"):
+    with pytest.raises(TypeError, match=f"Expected {name} to be a bool. Received: 1. Write {name}=[TF]"):
         kind(**{name: 1})
 
 

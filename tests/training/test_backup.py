@@ -302,7 +302,12 @@ def test_other_data_are_refused(folder):
         callback = BackupAndRestore(folder / "new", save_freq, data=told)
         with pytest.raises(NcclSyncError, match=r"train on the data of .* Received: Position\(epoch=0, samples=0"):
             alone().fit(twin, verbose=0, callbacks=[callback])
-    assert not (folder / "new").exists()
+    seen, told = [], Shuffled(X, Y, batch_size=8, seed=4)
+    watch = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(batch))
+    with pytest.raises(NcclSyncError, match=r"Write model.fit\(data, callbacks=\[...\]\), with the same data"):
+        callbacks = [watch, BackupAndRestore(folder / "new", 1000, data=told)]
+        alone().fit(X, Y, batch_size=8, verbose=0, callbacks=callbacks)
+    assert seen == [0] and not (folder / "new").exists()
 
 
 def test_bad_arguments():

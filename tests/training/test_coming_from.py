@@ -220,7 +220,7 @@ def test_batch_size_of_one_process():
     [
         (lambda: nccl_parallel(mlp()), TypeError, r"Received: <Sequential .*as multi_gpu_model takes it: nccl_"),
         (lambda: nccl_parallel(towers=[0, 1]), TypeError, r"Received: \[0, 1\] .*To choose devices, use devices="),
-        (lambda: nccl_parallel(devices=4), TypeError, r"Received: 4. .*hvd.size\(\).*multi_gpu_model, use towers="),
+        (lambda: nccl_parallel(devices=4), TypeError, r"Received: 4. .*hvd.size\(\).*multi_gpu_model, write towers=4"),
         (lambda: Towers([0, 1]), ValueError, r"'CPU:0'\]. Received: 0, as a number; multi_gpu_model and tensorpack"),
         (lambda: placement._first_devices(3, ["GPU:0"]), ValueError, r"1. Received: towers=3. .*hvd.size\(\) counts"),
     ],

@@ -144,6 +144,12 @@ def test_new_functions_for_each_step_are_told_of(caplog):
         (None, X, TypeError, r"Expected a function of a batch. Received: None"),
         (tf.reduce_sum, 3.0, ValueError, r"Expected a batch with at least one tensor whose first axis"),
         (tf.reduce_sum, None, ValueError, r"Expected a batch with at least one tensor whose first axis"),
+        (
+            tf.reduce_sum,
+            X[:9].tolist(),
+            ValueError,
+            r"Received: list of 9: list of 12: EagerTensor of shape.{,300}\. Of a list np.asarray makes such a tensor$",
+        ),
         (lambda b: b[0], (X[:3], tf.sparse.from_dense(X[:4])), ValueError, r"the same number of rows"),
     ],
 )

@@ -142,7 +142,8 @@ class Report(Printed):
 
     def _verdict(self) -> Text:
         sizes = ", ".join(map(str, self.batch_sizes))
-        among = f"{self.towers} towers and one device, {self.steps} steps on batches of {sizes} samples"
+        among = f"{self.towers} towers and one device, {self.steps} step{'s' * (self.steps > 1)} on "
+        among += f"batches of {sizes} samples" if self.steps > 1 else f"a batch of {sizes} samples"
         if self.first is None:
             rounds = any(one.where == ROUNDING for one in self.reasons)
             how = "but for rounding, which one device amplifies, too" if rounds else f"to {self.tolerance:g}"
@@ -163,8 +164,8 @@ class Report(Printed):
             since = self._left.get((one.kind, one.name))
             figures = f"{one.absolute:.2g}", f"{one.relative:.2g}", _when(one), f"from {_when(since)}" if since else ""
             table.add_row(one.kind, Text(one.name), *figures, style="red" if since else None)
-        least = f"at least {_LEAST_MAGNITUDE:g}, of a log {_LEAST_MAGNITUDE_OF_LOGS:g}"
-        table.caption = f"relative: to the array's largest magnitude, {least}"
+        least = f"by at least {_LEAST_MAGNITUDE:g}, a log's by {_LEAST_MAGNITUDE_OF_LOGS:g}"
+        table.caption = f"relative: the difference, divided by the array's largest magnitude ({least})"
         return table
 
 

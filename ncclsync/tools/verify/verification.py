@@ -10,6 +10,7 @@ import dataclasses
 import gc
 import inspect
 import itertools
+import logging
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,7 @@ from ncclsync.sharding.exactness import Inexact
 from ncclsync.sharding.roles import Role, role_of
 from ncclsync.sharding.shards import rows_of
 from ncclsync.tools.bench import turns
+from ncclsync.tools.factories import UsageError
 from ncclsync.tools.verify.batches import Batch, take_batches
 from ncclsync.tools.verify.check import Unchecked, first_difference
 from ncclsync.tools.verify.report import ROUNDING, Difference, Report, measure
@@ -95,6 +97,7 @@ def verify(
     if devices is None:
         options["towers"] = towers
     states = random.getstate(), np.random.get_state()
+    tf.get_logger().addFilter(_is_no_retracing)
     try:
         model, made = _on_towers(factory, seed, options)
         made.watch.keep_traces()
@@ -109,9 +112,14 @@ def verify(
             say("")
             made.close()
     finally:
+        tf.get_logger().removeFilter(_is_no_retracing)
         random.setstate(states[0])
         np.random.set_state(states[1])
         gc.collect()  # frees Keras' models, which are reference cycles
+
+
+class _SameModel(UsageError, ValueError):
+    """Say, by the command in a line, that a factory does not make its model."""
 
 
 class _Run:
@@ -132,7 +140,8 @@ class _Run:
     def report(self, model: keras.Model, towers: Towers) -> Report:
         """Train `model` beside one device, and find reasons for differences."""
         if model is self._reference:
-            raise ValueError(f"Expected the factory to make a new model each time. Received: {model!r} twice")
+            words = f"Expected the factory to make a new model each time. Received: {model!r} twice"
+            raise _SameModel(f"{words}. Make and compile it within the function")
         found = self._compare(self._reference, model, f"on one device and on {len(towers)} towers")
         reasons = [*_nan_of(found), *_equal_rows(self._reference, self._batches[0])]
         if not all(one.ok for one in found):
@@ -204,6 +213,7 @@ class _Run:
         for model in (one, other):
             _create_state(model, self._batches[0])
         _copy_state(one, other)
+        paths = keras_compat.paths_of(other)
         signs = np.random.default_rng([self._seed, nudged])
         for weight in other.trainable_weights if nudged else ():
             change = _LAST_BIT[keras.backend.standardize_dtype(weight.dtype)] * signs.choice([-1, 1], weight.shape)
@@ -220,13 +230,18 @@ class _Run:
             expected = _train(one, batch, step, self._seed)
             actual = _train(other, batch, step, self._seed)
             for kind, right, variable in _paired(one, other):
-                add(step, kind, variable.name.removesuffix(":0"), variable.numpy(), right.numpy())
+                add(step, kind, paths.get(id(variable), variable.name), variable.numpy(), right.numpy())
             for name, value, right in _beside(actual, expected):
                 add(step, "log", name, value, right)
         self.say(f"evaluating and predicting a batch, {what}")
         for end in _end(one, other, self._batches[-1]):
             add(len(self._batches), *end)
         return found
+
+
+def _is_no_retracing(record: logging.LogRecord) -> bool:
+    """Leave out TensorFlow's advice about functions that are traced often: each model here has its own."""
+    return "triggered tf.function retracing" not in record.getMessage()
 
 
 def _build(factory: Callable, seed: int) -> keras.Model:
@@ -270,7 +285,8 @@ def _least_precise(model: keras.Model) -> str:
 def _check_arguments(factory: Any, towers: int, steps: int, batch_size: int, tolerance: float | None) -> None:
     if not callable(factory) or isinstance(factory, keras.Model):
         words = "Expected a function that returns a compiled keras.Model, a new one in each call"
-        raise TypeError(f"{words}. Received: {factory!r}")
+        write = "Write verify(build_model, (x, y)), where build_model makes, compiles and returns it"
+        raise TypeError(f"{words}. Received: {factory!r}. {write}")
     for name, value, least in (("towers", towers, 2), ("steps", steps, 1), ("batch_size", batch_size, 1)):
         check_whole(name, value, least)
     if tolerance is not None and not (isinstance(tolerance, (int, float)) and 0 <= tolerance < float("inf")):

@@ -124,8 +124,9 @@ class BackupAndRestore(keras_compat.BackupMethods):
         """Make a backup if one is due.
 
         Raises:
-            NcclSyncError: `fit` does not train on the given data.
+            NcclSyncError: `fit` does not train on the given data: after the first batch, too.
         """
+        is_first = self._expected is None
         if self.data is not None:
             seen = self._begun.samples + (batch + 1) * self.data.batch_size
             ended = seen >= self.data.rows
@@ -133,6 +134,8 @@ class BackupAndRestore(keras_compat.BackupMethods):
             self._expected = Position(epoch + 1, 0) if ended else Position(epoch, seen)
             if ended and self._begun.samples and not self.model.stop_training:
                 self.model.stop_training = _PASS_ENDED
+        if is_first:
+            self._check()
         super().on_train_batch_end(batch, logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -155,7 +158,8 @@ class BackupAndRestore(keras_compat.BackupMethods):
         if self.data is not None and self.data.position != self._expected:
             raise NcclSyncError(
                 f"Expected fit to train on the data of {type(self).__name__}, one pass per epoch, which "
-                f"would then stand at {self._expected}. Received: {self.data.position}"
+                f"would then stand at {self._expected}. Received: {self.data.position}. "
+                "Write model.fit(data, callbacks=[...]), with the same data as in data="
             )
 
     def write_backup(self) -> None:

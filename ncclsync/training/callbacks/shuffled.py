@@ -36,6 +36,9 @@ class Shuffled(CountingDataset):
     model.fit(data, epochs=5)
     ```
 
+    Keras may warn that its own `shuffle=True`, the default, has no effect on a dataset; `fit(data, shuffle=False)` is
+    the same without the warning.
+
     The order of a pass depends on the seed and the number of the pass alone: not on towers, batch size,
     machine, or versions of TensorFlow and NumPy. Towers divide each batch in this order. A last, smaller
     batch is kept. A new iteration begins the next pass if the previous pass has ended, and otherwise repeats that pass

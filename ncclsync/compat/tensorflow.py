@@ -354,7 +354,7 @@ def open_rows_asked(is_library: Callable[[str], bool]) -> Iterator[list[str]]:
     heard.
 
     Raises:
-        TypeError: in a function of Keras' that would compute something else.
+        ValueError: in a function of Keras' that would compute something else.
     """
     found: list[str] = []
 
@@ -366,7 +366,7 @@ def open_rows_asked(is_library: Callable[[str], bool]) -> Iterator[list[str]]:
                 names.add(frame.f_code.co_name)
                 frame = frame.f_back
             if needing := names & _GOING_BY_LENGTHS:
-                raise TypeError(f"keras.ops.{needing.pop()} goes by the number of rows, which is open")
+                raise ValueError(f"keras.ops.{needing.pop()} goes by the number of rows, which is open")
             found.extend(() if frame is None or names - {"shape"} else [frame.f_code.co_filename])
         return ask(shape, *key)
 

@@ -278,10 +278,11 @@ def find_uncrossable(graph: StepGraph, plans: Sequence[Any]) -> Iterator[str]:
     """Yield, in words, the tensors that these segments cannot exchange if XLA compiles them."""
     for plan in plans:
         for name in plan.sources:
-            element = list_element(graph, name)
-            if op_name(name) in graph.traced.placeholders or graph.spec(name).dtype != tf.variant:
+            element, op = list_element(graph, name), graph.producer(name)
+            if op is not None and op.type == "TensorListElementShape":  # of a list that has no shape of its own
+                yield f"the shape of a list's tensors, at {user_line(op.traceback)}"
+            if op is None or op.name in graph.traced.placeholders or graph.spec(name).dtype != tf.variant:
                 continue
-            op = graph.by_name[op_name(name)]
             if element is None or element.dtype == tf.variant:  # of such lists a graph may know nothing
                 yield f"the list of lists that {op.name} keeps, at {user_line(op.traceback)}"
             elif any(_pushes(graph, user, name) for user in plan.ops):

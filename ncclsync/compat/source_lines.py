@@ -89,29 +89,32 @@ def own_place(op: tf.Operation) -> tuple[str, str]:
     return place, op.type
 
 
-def first_difference(one: tf.Graph, other: tf.Graph) -> str:
-    """Return the user's line whose ops compute with other numbers or ops in another trace; "" if there is none.
+def first_difference(opened: tf.Graph, known: tf.Graph) -> str:
+    """Return the user's line whose ops compute otherwise in a trace that knows a length; "" if there is none.
 
-    Not told are gradients, and what TensorFlow makes of a length that it knows: integers, shapes, and their casts.
+    Not told are gradients, and what TensorFlow makes of a length that it knows: integers, shapes, and their casts to
+    numbers, which the other trace lacks.
     """
-    found, others = _computed(one), _computed(other)
+    found, others = _computed(opened), _computed(known)
     for line in sorted(found.keys() | others.keys()):
         (numbers, kinds), (other_numbers, other_kinds) = found[line], others[line]
-        if kinds != other_kinds or (len(numbers) == len(other_numbers) and sorted(numbers) != sorted(other_numbers)):
+        if kinds != other_kinds or numbers - other_numbers:
             return line
     return ""
 
 
-def _computed(graph: tf.Graph) -> dict[str, tuple[list[str], collections.Counter[str]]]:
+def _computed(graph: tf.Graph) -> dict[str, tuple[collections.Counter[str], collections.Counter[str]]]:
     """Return, for each line of the user's, its constants and how many ops of each type compute floats or write.
 
     Integers count where the line writes a variable.
     """
-    found: dict[str, Any] = collections.defaultdict(lambda: ([], collections.Counter()))
-    integers: dict[str, list[str]] = collections.defaultdict(list)
+    count = collections.Counter[str]
+    found = collections.defaultdict[str, Any](lambda: (count(), count()))
+    integers = collections.defaultdict[str, Any](count)
     for op in graph.get_operations():
         floats = any(tensor.dtype.is_floating or tensor.dtype.is_complex for tensor in op.outputs)
         number = op.type == "Const" and op.outputs[0].shape.rank == 0
+        number = number and any(user.type not in _OF_LENGTHS for user in op.outputs[0].consumers())
         counts = floats or number or op.type.startswith("Assign")
         if not counts or op.name.startswith(_OF_TAPES) or op.type in _OF_LENGTHS:
             continue
@@ -121,9 +124,10 @@ def _computed(graph: tf.Graph) -> dict[str, tuple[list[str], collections.Counter
         numbers, kinds = found[place]
         kinds[op.type] += op.type != "Const"
         if number:
-            (numbers if floats else integers[place]).append(repr(tf.get_static_value(op.outputs[0])))
+            (numbers if floats else integers[place])[repr(tf.get_static_value(op.outputs[0]))] += 1
     for place, (numbers, kinds) in found.items():
-        numbers += integers[place] if any(one.startswith("Assign") for one in kinds) else ()
+        if any(one.startswith("Assign") for one in kinds):
+            numbers.update(integers[place])
     return found
 
 

@@ -37,6 +37,8 @@ logger = logging.getLogger("ncclsync")
 # Programs, and functions of their graphs, that a step keeps: those used last. TensorFlow relaxes shapes that change, so
 # that only steps of which each length needs a trace of its own have more.
 MOST_KEPT = 32
+# What Python raises where a length is None.
+_BY_LENGTHS = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, AssertionError)
 BESIDE = Version(0, None)  # of a program that is made beside the steps, as to explain it
 
 
@@ -252,9 +254,9 @@ class TracedStep(abc.ABC):
         self._alone = specs if version.specs is None else version.specs
         try:
             program = self.make_program(shard, meter)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (*_BY_LENGTHS, RuntimeError) as error:
             line, cause = (error.line, error) if isinstance(error, RowsNeeded) else innermost(error)
-            misses_lengths = isinstance(error, (TypeError, ValueError)) or isinstance(cause, (TypeError, ValueError))
+            misses_lengths = isinstance(error, _BY_LENGTHS) or isinstance(cause, _BY_LENGTHS)
             # Keras wraps what a model raises in a RuntimeError.
             if self._traced or repr(specs) == repr(shard) or not misses_lengths:
                 raise

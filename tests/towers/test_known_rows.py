@@ -64,13 +64,21 @@ def by_kind_of_number(x, _):
     return 2 * x if isinstance(keras.ops.shape(x)[0], int) else x
 
 
+def of_an_array(x, _):
+    return x * tf.ones(x.shape) if x.shape.is_fully_defined() else 2 * x
+
+
 def in_parts(x, _):
     return tf.concat([part - tf.reduce_mean(part, 0) for part in keras.ops.array_split(x, 3)], 0)
 
 
+def a_part(x, _):
+    return x + tf.reduce_mean(keras.ops.array_split(x, 2)[-1])
+
+
 ALIKE = (unpacked, whichever_is_known, by_list, halved, counted)
 OTHERWISE = (another_factor, another_op, another_count, centred_if_known, by_all_lengths, by_kind_of_number)
-OTHERWISE += (in_parts,)
+OTHERWISE += (of_an_array, in_parts, a_part)
 
 
 class Asking(keras.layers.Layer):

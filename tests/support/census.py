@@ -101,7 +101,9 @@ def without_gradient() -> set[str]:
         handles = any(
             arg.is_ref or arg.type in (tf.variant, tf.resource) for arg in (*known.input_arg, *known.output_arg)
         )
-        made = known.output_arg and kernels.get_registered_kernels_for_op(name).kernel
+        # XLA enters its own once it has compiled anything in the process.
+        devices = {one.device_type for one in kernels.get_registered_kernels_for_op(name).kernel}
+        made = known.output_arg and devices & {"CPU", "GPU"}
         if made and not handles and (has_rule(name) or not OF_TOOLS.match(name)):
             found.add(name)
     return found

@@ -138,9 +138,11 @@ static void compute_hold(const hold_kernel* kernel, TF_OpKernelContext* context,
       }
     }
     if (differing > 0 && kernel->begins && !held->tolerates) {
-      ncs_tf_fail(status, TF_ABORTED, 
-                  "%d of the step's variables were written by other ops; nothing is wrong, all towers get what was "
-                  "written", differing);
+      /* TensorFlow logs this text as a warning. */
+      ncs_tf_fail(status, TF_ABORTED,
+                  "%d of the step's variables were written by other ops; nothing is wrong: all towers get what they are "
+                  "now",
+                  differing);
     } else {
       held->disturbed |= differing > 0;
       for (int i = 0; i < kernel->n && kernel->begins; ++i)

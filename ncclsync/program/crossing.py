@@ -279,8 +279,10 @@ def find_uncrossable(graph: StepGraph, plans: Sequence[Any]) -> Iterator[str]:
     for plan in plans:
         for name in plan.sources:
             element, op = list_element(graph, name), graph.producer(name)
-            if op is not None and op.type == "TensorListElementShape":  # of a list that has no shape of its own
-                yield f"the shape of a list's tensors, at {user_line(op.traceback)}"
+            if op is not None and op.type == "TensorListElementShape":
+                of = list_element(graph, graph.inputs[op.name][0])
+                if of is None or of.shape.rank is None:  # then XLA has a scalar for it
+                    yield f"the shape of a list's tensors, at {user_line(op.traceback)}"
             if op is None or op.name in graph.traced.placeholders or graph.spec(name).dtype != tf.variant:
                 continue
             if element is None or element.dtype == tf.variant:  # of such lists a graph may know nothing

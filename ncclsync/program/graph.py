@@ -173,6 +173,7 @@ class StepGraph:
     by_name: Mapping[OpName, tf.Operation]  # of these, and of those that tower 0 alone runs
     open_axes: Mapping[TensorName, int]  # of tensors that have a tower's rows, where the trace has a length
     by_rows: Mapping[TensorName, Placement]  # of tensors that have a tower's rows of the batch
+    stretched: bool  # whether a batch of one row may have more rows of some of these, since it was broadcast
     local: Set[OpName]  # ops that take tensors that may differ between towers
     differing: Set[TensorName]  # these tensors
     exchanges: Mapping[TensorName, Exchange]  # by name of the result
@@ -198,8 +199,8 @@ class StepGraph:
         """Return what a tensor's shape on a tower follows from, and its dtype; its name if that is not known."""
         placed, tensor = self.by_rows.get(name), self.traced.tensor(name)
         lengths = None if placed is None else self.axes.lengths(tensor)
-        if placed is None or lengths is None or None in lengths or self.traced.opened:
-            return name  # with opened variables a batch of one row may have more of them
+        if placed is None or lengths is None or None in lengths or self.stretched:
+            return name
         return placed.axis, placed.blocks, lengths, tensor.dtype
 
     def spec(self, name: TensorName) -> tf.TensorSpec:

@@ -407,6 +407,7 @@ def test_variables_are_made_by_themselves():
 
 def test_what_was_chosen_is_said(capsys, caplog):
     """One line by default, on standard error, once for the same towers; not if logging says it, or is to say less."""
+    placement._say.cache_clear()  # another test may have made the same towers last
     for _ in range(2):  # folds of a cross-validation: once
         on_towers(mlp, 3)
     assert capsys.readouterr() == ("", "ncclsync: 3 towers on CPU:0, by C\n")
@@ -434,6 +435,7 @@ def test_gpus_are_said_with_their_model_and_nccl(monkeypatch, capsys):
     """Each model once."""
     monkeypatch.setattr(placement, "device_models", lambda devices: ["NVIDIA T4"] * len(devices))
     monkeypatch.setattr(placement.native, "nccl_version", lambda: (2, 27, 3))
+    placement._say.cache_clear()
     placement.announce(placement.Choice(("GPU:0", "GPU:1"), "nccl", ""), None)
     assert capsys.readouterr().err == "ncclsync: 2 towers on GPU:0, GPU:1 (NVIDIA T4), by NCCL 2.27\n"
 

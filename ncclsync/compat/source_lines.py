@@ -6,6 +6,7 @@ import linecache
 import os
 import pathlib
 import traceback as stack
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
@@ -25,6 +26,7 @@ _LIBRARIES = tuple(
 _TRACE = os.path.join(_OWN, "program", "trace.py")  # calls a step
 _OF_TAPES = "gradient_tape/"
 _SOURCES = frozenset({"Const", "Placeholder", "ReadVariableOp"})
+_RUNNING = frozenset({"Case", "If", "StatelessCase", "StatelessIf", "StatelessWhile", "While"})  # functions
 # Ops that TensorFlow makes, or leaves out, where it knows a length.
 _OF_LENGTHS = frozenset(
     {"BroadcastTo", "Cast", "Fill", "Identity", "OnesLike", "Reshape", "Squeeze", "Tile", "ZerosLike"}
@@ -111,11 +113,12 @@ def _computed(graph: tf.Graph) -> dict[str, tuple[collections.Counter[str], coll
     count = collections.Counter[str]
     found = collections.defaultdict[str, Any](lambda: (count(), count()))
     integers = collections.defaultdict[str, Any](count)
+    library = {one.signature.name: one for one in graph.as_graph_def().library.function}
     for op in graph.get_operations():
         floats = any(tensor.dtype.is_floating or tensor.dtype.is_complex for tensor in op.outputs)
         number = op.type == "Const" and op.outputs[0].shape.rank == 0
         number = number and any(user.type not in _OF_LENGTHS for user in op.outputs[0].consumers())
-        counts = floats or number or op.type.startswith("Assign")
+        counts = floats or number or op.type.startswith("Assign") or op.type in _RUNNING
         if not counts or op.name.startswith(_OF_TAPES) or op.type in _OF_LENGTHS:
             continue
         place, _ = own_place(op)
@@ -125,10 +128,25 @@ def _computed(graph: tf.Graph) -> dict[str, tuple[collections.Counter[str], coll
         kinds[op.type] += op.type != "Const"
         if number:
             (numbers if floats else integers[place])[repr(tf.get_static_value(op.outputs[0]))] += 1
+        for node in _within(op.node_def, library):  # of branches and loops
+            dtype = tf.as_dtype(node.attr["dtype" if node.op == "Const" else "T"].type or tf.variant)
+            if node.op == "Const" and dtype.is_floating and not node.attr["value"].tensor.tensor_shape.dim:
+                numbers[repr(tf.make_ndarray(node.attr["value"].tensor))] += 1
+            elif node.op not in _OF_LENGTHS | {"Const"} and dtype.is_floating:
+                kinds[node.op] += 1
     for place, (numbers, kinds) in found.items():
         if any(one.startswith("Assign") for one in kinds):
             numbers.update(integers[place])
     return found
+
+
+def _within(node: Any, library: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the nodes of the functions that a node runs, and of those that they run."""
+    for attribute in node.attr.values():
+        for name in [attribute.func.name, *(one.name for one in attribute.list.func)]:
+            for inner in library[name].node_def if name in library else ():
+                yield inner
+                yield from _within(inner, library)
 
 
 def calls_of(graph: tf.Graph, name: str) -> str | None:

@@ -26,6 +26,11 @@ def by_list(x, _):
     return 3 * tf.reshape(x, [shape[axis] if length is None else length for axis, length in enumerate(known)])
 
 
+def branching(x, _):
+    rows = x.shape[0] or tf.shape(x)[0]
+    return tf.cond(tf.reduce_sum(x) > -1e9, lambda: 2.0 * tf.reshape(x, [rows, 6]), lambda: x)
+
+
 def halved(x, _):
     half = (x.shape[0] or tf.shape(x)[0]) // 2
     return x[:, :3] + tf.cast(half, x.dtype)
@@ -64,6 +69,11 @@ def by_kind_of_number(x, _):
     return 2 * x if isinstance(keras.ops.shape(x)[0], int) else x
 
 
+def in_a_branch(x, _):
+    rows = x.shape[0]
+    return tf.cond(tf.reduce_sum(x) > -1e9, lambda: x * (2.0 if rows else 1.0), lambda: x)
+
+
 def of_an_array(x, _):
     return x * tf.ones(x.shape) if x.shape.is_fully_defined() else 2 * x
 
@@ -76,9 +86,9 @@ def a_part(x, _):
     return x + tf.reduce_mean(keras.ops.array_split(x, 2)[-1])
 
 
-ALIKE = (unpacked, whichever_is_known, by_list, halved, counted)
+ALIKE = (unpacked, whichever_is_known, by_list, branching, halved, counted)
 OTHERWISE = (another_factor, another_op, another_count, centred_if_known, by_all_lengths, by_kind_of_number)
-OTHERWISE += (of_an_array, in_parts, a_part)
+OTHERWISE += (in_a_branch, of_an_array, in_parts, a_part)
 
 
 class Asking(keras.layers.Layer):

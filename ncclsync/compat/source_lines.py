@@ -29,8 +29,12 @@ _SOURCES = frozenset({"Const", "Placeholder", "ReadVariableOp"})
 _RUNNING = frozenset({"Case", "If", "StatelessCase", "StatelessIf", "StatelessWhile", "While"})  # functions
 # Ops that TensorFlow makes, or leaves out, where it knows a length.
 _OF_LENGTHS = frozenset(
-    {"BroadcastTo", "Cast", "Fill", "Identity", "OnesLike", "Reshape", "Squeeze", "Tile", "ZerosLike"}
+    {"BroadcastTo", "Cast", "Fill", "Identity", "OnesLike", "Reshape", "Shape", "Squeeze", "Tile", "ZerosLike"}
 )
+
+# Frames of libraries between a line and what it calls.
+_CALLING = ("traceback_utils.py", "dispatch.py", "layers/layer.py", "data_layer.py", "ops/operation.py")
+_CALLING += ("ops/function.py", "models/functional.py", "models/sequential.py", "models/model.py")
 
 
 def is_library(filename: str) -> bool:
@@ -94,25 +98,32 @@ def own_place(op: tf.Operation) -> tuple[str, str]:
 def first_difference(opened: tf.Graph, known: tf.Graph) -> str:
     """Return the user's line whose ops compute otherwise in a trace that knows a length; "" if there is none.
 
-    Not told are gradients, and what TensorFlow makes of a length that it knows: integers, shapes, and their casts to
-    numbers, which the other trace lacks.
+    Ops are compared by the line and by what it calls of a library. A library may do more where a length is open (look
+    at it while the step runs, transpose by nothing); most ops are then the same number. Where that changes, or ops
+    are missing, the line does something else. Not told are gradients, and what TensorFlow makes of a length that it
+    knows: integers, shapes, and their casts to numbers.
     """
     found, others = _computed(opened), _computed(known)
-    for line in sorted(found.keys() | others.keys()):
-        (numbers, kinds), (other_numbers, other_kinds) = found[line], others[line]
-        if kinds != other_kinds or numbers - other_numbers:
+    for line, called in sorted(found.keys() | others.keys()):
+        (numbers, kinds), (other_numbers, other_kinds) = found[line, called], others[line, called]
+        more = kinds - other_kinds
+        alike = other_kinds.keys() - more.keys()
+        if other_kinds - kinds or (more and (not other_kinds or 2 * len(alike) < len(other_kinds))):
+            return line
+        if not more and numbers - other_numbers:
             return line
     return ""
 
 
-def _computed(graph: tf.Graph) -> dict[str, tuple[collections.Counter[str], collections.Counter[str]]]:
-    """Return, for each line of the user's, its constants and how many ops of each type compute floats or write.
+def _computed(graph: tf.Graph) -> dict[tuple[str, str], tuple[collections.Counter[str], collections.Counter[str]]]:
+    """Return, for each line of the user's and what it calls, its constants and how many ops of each type compute
+    floats or write.
 
-    Integers count where the line writes a variable.
+    Integers count where the line itself writes a variable.
     """
     count = collections.Counter[str]
-    found = collections.defaultdict[str, Any](lambda: (count(), count()))
-    integers = collections.defaultdict[str, Any](count)
+    found = collections.defaultdict[tuple[str, str], Any](lambda: (count(), count()))
+    integers = collections.defaultdict[tuple[str, str], Any](count)
     library = {one.signature.name: one for one in graph.as_graph_def().library.function}
     for op in graph.get_operations():
         floats = any(tensor.dtype.is_floating or tensor.dtype.is_complex for tensor in op.outputs)
@@ -121,11 +132,12 @@ def _computed(graph: tf.Graph) -> dict[str, tuple[collections.Counter[str], coll
         counts = floats or number or op.type.startswith("Assign") or op.type in _RUNNING
         if not counts or op.name.startswith(_OF_TAPES) or op.type in _OF_LENGTHS:
             continue
-        place, _ = own_place(op)
-        if not os.path.exists(place.partition(":")[0]):
+        place = _call_at(op)
+        if place is None:
             continue
         numbers, kinds = found[place]
-        kinds[op.type] += op.type != "Const"
+        if op.type != "Const":
+            kinds[op.type] += 1
         if number:
             (numbers if floats else integers[place])[repr(tf.get_static_value(op.outputs[0]))] += 1
         for node in _within(op.node_def, library):  # of branches and loops
@@ -134,10 +146,27 @@ def _computed(graph: tf.Graph) -> dict[str, tuple[collections.Counter[str], coll
                 numbers[repr(tf.make_ndarray(node.attr["value"].tensor))] += 1
             elif node.op not in _OF_LENGTHS | {"Const"} and dtype.is_floating:
                 kinds[node.op] += 1
-    for place, (numbers, kinds) in found.items():
-        if any(one.startswith("Assign") for one in kinds):
-            numbers.update(integers[place])
+    # A layer of a library that draws writes its seed, too: among other ops.
+    writing = {line for (line, _), (_, kinds) in found.items() if kinds and all(one[:6] == "Assign" for one in kinds)}
+    for place in [one for one in integers if one[0] in writing]:
+        found[place][0].update(integers[place])
     return found
+
+
+def _call_at(op: tf.Operation) -> tuple[str, str] | None:
+    """Return the user's line that an op comes from, and the function of a library that it calls; None if it is none."""
+    called = ""
+    for frame in reversed(_forward_of(op).traceback):
+        name = frame.filename
+        if name == _TRACE:
+            break
+        if "__autograph_generated_file" in name or name.endswith(_CALLING):
+            continue
+        if "site-packages" in name or is_library(name):
+            called = f"{name}:{frame.name}"
+        elif os.path.exists(name):
+            return _text_of(frame), called
+    return None
 
 
 def _within(node: Any, library: Mapping[str, Any]) -> Iterator[Any]:

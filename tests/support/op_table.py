@@ -1537,12 +1537,29 @@ _add_plain(
     lambda s: tf.strings.unicode_encode(tf.strings.unicode_decode(s, "UTF-8") + 1, "UTF-8"),
     given("n", "words"),
 )
-for _op, _hashed in (("SparseCrossV2", False), ("SparseCrossHashed", True)):
+
+
+def _hashed(s, t):
+    """Cross a sparse column with a dense column: no public function calls this op."""
+    return raw.SparseCrossHashed(
+        indices=[s.indices],
+        values=[s.values],
+        shapes=[s.dense_shape],
+        dense_inputs=[t],
+        num_buckets=9,
+        strong_hash=True,
+        salt=[1, 2],
+    )
+
+
+for _op, _cross in (
+    ("SparseCrossV2", lambda s, t: tf.sparse.cross([s, t])),
+    ("SparseCross", lambda s, t: tf.sparse.cross_hashed([s, t], 9)),
+    ("SparseCrossHashed", lambda s, t: _hashed(tf.sparse.from_dense(s), t)),
+):
     _add_plain(
         _op,
-        lambda s, t, hashed=_hashed: tf.nest.flatten(
-            tf.sparse.cross_hashed([s, t], 9) if hashed else tf.sparse.cross([s, t]), expand_composites=True
-        ),
+        lambda s, t, cross=_cross: tf.nest.flatten(cross(s, t), expand_composites=True),
         given("n 2", "words"),
         given("n 1", "words"),
     )

@@ -33,8 +33,10 @@ _OF_LENGTHS = frozenset(
 )
 
 # Frames of libraries between a line and what it calls.
-_CALLING = ("traceback_utils.py", "dispatch.py", "layers/layer.py", "data_layer.py", "ops/operation.py")
-_CALLING += ("ops/function.py", "models/functional.py", "models/sequential.py", "models/model.py")
+_CALLING = (
+    *("traceback_utils.py", "dispatch.py", "layers/layer.py", "data_layer.py", "ops/operation.py", "ops/function.py"),
+    *("models/functional.py", "models/sequential.py", "models/model.py"),
+)
 
 
 def is_library(filename: str) -> bool:

@@ -98,8 +98,9 @@ def own_place(op: tf.Operation) -> tuple[str, str]:
 
 
 def first_difference(opened: tf.Graph, known: tf.Graph) -> str:
-    """Return the user's line whose ops compute otherwise in a trace that knows a length; "" if there is none.
+    """Return the line whose ops compute otherwise in a trace that knows a length; "" if there is none.
 
+    It is the user's, or that of an installed package which is neither TensorFlow nor Keras.
     Ops are compared by the line and by what it calls of a library. A library may do more where a length is open (look
     at it while the step runs, transpose by nothing); most ops are then the same number. Where that changes, or ops
     are missing, the line does something else. Not told are gradients, and what TensorFlow makes of a length that it
@@ -118,8 +119,9 @@ def first_difference(opened: tf.Graph, known: tf.Graph) -> str:
 
 
 def _computed(graph: tf.Graph) -> dict[tuple[str, str], tuple[collections.Counter[str], collections.Counter[str]]]:
-    """Return, for each line of the user's and what it calls, its constants and how many ops of each type compute
-    floats or write.
+    """Return, for each line outside TensorFlow and Keras and what it calls there, its constants and its ops' types.
+
+    Ops count that compute floats or write.
 
     Integers count where the line itself writes a variable.
     """
@@ -156,7 +158,7 @@ def _computed(graph: tf.Graph) -> dict[tuple[str, str], tuple[collections.Counte
 
 
 def _call_at(op: tf.Operation) -> tuple[str, str] | None:
-    """Return the user's line that an op comes from, and the function of a library that it calls; None if it is none."""
+    """Return the line outside TensorFlow and Keras that an op comes from, and what it calls there; None: no line."""
     called = ""
     for frame in reversed(_forward_of(op).traceback):
         name = frame.filename
@@ -164,7 +166,8 @@ def _call_at(op: tf.Operation) -> tuple[str, str] | None:
             break
         if "__autograph_generated_file" in name or name.endswith(_CALLING):
             continue
-        if "site-packages" in name or is_library(name):
+        # An installed package's line is as good as the user's; Python's own run what they are given.
+        if is_library(name) or (name.startswith(_PYTHON) and "site-packages" not in name):
             called = f"{name}:{frame.name}"
         elif os.path.exists(name):
             return _text_of(frame), called

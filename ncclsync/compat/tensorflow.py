@@ -359,7 +359,7 @@ def open_rows_asked(is_library: Callable[[str], bool]) -> Iterator[list[str]]:
     found: list[str] = []
 
     def asked(ask: Callable[..., Any], shape: tf.TensorShape, *key: Any) -> Any:
-        if shape.rank and shape._dims[0] is None and not any(one not in (0, -shape.rank) for one in key):
+        if shape.rank and shape._dims[0] is None and (not key or _holds_first(key[0], shape.rank)):
             frame: Any = sys._getframe(2)
             names = set[str]()
             while frame is not None and is_library(frame.f_code.co_filename):
@@ -371,9 +371,25 @@ def open_rows_asked(is_library: Callable[[str], bool]) -> Iterator[list[str]]:
         return ask(shape, *key)
 
     with contextlib.ExitStack() as stack:
-        for name in ("__getitem__", "__iter__", "as_list", "is_fully_defined", "num_elements"):
+        for name in (
+            "__eq__",
+            "__getitem__",
+            "__iter__",
+            "__ne__",
+            "as_list",
+            "dims",
+            "is_fully_defined",
+            "num_elements",
+        ):
             stack.enter_context(methods_wrapped([tf.TensorShape], name, asked))
         yield found
+
+
+def _holds_first(key: Any, rank: int) -> bool:
+    """Return whether the elements of this key, of a shape, are the first, or the first among others."""
+    if isinstance(key, slice):
+        return 0 in range(rank)[key]
+    return not isinstance(key, int) or key in (0, -rank)
 
 
 def spec_behind(tensor: tf.Tensor) -> tf.TensorSpec | None:
@@ -545,8 +561,10 @@ def members_replaced(owner: Any, **members: Any) -> Iterator[None]:
             del own[name]
 
 
-def wrapped(method: Callable, replacement: Callable[..., Any]) -> Callable:
-    """Return `replacement`, which takes a method and its arguments, as this method."""
+def wrapped(method: Any, replacement: Callable[..., Any]) -> Any:
+    """Return `replacement`, which takes a method and its arguments, as this method, or property."""
+    if isinstance(method, property):
+        return property(wrapped(method.fget, replacement))
 
     @functools.wraps(method)
     def replaced(*args, **kwargs):

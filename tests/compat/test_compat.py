@@ -1378,6 +1378,9 @@ def test_who_asks_for_open_rows():
             "from the end": lambda: x.shape[-2],
             "all": lambda: tuple(x.shape),
             "list": lambda: x.shape.as_list(),
+            "slice": lambda: x.shape[:-1],
+            "dims": lambda: x.shape.dims,
+            "equal": lambda: x.shape == (6, 4),
             "rest": lambda: (x.shape[1], x.shape[1:], x.shape[-1], x.shape.rank),
             "known": lambda: tuple(y.shape),
             "library": lambda: (tf.reduce_mean(x), keras.ops.mean(x, 0), np.shape(1)),
@@ -1389,7 +1392,8 @@ def test_who_asks_for_open_rows():
 
     before = tf.TensorShape.__getitem__
     step.get_concrete_function()
-    assert found == {"first": 1, "from the end": 1, "all": 1, "list": 1, "rest": 0, "known": 0, "library": 0}
+    several = {"slice": 1, "dims": 1, "equal": 1}
+    assert found == {"first": 1, "from the end": 1, "all": 1, "list": 1, **several, "rest": 0, "known": 0, "library": 0}
     assert tf.TensorShape.__getitem__ is before
 
 

@@ -1,6 +1,7 @@
 """Python that asks a step's tensors for their number of rows, which one device knows and towers leave open."""
 
 import logging
+import runpy
 
 import keras
 import pytest
@@ -83,6 +84,18 @@ def of_an_array(x, _):
     return x * tf.ones(x.shape) if x.shape.is_fully_defined() else 2 * x
 
 
+def by_its_dims(x, _):
+    return x / (x.shape.dims[0].value or 1)
+
+
+def by_comparison(x, _):
+    return x if x.shape in [(8, 6), (10, 6)] else 3 * x
+
+
+def by_a_slice(x, _):
+    return x if x.shape[:1] == [None] else 3 * x
+
+
 def in_parts(x, _):
     return tf.concat([part - tf.reduce_mean(part, 0) for part in keras.ops.array_split(x, 3)], 0)
 
@@ -93,7 +106,7 @@ def a_part(x, _):
 
 ALIKE = (unpacked, whichever_is_known, by_list, branching, halved, counted, steps_of_rows)
 OTHERWISE = (another_factor, another_op, another_count, centred_if_known, by_all_lengths, by_kind_of_number)
-OTHERWISE += (in_a_branch, of_an_array, in_parts, a_part)
+OTHERWISE += (in_a_branch, of_an_array, by_its_dims, by_comparison, by_a_slice, in_parts, a_part)
 
 
 class Asking(keras.layers.Layer):
@@ -140,3 +153,15 @@ def test_what_one_device_knows(call, train, caplog):
     told = [one.getMessage() for one in caplog.records if "a fixed number of rows" in one.getMessage()]
     assert len(told) == (call in OTHERWISE)
     assert all(f"{__file__}:" in one for one in told)
+
+
+def test_what_an_installed_package_asks(tmp_path, caplog):
+    """Its line is compared, and named, like the user's."""
+    (tmp_path / "site-packages").mkdir()
+    file = tmp_path / "site-packages" / "installed.py"
+    file.write_text("def scaled(x, _):\n    return x / (x.shape[0] or 1)\n")
+    scaled = runpy.run_path(str(file))["scaled"]
+    alone, model = with_asking(scaled)(), on_towers(with_asking(scaled), 3)
+    with caplog.at_level(logging.WARNING, "ncclsync"):
+        assert_close(by_dataset(model), by_dataset(alone))
+    assert f"{file}:2" in caplog.text

@@ -1,6 +1,6 @@
 """Run a step on all towers: choose the function of its graph for a batch, run it, and mend what fails.
 
-`traced_step.py` makes the program, `step_function.py` the graph.
+`programs.py` makes the program, `step_function.py` the graph.
 """
 
 import contextlib
@@ -40,11 +40,11 @@ from ncclsync.sharding.shards import (
 from ncclsync.towers.audit import Audit
 from ncclsync.towers.feeding import CountingDataset
 from ncclsync.towers.laying_out import lay_out
+from ncclsync.towers.programs import MOST_KEPT, Key, Programs
 from ncclsync.towers.recovery import KeptBatch, Rollback
 from ncclsync.towers.retracing import Retracing, Version
 from ncclsync.towers.state import TowerState
-from ncclsync.towers.step_function import OnFed, OnGiven, OnIterator, StepFunction
-from ncclsync.towers.traced_step import MOST_KEPT, Key, TracedStep
+from ncclsync.towers.step_function import FunctionKey, OnFed, OnGiven, OnIterator, StepFunction
 from ncclsync.towers.watch import Watcher
 
 logger = logging.getLogger("ncclsync")
@@ -54,12 +54,13 @@ logger = logging.getLogger("ncclsync")
 _COMPARED, _EVERY = 2, 50
 
 
-class TowerStep(TracedStep):
+class TowerStep:
     """Run a step on towers."""
 
-    def __init__(self, towers: TowerState, trains: bool, *, retracing: Retracing, any_rows: bool = False) -> None:
+    def __init__(self, programs: Programs, retracing: Retracing, *, any_rows: bool = False) -> None:
         """Prepare; `any_rows`: whether another number of rows is no reason to trace anew."""
-        super().__init__(towers, trains)
+        self.towers, self.trains = programs.towers, programs.trains
+        self.programs = programs
         self.retracing = retracing
         self._any_rows = any_rows
         # Versions, specs and their text, by kinds of batches, and how many traces there were when they were found.
@@ -69,7 +70,7 @@ class TowerStep(TracedStep):
         self._compared: Any = None  # a weak reference to the iterator whose batches processes compare; None: calls'
         self._number = 0  # of the last of these batches
         self._read: weakref.ref[CountingDataset] | None = None  # see `_own_rows`
-        self._functions: dict[Key, StepFunction] = {}  # the one used last at the end
+        self._functions: dict[FunctionKey, StepFunction] = {}  # the one used last at the end
 
     def run_on_iterator(self, iterator: tf.data.Iterator) -> Any:
         """Run as many steps as a call has, or fewer if the batches end; return the last results.
@@ -184,23 +185,23 @@ class TowerStep(TracedStep):
                 self._warn_of_costs(function)
             self.count(done, function.audit)
             return results
-        version = self.retracing[function.key.version]
+        version = self.retracing[function.key.program.version]
         del function  # frees its variables on the towers
         return self._run(OnGiven, batch, (), version=version)
 
     def _forget_other_layouts(self) -> None:
-        old = [key for key in (*self.programs, *self._functions) if key.layout is not self.towers.layout]
+        layout = self.towers.layout
+        old = [key for key in self._functions if key.program.layout is not layout]
         for key in old:
-            self.programs.pop(key, None)
-            self._functions.pop(key, None)
-        if old:
+            del self._functions[key]
+        if self.programs.forget_other_layouts() or old:
             gc.collect()  # frees the old programs' variables on the towers, which are in cycles
 
     def _version_for(
         self, kind: type[StepFunction], given: Any, version: Version | None = None
     ) -> tuple[Version, Any, str]:
         """Return the version for batches of these specs, the specs of the function that it takes, and their text."""
-        traces = len(self.retracing) + len(self.too_open)
+        traces = len(self.retracing) + len(self.programs.too_open)
         if traces != self._known_of:
             self._known, self._known_of = {}, traces
         key = kind is OnGiven, repr(given), 0 if version is None else version.number
@@ -214,11 +215,11 @@ class TowerStep(TracedStep):
             found = self.retracing.of_batch(ungrouped(asked)) if kind is OnGiven else self.retracing.of_iterator(asked)
         step = found.step or found
         if kind is OnGiven:
-            specs = self.shard_specs(specs, step)
+            specs = self.programs.shard_specs(specs, step)
         else:
             counted = ungrouped(specs) is not specs  # by the numbers of rows, which the version may leave open
-            specs = found.specs if self.takes_relaxed(specs, step) and not counted else given
-        self._known_of = len(self.retracing) + len(self.too_open)
+            specs = found.specs if self.programs.takes_relaxed(specs, step) and not counted else given
+        self._known_of = len(self.retracing) + len(self.programs.too_open)
         return self._known.setdefault(key, (found, specs, repr(specs)))
 
     def _function_for(
@@ -234,7 +235,8 @@ class TowerStep(TracedStep):
         step = found.step or found
         own = self._own_rows
         sizes = None if own is None else id(own.sizes)  # unique, since a function keeps its variable
-        key = Key(text, tuple(self.readers()), step.number, watched, self.towers.layout, kind, sizes, audits)
+        made_for = Key(text, tuple(self.programs.readers()), step.number, watched, self.towers.layout)
+        key = FunctionKey(made_for, kind, sizes, audits)
         if key in self._functions:
             self._functions[key] = self._functions.pop(key)  # to the end; see `last`
             return self._functions[key]
@@ -242,9 +244,9 @@ class TowerStep(TracedStep):
             self._meter = self._meter or Meter()
         meter = self._meter if watched else None
         with _collecting_no_garbage(), interruptible():
-            program = self.program_of(grouped(without_optionals(given)), meter, step)
+            program = self.programs.of(grouped(without_optionals(given)), meter, step)
             _, specs, text = self._version_for(kind, given, version)  # known by now
-            key = key._replace(specs=text)
+            key = key._replace(program=made_for._replace(specs=text))
             return self._functions.get(key) or self._make_function(key, specs, program, meter)
 
     @property
@@ -252,13 +254,14 @@ class TowerStep(TracedStep):
         """Return the dataset of the batches, if each process reads its own rows; its reader keeps it alive."""
         return None if self._read is None else self._read()
 
-    def _make_function(self, key: Key, batch_specs: Any, program: Program, meter: Meter | None) -> StepFunction:
+    def _make_function(self, key: FunctionKey, batch_specs: Any, program: Program, meter: Meter | None) -> StepFunction:
         specs = grouped(without_optionals(batch_specs))
         for _, variable in program.variables:
             self.towers.replicas.of(variable)
         for warning in program.warnings:
             self.towers.session.warn_once(warning)
-        known = (self._functions.get(key._replace(watched=watched, audits=False)) for watched in (True, False))
+        made_for = [key.program._replace(watched=watched) for watched in (True, False)]
+        known = (self._functions.get(key._replace(program=one, audits=False)) for one in made_for)
         other = next((one for one in known if one is not None and one.program is program), None)
         if other is not None:
             kept, rollback = other.kept, other.rollback
@@ -399,8 +402,8 @@ class TowerStep(TracedStep):
             return None
         key, function = list(self._functions.items())[-1]
         batch = function.kept.batch()
-        if key.layout is not self.towers.layout:
-            return self.program_of(fixed_specs(batch), version=self.retracing[key.version]), batch
+        if key.program.layout is not self.towers.layout:
+            return self.programs.of(fixed_specs(batch), version=self.retracing[key.program.version]), batch
         return function.program, batch
 
 

@@ -7,7 +7,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -23,18 +23,27 @@ from ncclsync.towers.audit import Audit
 from ncclsync.towers.feeding import Feeder, Staging, split_batch
 from ncclsync.towers.laying_out import lay_out
 from ncclsync.towers.layout import Layout
+from ncclsync.towers.programs import Key
 from ncclsync.towers.recovery import KeptBatch, Rollback
 from ncclsync.towers.state import TowerState
-from ncclsync.towers.traced_step import Key
 
 _ATTEMPTS = 3  # to begin a step with values that all towers have
+
+
+class FunctionKey(NamedTuple):
+    """Say what a function was made for: batches of one kind, of a program."""
+
+    program: Key  # with the specs of the function's batches
+    kind: "type[StepFunction]"
+    own_rows: int | None  # the id of `Layout.sizes`, if each process reads its own rows
+    audits: bool  # whether towers compute each other's shards again
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class StepFunction(abc.ABC):
     """Hold the graph of a step on batches of one kind, and what is needed if it fails."""
 
-    key: Key
+    key: FunctionKey
     towers: TowerState
     layout: Layout  # of its batches
     batch_specs: Any  # of the batches as the user gives them

@@ -23,18 +23,17 @@ from ncclsync.compat import other_libraries
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError, shown
 from ncclsync.ops.device_ops import default_device
-from ncclsync.ops.spans import Meter, NoBatchLeft
-from ncclsync.program.program import Program
+from ncclsync.ops.spans import NoBatchLeft
 from ncclsync.program.updates import written_without_batch
 from ncclsync.sharding.exactness import Inexact, find_inexact
 from ncclsync.sharding.roles import Role, role_of
 from ncclsync.sharding.shards import fixed_specs, grouped, rows_of, without_optionals
 from ncclsync.towers.explanation import Explanation, explain_program
+from ncclsync.towers.programs import Programs, Results, Source
 from ncclsync.towers.retracing import Retracing, Version
 from ncclsync.towers.session import ModelSide
 from ncclsync.towers.step import TowerStep
 from ncclsync.towers.step_function import to_tensor
-from ncclsync.towers.traced_step import Results, Source
 from ncclsync.training.files import replacing
 from ncclsync.training.loop import Towers, give_towers
 from ncclsync.training.random_data import check_targets, fixed_batch_size, random_data
@@ -141,10 +140,10 @@ def maker(model: keras.Model, towers: Towers, kind: str) -> Callable[..., Any]:
     return make_theirs
 
 
-def step_of(model: keras.Model) -> "ModelStep | None":
+def step_of(model: keras.Model) -> TowerStep | None:
     """Return the step that a model's `train_function` runs; None if the function is Keras' or an override's."""
-    step = getattr(model.train_function, "__self__", None)
-    return step if isinstance(step, ModelStep) else None
+    owner = getattr(model.train_function, "__self__", None)
+    return owner.step if isinstance(owner, ModelStep) else None
 
 
 def _explain(model: keras.Model, towers: Towers, batch: Any) -> Explanation:
@@ -152,7 +151,7 @@ def _explain(model: keras.Model, towers: Towers, batch: Any) -> Explanation:
     if not model.compiled or model.optimizer is None:
         raise NcclSyncError(f"Expected a compiled model, with an optimizer. Received: {model!r}")
     model.make_train_function()
-    step = step_of(model) or ModelStep(model, towers, "train_step")  # one tower runs Keras' own function
+    step = step_of(model) or ModelStep(model, towers, "train_step").step  # one tower runs Keras' own function
     if isinstance(batch, int) and (isinstance(batch, bool) or batch < 1):
         raise ValueError(f"Expected a batch of at least one row. Received: {batch}")
     of_last = batch is None or (isinstance(batch, int) and not getattr(model, "inputs", None))
@@ -176,7 +175,7 @@ def _explain(model: keras.Model, towers: Towers, batch: Any) -> Explanation:
     check_targets(model, keras.utils.unpack_x_y_sample_weight(tuple(batch))[1])
     batch = grouped(tf.nest.map_structure(to_tensor, keras.tree.lists_to_tuples(tuple(batch))))
     rows = None if plain and unseen else rows or rows_of(batch)  # Keras' own function has run, with what it was given
-    return explain_program(step.program_of(fixed_specs(batch)), towers, rows, plain=plain)
+    return explain_program(step.programs.of(fixed_specs(batch)), towers, rows, plain=plain)
 
 
 def _save(borrowed: "weakref.ref[keras.Model]", path: pathlib.Path) -> None:
@@ -192,21 +191,48 @@ def _save(borrowed: "weakref.ref[keras.Model]", path: pathlib.Path) -> None:
     logger.warning("Saved tower 0 to %s, since a collective has failed", path)
 
 
-class ModelStep(TowerStep):
-    """Run a step of a Keras model on all towers."""
+class _StepOfModel:
+    """A step of a Keras model, to be traced; see `Traceable`."""
 
     def __init__(self, model: keras.Model, towers: Towers, name: str) -> None:
+        # As Keras, which reads all this when it makes a function; a predict_step it looks up when it traces.
+        self.run_eagerly, self.jit_compile = model.run_eagerly, bool(model.jit_compile)
+        self._step = None if name == "predict_step" else getattr(model, name)
+        self._model, self._towers, self._name = model, towers, name
+
+    @property
+    def function(self) -> Callable[[Any], Any]:
+        """Return the model's method."""
+        return self._step or self._model.predict_step
+
+    def source(self, specs: Any) -> Source:
+        """See `Traceable`; the variables that the step needs are built first."""
+        _build_state(self._model, self._name, specs)
+        return Source(self.function, Results.COMBINED, self.jit_compile)
+
+    def find_inexact(self) -> Sequence[Inexact]:
+        """See `Traceable`."""
+        return find_inexact(self._model, self._towers.options.exact_batch_norm, self._towers.options.exact_random)
+
+    def forget_failed(self) -> None:
+        """See `Traceable`."""
+        keras_compat.forget_failed_builds(self._model)
+
+
+class ModelStep:
+    """Run a step of a Keras model on all towers, for Keras."""
+
+    def __init__(
+        self, model: keras.Model, towers: Towers, name: str, programs: Callable[..., Programs] = Programs
+    ) -> None:
         """Prepare; nothing is traced before the first batch.
 
         `name` is that of the model's method: "train_step", "test_step" or "predict_step".
         """
-        # As Keras, which reads all this when it makes a function; a predict_step it looks up when it traces.
-        self._run_eagerly, self._jit_compile = model.run_eagerly, bool(model.jit_compile)
-        self._step = None if name == "predict_step" else getattr(model, name)
-        retracing = Retracing(lambda: model.steps_per_execution, keeps_each=self._jit_compile)
-        super().__init__(towers, trains=name == "train_step", retracing=retracing)
-        self._model = model
-        self._name = name
+        self._traced = _StepOfModel(model, towers, name)
+        retracing = Retracing(lambda: model.steps_per_execution, keeps_each=self._traced.jit_compile)
+        self.step = TowerStep(programs(towers, self._traced, trains=name == "train_step"), retracing)
+        self._model, self._towers = model, towers
         self._ran = False  # whether a call has had a batch since an epoch ended
         self._found_no_batch = False  # whether a call has ended an epoch, by data of unknown length
 
@@ -221,10 +247,10 @@ class ModelStep(TowerStep):
             NcclSyncError: an iterator within the step has ended.
             Exception: see `TowerStep.run_on_iterator`.
         """
-        if isinstance(iterator, tf.data.Iterator) and not self._run_eagerly:
+        if isinstance(iterator, tf.data.Iterator) and not self._traced.run_eagerly:
             try:
                 with _ending_no_epoch():
-                    logs = self.run_on_iterator(iterator)
+                    logs = self.step.run_on_iterator(iterator)
             except NoBatchLeft:
                 if self._ran:  # else there was no batch at all
                     self._warn_of_keras_count(iterator, goes_on=False)
@@ -248,8 +274,8 @@ class ModelStep(TowerStep):
     def _warn_of_keras_count(self, iterator: tf.data.Iterator, *, goes_on: bool) -> None:
         """Warn of what Keras' step writes where it finds no batch, and towers' does not; of metrics' state at once."""
         model = self._model
-        program = next(reversed(self.programs.values()), None)
-        if program is None or self._jit_compile or model.steps_per_execution > 1:
+        program = next(reversed(self.step.programs.kept.values()), None)
+        if program is None or self._traced.jit_compile or model.steps_per_execution > 1:
             return
         counter = getattr(getattr(model, "optimizer", None), "iterations", None)
         counter = None if counter is None else tf_compat.backend_variable(counter)
@@ -258,9 +284,9 @@ class ModelStep(TowerStep):
         written = written_without_batch(program, counter, known_rows)
         if not written or not (goes_on or any(role_of(one) is Role.SUM for one in written)):
             return
-        names = self.towers.session.names_of(written)
+        names = self._towers.session.names_of(written)
         since = "from the second epoch on" if goes_on else "in what an epoch reports"
-        self.towers.session.warn_once(
+        self._towers.session.warn_once(
             f"Towers and plain Keras differ {since}: the length of the data is not known beforehand, and Keras' step "
             f"writes {', '.join(names[:3])}{' and others' * (len(names) > 3)} also where it finds no batch. Towers do "
             "not, nor does Keras if the length is known. Remedy: steps_per_epoch=, or "
@@ -272,8 +298,8 @@ class ModelStep(TowerStep):
         """Run one step on each batch; return the concatenated results."""
         batches = [self._taken(batch) for batch in batches]
         versions: list[Version | None] = [None] * len(batches)
-        if not self._run_eagerly:
-            versions = [*self.retracing.of_batches([fixed_specs(batch) for batch in batches])]
+        if not self._traced.run_eagerly:
+            versions = [*self.step.retracing.of_batches([fixed_specs(batch) for batch in batches])]
         results = [self._run_batch(batch, version) for batch, version in zip(batches, versions, strict=True)]
         if len(results) == 1:
             return results[0]
@@ -286,21 +312,21 @@ class ModelStep(TowerStep):
 
     def _run_batch(self, batch: Any, version: Version | None = None) -> Any:
         """Run a step on a batch that the step takes."""
-        if not self._run_eagerly:
+        if not self._traced.run_eagerly:
             with _ending_no_epoch():
-                results = self.run_on_batch(batch, version)
-            self.towers.session.failures.settle()  # Keras reads them at once
+                results = self.step.run_on_batch(batch, version)
+            self._towers.session.failures.settle()  # Keras reads them at once
             return results
-        health, on_oom = self.towers.options.health, self.towers.options.on_oom
+        health, on_oom = self._towers.options.health, self._towers.options.on_oom
         given = {"on_nonfinite": health.on_nonfinite, "audit_every": health.audit_every, "on_oom": on_oom}
         for name, value in given.items():
             if value is not None:
                 raise NcclSyncError(
                     f"Expected a step that is traced, where {name} is given. Received: run_eagerly=True"
                 )
-        with _ending_no_epoch(), self.guarded(None):
+        with _ending_no_epoch(), self.step.guarded(None):
             results = self._run_in_python(batch)
-        self.count(1)
+        self.step.count(1)
         return results
 
     def _run_in_python(self, batch: Any) -> Any:
@@ -308,30 +334,12 @@ class ModelStep(TowerStep):
         variables = keras_compat.variables_of(self._model)
         before = [variable.value() for variable in variables]
         try:
-            with tf.device(f"/{self.towers.layout.devices[0]}"):
-                return (self._step or self._model.predict_step)(batch)
+            with tf.device(f"/{self._towers.layout.devices[0]}"):
+                return self._traced.function(batch)
         except BaseException:
             for variable, value in zip(variables, before, strict=True):
                 variable.assign(value)
             raise
-
-    def source(self, specs: Any) -> Source:
-        """See `TracedStep.source`; the variables that the step needs are built first."""
-        model = self._model
-        _build_state(model, self._name, specs)
-        return Source(self._step or model.predict_step, Results.COMBINED, self._jit_compile)
-
-    def make_program(self, specs: Any, meter: Meter | None) -> Program:
-        """Trace the step; clean the model after a failed build."""
-        try:
-            return super().make_program(specs, meter)
-        except Exception:  # raised again
-            keras_compat.forget_failed_builds(self._model)
-            raise
-
-    def find_inexact(self) -> Sequence[Inexact]:
-        """See `TracedStep.find_inexact`."""
-        return find_inexact(self._model, self.towers.options.exact_batch_norm, self.towers.options.exact_random)
 
 
 @contextlib.contextmanager

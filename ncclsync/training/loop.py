@@ -11,14 +11,15 @@ import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError, elsewhere, remedied, shown
+from ncclsync.sharding.exactness import Inexact
 from ncclsync.sharding.shards import grouped, rows_of
 from ncclsync.towers.explanation import Explanation, explain_program
 from ncclsync.towers.options import TowerOptions, takes
+from ncclsync.towers.programs import MOST_KEPT, Programs, Results, Source
 from ncclsync.towers.retracing import Retracing
 from ncclsync.towers.state import ENTERED, TowerState
 from ncclsync.towers.step import TowerStep
 from ncclsync.towers.step_function import to_tensor
-from ncclsync.towers.traced_step import MOST_KEPT, Results, Source
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -82,7 +83,7 @@ class Towers(TowerState):
 
     def _begin(self, options: TowerOptions) -> None:
         super().__init__(options)
-        self._steps: dict[tuple[Any, Results], _FunctionStep] = {}
+        self._steps: dict[tuple[Any, Results], TowerStep] = {}
         self._traced: collections.Counter[str] = collections.Counter()
 
     @property
@@ -156,7 +157,9 @@ class Towers(TowerState):
             if key not in self._steps:
                 if len(self._steps) >= MOST_KEPT:
                     del self._steps[next(iter(self._steps))]
-                self._steps[key] = _FunctionStep(self, step, results)
+                self._steps[key] = TowerStep(
+                    Programs(self, _StepOfUser(step, results), trains=True), Retracing(), any_rows=True
+                )
                 self._warn_of_new_functions(step)
             self._steps[key] = self._steps.pop(key)  # to the end; see `explain`
             batch = grouped(tf.nest.map_structure(to_tensor, batch))
@@ -256,14 +259,19 @@ def give_towers(model: keras.Model, towers: Towers) -> None:
         )
 
 
-class _FunctionStep(TowerStep):
-    """Run a user's function on all towers."""
+class _StepOfUser:
+    """A user's function of a batch, to be traced; see `Traceable`."""
 
-    def __init__(self, towers: TowerState, function: Callable[[Any], Any], results: Results) -> None:
-        super().__init__(towers, trains=True, retracing=Retracing(), any_rows=True)
-        self._function = function
-        self._results = results
+    def __init__(self, function: Callable[[Any], Any], results: Results) -> None:
+        self._function, self._results = function, results
 
     def source(self, specs: Any) -> Source:
-        jit_compile = tf_compat.is_jit_compiled(self._function)
-        return Source(self._function, self._results, jit_compile, autograph=True)
+        """See `Traceable`."""
+        return Source(self._function, self._results, tf_compat.is_jit_compiled(self._function), autograph=True)
+
+    def find_inexact(self) -> Sequence[Inexact]:
+        """Return nothing: no model is known."""
+        return ()
+
+    def forget_failed(self) -> None:
+        """Do nothing: no model is known."""

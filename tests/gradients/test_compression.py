@@ -94,7 +94,7 @@ def test_sparse_gradients_are_left():
 def test_half_the_bytes_travel(as_on_gpus, monkeypatch):
     """The gradients' bucket is of bfloat16; metric state and gradients of other dtypes are as they were."""
     model, _ = trained("bfloat16", 16)
-    (program,) = model.train_function.__self__.programs.values()
+    (program,) = model.train_function.__self__.step.programs.kept.values()
     exchanged = [e for segment in program.segments for bucket in segment.outgoing for e in bucket.exchanges]
     assert sorted(e.shape.num_elements() for e in exchanged if e.dtype == tf.bfloat16) == [5, 16, 80, 192]
     assert all(e.shape.rank == 0 for e in exchanged if e.dtype == tf.float32)

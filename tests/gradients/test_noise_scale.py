@@ -178,7 +178,7 @@ def test_nothing_in_the_graph_when_off():
     """With the callback one exchange more, of three numbers; without, before or after it, no node more."""
 
     def programs(model):
-        return list(model.train_function.__self__.programs.values())
+        return list(model.train_function.__self__.step.programs.kept.values())
 
     def nodes(program):
         graphs = [segment.function.graph.as_graph_def() for segment in program.segments]

@@ -128,7 +128,7 @@ def test_what_fails_within_the_last_segment_is_undone(of):
 
     with ncclsync.Towers(3) as towers:
         towers.run(step, np.ones([5, 1], "float32"))
-        (program,) = (one for made in towers._steps.values() for one in made.programs.values())
+        (program,) = (one for made in towers._steps.values() for one in made.programs.kept.values())
         assert [dict(program.variables)[name] is written for name, _ in program.rollback] == [True]
 
 
@@ -158,7 +158,7 @@ def test_evaluation_writes_no_weight():
     """A test step reads weights, and folds the metrics."""
     model = on_towers(mlp, 3)
     model.test_on_batch(X, Y)
-    (program,) = model.test_function.__self__.programs.values()
+    (program,) = model.test_function.__self__.step.programs.kept.values()
     assert writes(program) == [[]] * len(program.segments) and program.rollback == ()
     assert len(program.segments) == 2
 

@@ -115,7 +115,7 @@ def test_each_bucket_updates_its_own_variables(name, as_on_gpus):
     assert_close(*told)
     assert_close(state(model), state(alone))
     assert model.towers.divergence() == 0.0
-    *_, program = step_of(model).programs.values()  # of the second trace, which leaves the number of rows open
+    *_, program = step_of(model).programs.kept.values()  # of the second trace, which leaves the number of rows open
     updates = program.segments[program.last_meeting :]
     assert len(updates) > 2 and all(one.incoming and not one.outgoing for one in updates)
     assert all(len(one.incoming) == 1 for one in updates[:-1])  # the last also gets what metrics and moments add up

@@ -20,7 +20,7 @@ import ncclsync
 from ncclsync.costs.losses import MOST_LOST, Losses, losses_of
 from ncclsync.program.cut import place
 from ncclsync.semantics import rules
-from ncclsync.towers import traced_step as steps
+from ncclsync.towers import programs as steps
 
 TOWERS = 3
 ROWS = 256  # of the batch that gathered bytes are counted for; tables have fewer

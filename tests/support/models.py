@@ -84,11 +84,11 @@ def two_parts(**arguments):
 
 def step_of(model):
     """The StepFunction behind `model.train_function`."""
-    return model.train_function.__self__
+    return model.train_function.__self__.step
 
 
 def program_of(model):
-    (program,) = step_of(model).programs.values()
+    (program,) = step_of(model).programs.kept.values()
     return program
 
 

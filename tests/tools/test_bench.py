@@ -156,7 +156,7 @@ def test_parts_of_a_step_leave_out_what_they_say():
         parts = StepParts(model, batch)
         start = model.get_weights()
         assert parts.seconds("compute", 2) > 0
-        program, _ = parts._variants["compute"].last()
+        program, _ = parts._variants["compute"].step.last()
         assert not program.segments[-1].written
         np.testing.assert_array_equal(np.concatenate([w.ravel() for w in start]), flat(model))
         assert parts.seconds("whole", 2) > 0

@@ -138,7 +138,7 @@ def test_after_a_fit(monkeypatch):
     """The program that ran, with its last batch: nothing is traced again. Each gradient is one weight's."""
     model = on_towers(mlp, 3)
     model.fit(X, Y, batch_size=13, verbose=0)
-    monkeypatch.setattr("ncclsync.towers.traced_step.trace", None)
+    monkeypatch.setattr("ncclsync.towers.programs.trace", None)
     found = model.towers.explain()
     assert [shard.end - shard.begin for shard in found.shards] == [3, 2, 2]
     rows = rows_of(found)

@@ -332,7 +332,7 @@ def test_what_placing_raises_is_no_want_of_rows(monkeypatch, caplog):
         calls.append(1)
         raise ValueError("no placement")
 
-    monkeypatch.setattr("ncclsync.towers.traced_step.cut", refuse)
+    monkeypatch.setattr("ncclsync.towers.programs.cut", refuse)
     model = on_towers(regression, 2)
     with Towers(2) as towers:
         entries = (lambda: towers.run(lambda x: 2 * x, X), lambda: model.fit(X, Y, verbose=0), lambda: model.predict(X))

@@ -426,9 +426,9 @@ def test_a_step_is_explained_as_it_will_run_after_a_split():
         assert found.segments == len(step_of(model).last()[0].segments)
     program, batch = step_of(model).last()
     assert program.segments[-1].once and len(batch[0]) == 10
-    count = len(step_of(model).programs)
+    count = len(step_of(model).programs.kept)
     model.train_on_batch(X[:10], Y[:10])
-    assert len(step_of(model).programs) == count - 1, "the program of two shards is kept"
+    assert len(step_of(model).programs.kept) == count - 1, "the program of two shards is kept"
     model.towers.close()
     with Towers(2, on_oom="split") as towers:
         towers.run(mean, X[:10])

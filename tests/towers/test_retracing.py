@@ -10,7 +10,7 @@ from parity import assert_close
 
 import ncclsync
 from ncclsync import nccl_parallel
-from ncclsync.towers import traced_step
+from ncclsync.towers import programs
 
 X = np.random.default_rng(1).normal(size=(24, 6, 4)).astype("float32")
 Y = X.mean((1, 2), keepdims=True)[:, 0]
@@ -142,7 +142,7 @@ def test_a_function_is_traced_for_two_lengths_and_any_rows():
 
 def test_programs_are_kept_within_a_bound(monkeypatch):
     """Those used last: of a step that each length is traced for, and of functions that are made anew each time."""
-    monkeypatch.setattr(traced_step, "MOST_KEPT", 3)
+    monkeypatch.setattr(programs, "MOST_KEPT", 3)
     monkeypatch.setattr("ncclsync.towers.step.MOST_KEPT", 3)
     monkeypatch.setattr("ncclsync.training.loop.MOST_KEPT", 3)
     calls = []
@@ -156,7 +156,7 @@ def test_programs_are_kept_within_a_bound(monkeypatch):
             towers.run(looping, X[:4, :length, 0])
         assert [one for one in calls if one] == [6, 5, 4, 3, 2, 5], "what is used again and again is kept"
         (kept,) = towers._steps.values()
-        assert len(kept.programs) == len(kept._functions) == 3
+        assert len(kept.programs.kept) == len(kept._functions) == 3
         for i in range(5):
             towers.run(lambda x, i=i: x + i, X[:4, :, 0])
         assert len(towers._steps) == 3

@@ -127,7 +127,7 @@ def test_no_node_where_nobody_watches(recorded):
         fit(trained, epochs=1)
 
     def nodes(trained):
-        graphs = trained.train_function.__self__._functions
+        graphs = trained.train_function.__self__.step._functions
         (found,) = [found for found in graphs.values() if found.meter is None]
         definition = found.graph.graph.as_graph_def()
         places = {node.name: str(i) for i, node in enumerate(definition.node)}  # some are named by numbers
@@ -194,12 +194,12 @@ def test_pack_and_unpack(packing, tmp_path):
                 assert whole["ts"] <= inner["ts"] and end(inner) <= end(whole)
                 assert inner["tid"] == whole["tid"]
     metered = {
-        key.watched: any(
+        key.program.watched: any(
             op.type == "NcclsyncTimestamp"
             for segment in found.program.segments
             for op in segment.function.graph.get_operations()
         )
-        for key, found in model.train_function.__self__._functions.items()
+        for key, found in model.train_function.__self__.step._functions.items()
     }
     assert metered == ({True: True} if packing else {True: True, False: False})
     model.towers.close()
@@ -271,7 +271,7 @@ def test_failing_fit_leaves_what_there_is(tmp_path):
     assert len(steps[1]["step"]) == 1 and "tower_0/apply" in steps[1]
     assert len(steps[2]["wait_for_data"]) == 1 and "tower_0/apply" not in steps[2]
     fit(model, epochs=1)
-    assert [key.watched for key in model.train_function.__self__._functions] == [True, False]
+    assert [key.program.watched for key in model.train_function.__self__.step._functions] == [True, False]
 
     # Of an error elsewhere `fit` tells no callback: the trace is written with the end of the Timeline itself.
     timeline = Timeline(tmp_path / "other.json")

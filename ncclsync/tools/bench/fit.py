@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import re
 import time
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from ncclsync.parallel import nccl_parallel
 from ncclsync.program.program import Bucket, Outcome, Program, Segment
 from ncclsync.tools.bench.models import MODELS, rows_of
 from ncclsync.tools.bench.turns import Ranks, Requests, device_seconds
+from ncclsync.towers.programs import BESIDE, Programs
+from ncclsync.towers.retracing import Version
 from ncclsync.towers.step_function import to_tensor
 from ncclsync.training.callbacks.throughput import Throughput
 from ncclsync.training.callbacks.timeline import Timeline
@@ -194,18 +197,22 @@ class StepParts:
 
     def __init__(self, model: keras.Model, batch: Any) -> None:
         """Prepare a model on towers, and a global batch of tensors; each variant is traced when it is first run."""
-        programs: dict[str, Program] = {}
+        shared: dict[str, Program] = {}
+
+        def changing(change: Callable[[Program], Program]) -> ModelStep:
+            return ModelStep(model, model.towers, "train_step", functools.partial(_Changed, shared, change))
+
         self._iterator = iter(tf.data.Dataset.from_tensors(batch).repeat())
         self._variants = {
-            "whole": _Variant(model, programs, lambda program: program),
-            "local": _Variant(model, programs, without_exchanges),
-            "compute": _Variant(model, programs, until_last_exchange),
+            "whole": changing(lambda program: program),
+            "local": changing(without_exchanges),
+            "compute": changing(until_last_exchange),
         }
 
     @property
     def buckets(self) -> list[Bucket]:
         """Return the buckets of the step, which must have run."""
-        ran = self._variants["whole"].last()
+        ran = self._variants["whole"].step.last()
         assert ran is not None
         program, _ = ran
         return [bucket for segment in program.segments for bucket in segment.outgoing]
@@ -224,19 +231,23 @@ class StepParts:
         return called - began, time.perf_counter() - began
 
 
-class _Variant(ModelStep):
-    """Change a model's train step after it was cut."""
+class _Changed(Programs):
+    """Change a step's programs after they were cut."""
 
-    def __init__(self, model: keras.Model, programs: dict[str, Program], change: Callable[[Program], Program]) -> None:
-        super().__init__(model, model.towers, "train_step")
-        self._shared = programs
-        self._change = change
+    def __init__(
+        self, shared: dict[str, Program], change: Callable[[Program], Program], *given: Any, **options: Any
+    ) -> None:
+        super().__init__(*given, **options)
+        self._shared, self._change = shared, change
+        self._changed: dict[str, Program] = {}
 
-    def make_program(self, specs: Any, meter: Meter | None) -> Program:
+    def of(self, specs: Any, meter: Meter | None = None, version: Version = BESIDE) -> Program:
         key = repr(specs)
         if key not in self._shared:
-            self._shared[key] = super().make_program(specs, meter)
-        return self._change(self._shared[key])
+            self._shared[key] = super().of(specs, meter, version)
+        if key not in self._changed:
+            self._changed[key] = self._change(self._shared[key])
+        return self._changed[key]
 
 
 def without_exchanges(program: Program) -> Program:

@@ -78,7 +78,7 @@ def traced_traffic(
     with towers:
         session = towers.session
         session.target = dataclasses.replace(session.target, passes=())  # packed, as on GPUs
-        program = ModelStep(model, towers, "train_step").program_of(specs)
+        program = ModelStep(model, towers, "train_step").step.programs.of(specs)
         stages: list[Stage] = []
         segments = tuple(_recorded(segment, batch, stages) for segment in program.segments)
         recorded = dataclasses.replace(program, segments=segments)

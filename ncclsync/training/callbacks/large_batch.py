@@ -19,7 +19,7 @@ from ncclsync.compat import keras_optimizers
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError
 from ncclsync.sharding.shards import count_rows
-from ncclsync.towers.traced_step import python_step
+from ncclsync.towers.programs import python_step
 from ncclsync.training.arguments import check_whole, named_arguments
 
 LOG_KEY = "effective_learning_rate"

@@ -1,0 +1,324 @@
+"""Trace a step, place it and cut it: a program for each kind of batch.
+
+What the step is, a `Traceable` says: a method of a Keras model (`keras_model.py`), or a function (`loop.py`).
+"""
+
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import tensorflow as tf
+
+from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.compat.source_lines import first_difference, innermost, is_library
+from ncclsync.gradients.hooks import step_hooks
+from ncclsync.gradients.noise_scale import gradient_moments
+from ncclsync.gradients.nonfinite import finite_flags
+from ncclsync.gradients.observer import Observer
+from ncclsync.ops.spans import Meter
+from ncclsync.ops.xla_programs import share_programs
+from ncclsync.program.cut import cut
+from ncclsync.program.program import Program, Results
+from ncclsync.program.trace import Opened, Trace, trace
+from ncclsync.semantics.draws import check_draws, draws_seen
+from ncclsync.sharding.exactness import DRAWS, NORMALISES, Inexact, say_inexact
+from ncclsync.sharding.normalization import moments_of_layers
+from ncclsync.sharding.shards import open_specs, relaxed_like, ungrouped
+from ncclsync.towers.layout import Layout
+from ncclsync.towers.retracing import Version
+from ncclsync.towers.state import TowerState
+
+logger = logging.getLogger("ncclsync")
+
+# Programs, and functions of their graphs, that a step keeps: those used last. TensorFlow relaxes shapes that change, so
+# that only steps of which each length needs a trace of its own have more.
+MOST_KEPT = 32
+# What Python raises where a length is None.
+_BY_LENGTHS = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, AssertionError)
+BESIDE = Version(0, None)  # of a program that is made beside the steps, as to explain it
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Say what a step is before it is traced."""
+
+    function: Callable[[Any], Any]  # of a batch
+    results: Results = Results.COMBINED
+    jit_compile: bool = False  # whether XLA compiles it
+    autograph: bool = False  # whether to convert Python's conditions and loops over tensors, if the trace meets any
+
+
+class Traceable(Protocol):
+    """What traces are made of."""
+
+    def source(self, specs: Any) -> Source:
+        """Return the function to trace for batches of these specs; make what it needs first."""
+
+    def find_inexact(self) -> Sequence[Inexact]:
+        """Return why the traced step is not exact, as far as the model shows."""
+
+    def forget_failed(self) -> None:
+        """Clean up after a trace that has failed."""
+
+
+class Key(NamedTuple):
+    """Say what a program was made for."""
+
+    specs: str  # of a shard
+    readers: tuple[str, ...]  # the names of the gradients' readers
+    version: int  # the number of TensorFlow's trace that it stands for; 0 if it was made beside the steps
+    watched: bool  # whether there are timestamps, if it packs
+    layout: Layout  # a split for lack of memory makes a new layout, and for it new programs
+
+
+class RowsNeeded(ValueError):
+    """A line computes something else where it does not know how many rows a batch has."""
+
+    def __init__(self, line: str) -> None:
+        """Name the line."""
+        super().__init__("x.shape[0] is None, and something else is computed")
+        self.line = line
+
+
+@dataclasses.dataclass(frozen=True)
+class _Traced:
+    """A step that was traced, to be cut."""
+
+    source: Source
+    specs: Any  # of a shard
+    trace: Trace
+    observer: Observer | None  # of its gradients, if something reads them
+
+
+class Programs:
+    """Trace a step, cut it into programs, and keep them."""
+
+    def __init__(self, towers: TowerState, step: Traceable, *, trains: bool) -> None:
+        """Prepare; nothing is traced before the first batch."""
+        self.towers = towers
+        self.trains = trains  # whether it counts as a training step
+        self.kept: dict[Key, Program] = {}  # the one used last at the end
+        self.too_open: set[tuple[int, str]] = set()  # versions, and specs of shards that cannot be traced for them
+        self._step = step
+
+    def of(self, specs: Any, meter: Meter | None = None, version: Version = BESIDE) -> Program:
+        """Return the program for batches of these specs, with timestamps in its segments if a meter is given."""
+        shard = self.shard_specs(specs, version)
+        key = Key(repr(shard), tuple(self.readers()), version.number, meter is not None, self.towers.layout)
+        if key in self.kept:
+            self.kept[key] = self.kept.pop(key)
+            return self.kept[key]
+        other = self.kept.get(key._replace(watched=not key.watched))
+        if other is not None and not other.packs:  # its segments have no timestamps, watched or not
+            return other
+        try:
+            traced = self._traced(shard, alone=specs if version.specs is None else version.specs)
+        except (*_BY_LENGTHS, RuntimeError) as error:
+            self._step.forget_failed()
+            line, cause = (error.line, error) if isinstance(error, RowsNeeded) else innermost(error)
+            misses_lengths = isinstance(error, _BY_LENGTHS) or isinstance(cause, _BY_LENGTHS)
+            # Keras wraps what a model raises in a RuntimeError.
+            if repr(specs) == repr(shard) or not misses_lengths:
+                raise
+            too_open = version.number, repr(shard)
+            self.too_open.add(too_open)
+            try:
+                program = self.of(specs, meter, version)
+            except Exception:  # raised again, after the fixed lengths are forgotten
+                self.too_open.discard(too_open)
+                raise
+            if repr(shard) == repr(open_specs(specs)):
+                self.towers.session.warn_once(
+                    "The step can be traced for batches of a fixed number of rows alone, and cannot be divided: "
+                    f"every tower computes the whole batch. {line} needs that number while it is traced: "
+                    "tf.shape(x)[0] in place of x.shape[0] or len(x), and tensors in place of Python's loops, do not. "
+                    f"Without it: {cause}"
+                )
+            return program
+        except Exception:  # raised again
+            self._step.forget_failed()
+            raise
+        program = self._cut(traced, meter)
+        lines = dict.fromkeys(one.unrepeatable for one in program.segments if one.unrepeatable)
+        if self.towers.options.on_oom is not None and lines:
+            self.towers.session.warn_once(
+                f"on_oom cannot undo {' and '.join([*lines][:3])}: it happens again where a step that does not fit "
+                "the memory runs again. Move it out of the step"
+            )
+        self._warn_of_inexact(program)
+        if len(self.kept) >= MOST_KEPT:
+            del self.kept[next(iter(self.kept))]
+        return self.kept.setdefault(key, program)
+
+    def forget_other_layouts(self) -> bool:
+        """Forget the programs of other layouts than the towers'; return whether there were any."""
+        old = [key for key in self.kept if key.layout is not self.towers.layout]
+        for key in old:
+            del self.kept[key]
+        return bool(old)
+
+    def shard_specs(self, specs: Any, version: Version = BESIDE) -> Any:
+        """Return the specs to trace the step with, for batches of these specs, of a version.
+
+        They leave the number of rows open, which shows what depends on it, and other lengths where the version has
+        them open. If the step cannot be traced so, these lengths are fixed, and if need be the rows, too.
+        """
+        opened = open_specs(specs)
+        if self.takes_relaxed(specs, version):
+            return relaxed_like(opened, version.specs)
+        return specs if (version.number, repr(opened)) in self.too_open else opened
+
+    def takes_relaxed(self, specs: Any, version: Version) -> bool:
+        """Return whether the step is traced with the version's own specs, for batches of these specs."""
+        if version is BESIDE:
+            return False
+        return (version.number, repr(relaxed_like(open_specs(specs), version.specs))) not in self.too_open
+
+    def readers(self) -> dict[str, Callable[[Observer], tf.Tensor | None]]:
+        """Return the readers of this step's gradients, by the attribute of `Program` that holds their result."""
+        wanted = {
+            "finite": (self.towers.options.health.on_nonfinite, finite_flags),
+            "noise": (self.towers.watch.noise.active, gradient_moments),
+        }
+        return {name: reader for name, (active, reader) in wanted.items() if self.trains and active}
+
+    def _traced(self, specs: Any, alone: Any) -> _Traced:
+        """Trace the step for shards of these specs, and compare it with one device's, which traces it for `alone`.
+
+        Raises:
+            RowsNeeded: one device computes something else.
+            Exception: of the user's step.
+        """
+        self.towers.session.check_repeatable()
+        source = self._step.source(ungrouped(specs))
+        if source.jit_compile and not self.towers.session.lets_xla_compile():
+            source = dataclasses.replace(source, jit_compile=False)
+        try:
+            return self._compared(source, specs, alone)
+        except TypeError as error:  # Python's `if`, `for` or `len` of a tensor
+            if not source.autograph:
+                raise
+            logger.info("%s is traced through autograph, as tf.function does", source.function)
+            converted = tf_compat.autograph_converted(source.function)
+            try:
+                return self._compared(dataclasses.replace(source, function=converted), specs, alone)
+            except TypeError as other:
+                if str(error) in str(other):  # autograph changes nothing about it
+                    raise error from None
+                raise
+
+    def _compared(self, source: Source, specs: Any, alone: Any) -> _Traced:
+        with contextlib.ExitStack() as stack:
+            knows_more = repr(alone) != repr(specs)
+            asked = stack.enter_context(tf_compat.open_rows_asked(is_library)) if knows_more else []
+            traced = self._trace(source, specs)
+        if not asked:
+            return traced
+        # Python has heard that the number of rows is open, and may go by that.
+        try:
+            other = self._trace(source, alone, observed=False)
+        except Exception as error:  # of any kind: one device raises it as well
+            logger.debug("The step cannot be traced for a fixed number of rows: %s", error)
+            return traced
+        if line := first_difference(traced.trace.function.graph, other.trace.function.graph):
+            raise RowsNeeded(line)
+        return traced
+
+    def _trace(self, source: Source, specs: Any, opened: Opened = (), *, observed: bool = True) -> _Traced:
+        step: Callable[[Any], Any] = functools.partial(_on_given, python_step(source.function))
+        readers = self.readers() if observed else {}
+        observer = Observer() if readers else None
+        with contextlib.ExitStack() as stack:
+            if observer is not None:
+                step = observer.around(step, readers)
+                stack.enter_context(observer.hooks())
+            sharding = self.towers.replicas.sharding
+            stack.enter_context(step_hooks(self.towers.compression, sharding))
+            stack.enter_context(draws_seen())
+            stack.enter_context(moments_of_layers(self.towers.options.exact_batch_norm))
+            if sharding is not None:
+                stack.enter_context(sharding.hooks(self.towers.replicas.of))
+            stack.enter_context(tf.device(f"/{self.towers.layout.devices[0]}"))
+            made = trace(step, specs, jit_compile=source.jit_compile, opened=opened)
+        return _Traced(source, specs, made, observer)
+
+    def _cut(self, traced: _Traced, meter: Meter | None, *, again: bool = True) -> Program:
+        """Cut a traced step into a program; see `segment.compile_segment` for `meter`."""
+        options, session, observer = self.towers.options, self.towers.session, traced.observer
+        finite = observer is not None and "finite" in self.readers()
+        divides = self.towers.layout.divided is not None or options.on_oom is not None
+        repeats = options.exact_random or options.health.audit_every is not None or divides
+        if told := check_draws(traced.trace.function, refuses=repeats):
+            session.inexact[told] = None
+            session.warn_once(f"{told.where}, {told.reason}: {told.remedy}")
+        # Another process may fail at any moment of a step; between GPUs they agree before each write.
+        meets_on_host = self.towers.layout.meets_processes and not self.towers.communicator.enqueues
+        with tf_compat.unobserved():
+            program = cut(
+                traced.trace,
+                session.target,
+                traced.source.results,
+                undone=finite,
+                traceless=options.on_oom is not None or meets_on_host,
+                meter=meter,
+            )
+        if program.fixed and again:
+            # A part with a fixed number of rows would be computed for the whole batch: trace again, with it left open.
+            try:
+                return self._cut(self._trace(traced.source, traced.specs, program.fixed), meter, again=False)
+            except (TypeError, ValueError) as error:
+                logger.debug("The step needs the number of rows of its variables: %s", error)
+        if observer is not None:
+            if finite and observer.scale is not None:
+                session.warn_once(
+                    "on_nonfinite has no effect on this step: its LossScaleOptimizer skips the updates whose "
+                    "gradients are not finite, and lowers its scale by them."
+                )
+            program = _with_gradients(program, tuple(observer.names))
+        if self.trains and self.towers.watch.traces is not None:
+            self.towers.watch.traces.append(traced.trace)
+        if program.jit_compile:
+            share_programs(self.towers.layout.devices)
+        return dataclasses.replace(program, graph=traced.trace.function.graph)
+
+    def _warn_of_inexact(self, program: Program) -> None:
+        """Warn of why the step is not exact: by the model, or by lines that draw or normalise."""
+        layout = self.towers.layout
+        if layout.shards == 1:
+            return  # it has the whole batch
+        found = [*self._step.find_inexact()] if self.trains else []
+        if not program.normalized:  # its layers have all rows on every tower
+            found = [part for part in found if part.reason != NORMALISES[0]]
+        known = {part.reason for part in found}
+        for lines, cause in ((program.draws, DRAWS), (program.normalized, NORMALISES)):
+            if lines and cause[0] not in known:
+                found.append(Inexact(" and ".join(lines[:3]), *cause))
+        self.towers.session.inexact.update(dict.fromkeys(found))
+        what = "Training" if self.trains else "Evaluation or prediction"
+        if text := say_inexact(found, "shard" if layout.divided else "tower", what):
+            self.towers.session.warn_once(text)
+
+
+def _with_gradients(program: Program, names: tuple[str, ...]) -> Program:
+    """Take the readings of the gradients, whose names are given, out of a program's results."""
+    structure, read = program.structure
+    known = sorted(name for name, leaf in read.items() if leaf is not None)
+    split = len(program.outputs) - len(known)
+    found: dict[str, Any] = {name: output for name, (output, _) in zip(known, program.outputs[split:], strict=True)}
+    outputs = program.outputs[:split]
+    return dataclasses.replace(program, structure=structure, outputs=outputs, gradients=names, **found)
+
+
+def python_step(step: Callable) -> Callable:
+    """Return the Python function of a step that its author decorated with `tf.function`."""
+    if isinstance(step, tf.types.experimental.PolymorphicFunction):
+        return tf_compat.autograph_converted(step.python_function)
+    return step
+
+
+def _on_given(function: Callable[[Any], Any], batch: Any) -> Any:
+    """Call a step on a batch as its author gave it."""
+    return function(ungrouped(batch))

@@ -28,6 +28,7 @@ from ncclsync.sharding.exactness import DRAWS, NORMALISES, Inexact, say_inexact
 from ncclsync.sharding.normalization import moments_of_layers
 from ncclsync.sharding.shards import open_specs, relaxed_like, ungrouped
 from ncclsync.towers.layout import Layout
+from ncclsync.towers.python_state import PythonState
 from ncclsync.towers.retracing import Version
 from ncclsync.towers.state import TowerState
 
@@ -49,10 +50,13 @@ class Source:
     results: Results = Results.COMBINED
     jit_compile: bool = False  # whether XLA compiles it
     autograph: bool = False  # whether to convert Python's conditions and loops over tensors, if the trace meets any
+    twice: bool = False  # whether one device would trace it twice, since its first trace would create variables
 
 
 class Traceable(Protocol):
     """What traces are made of."""
+
+    model: Any  # whose Python state a trace may change; None: no model is known
 
     def source(self, specs: Any) -> Source:
         """Return the function to trace for batches of these specs; make what it needs first."""
@@ -91,6 +95,7 @@ class _Traced:
     specs: Any  # of a shard
     trace: Trace
     observer: Observer | None  # of its gradients, if something reads them
+    before: PythonState
 
 
 class Programs:
@@ -193,9 +198,19 @@ class Programs:
             Exception: of the user's step.
         """
         self.towers.session.check_repeatable()
+        before = PythonState(self._step.model)
         source = self._step.source(ungrouped(specs))
         if source.jit_compile and not self.towers.session.lets_xla_compile():
             source = dataclasses.replace(source, jit_compile=False)
+        traced = self._converted(source, specs, alone)
+        if source.twice and before.is_changed:
+            before.restore()
+            self._trace(source, specs)
+            traced = self._converted(source, specs, alone)
+        return traced
+
+    def _converted(self, source: Source, specs: Any, alone: Any) -> _Traced:
+        """Trace the step, through autograph if it must be."""
         try:
             return self._compared(source, specs, alone)
         except TypeError as error:  # Python's `if`, `for` or `len` of a tensor
@@ -218,11 +233,15 @@ class Programs:
         if not asked:
             return traced
         # Python has heard that the number of rows is open, and may go by that.
+        after = PythonState(self._step.model)
+        traced.before.restore()  # to compare the same numbers
         try:
             other = self._trace(source, alone, observed=False)
         except Exception as error:  # of any kind: one device raises it as well
             logger.debug("The step cannot be traced for a fixed number of rows: %s", error)
             return traced
+        finally:
+            after.restore()
         if line := first_difference(traced.trace.function.graph, other.trace.function.graph):
             raise RowsNeeded(line)
         return traced
@@ -230,7 +249,7 @@ class Programs:
     def _trace(self, source: Source, specs: Any, opened: Opened = (), *, observed: bool = True) -> _Traced:
         step: Callable[[Any], Any] = functools.partial(_on_given, python_step(source.function))
         readers = self.readers() if observed else {}
-        observer = Observer() if readers else None
+        observer, before = Observer() if readers else None, PythonState(self._step.model)
         with contextlib.ExitStack() as stack:
             if observer is not None:
                 step = observer.around(step, readers)
@@ -243,7 +262,7 @@ class Programs:
                 stack.enter_context(sharding.hooks(self.towers.replicas.of))
             stack.enter_context(tf.device(f"/{self.towers.layout.devices[0]}"))
             made = trace(step, specs, jit_compile=source.jit_compile, opened=opened)
-        return _Traced(source, specs, made, observer)
+        return _Traced(source, specs, made, observer, before)
 
     def _cut(self, traced: _Traced, meter: Meter | None, *, again: bool = True) -> Program:
         """Cut a traced step into a program; see `segment.compile_segment` for `meter`."""
@@ -267,6 +286,7 @@ class Programs:
             )
         if program.fixed and again:
             # A part with a fixed number of rows would be computed for the whole batch: trace again, with it left open.
+            traced.before.restore()
             try:
                 return self._cut(self._trace(traced.source, traced.specs, program.fixed), meter, again=False)
             except (TypeError, ValueError) as error:

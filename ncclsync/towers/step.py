@@ -15,18 +15,16 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ncclsync.communicator.peers import SAME_ROWS
 from ncclsync.communicator.timeouts import held_back, interruptible
 from ncclsync.compat import other_libraries
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.source_lines import calls_of
 from ncclsync.costs.losses import MOST_LOST, losses_of
-from ncclsync.errors import NcclSyncError, NonFiniteError, ProcessError
+from ncclsync.errors import NcclSyncError, NonFiniteError
 from ncclsync.ops.spans import Meter, NoBatchLeft
 from ncclsync.program.program import Program
 from ncclsync.sharding.shards import (
     Grouped,
-    digest_of_rows,
     fixed_specs,
     grouped,
     is_marked,
@@ -38,9 +36,9 @@ from ncclsync.sharding.shards import (
     without_optionals,
 )
 from ncclsync.towers.audit import Audit
-from ncclsync.towers.feeding import CountingDataset
 from ncclsync.towers.laying_out import lay_out
 from ncclsync.towers.programs import MOST_KEPT, Key, Programs
+from ncclsync.towers.reading import Reading
 from ncclsync.towers.recovery import KeptBatch, Rollback
 from ncclsync.towers.retracing import Retracing, Version
 from ncclsync.towers.state import TowerState
@@ -48,10 +46,6 @@ from ncclsync.towers.step_function import FunctionKey, OnFed, OnGiven, OnIterato
 from ncclsync.towers.watch import Watcher
 
 logger = logging.getLogger("ncclsync")
-
-# Batches of an iterator, or of single calls, that processes compare if their step itself does not: the first two, and
-# every 50th. A comparison takes about a millisecond.
-_COMPARED, _EVERY = 2, 50
 
 
 class TowerStep:
@@ -67,9 +61,7 @@ class TowerStep:
         self._known: dict[tuple[bool, str, int], tuple[Version, Any, str]] = {}
         self._known_of = 0
         self._meter: Meter | None = None  # of all watched graphs
-        self._compared: Any = None  # a weak reference to the iterator whose batches processes compare; None: calls'
-        self._number = 0  # of the last of these batches
-        self._read: weakref.ref[CountingDataset] | None = None  # see `_own_rows`
+        self._reading = Reading(self.towers)
         self._functions: dict[FunctionKey, StepFunction] = {}  # the one used last at the end
 
     def run_on_iterator(self, iterator: tf.data.Iterator) -> Any:
@@ -84,10 +76,7 @@ class TowerStep:
             NonFiniteError: a gradient is not finite; see `Health`.
         """
         towers = self.towers
-        if towers.layout.meets_processes and (self._compared is None or self._compared() is not iterator):
-            self._compared, self._number = weakref.ref(iterator), 0
-            counting = [one for one in tf_compat.datasets_of(iterator) if isinstance(one, CountingDataset)]
-            self._read = next((weakref.ref(one) for one in counting if one.digest() is not None), None)
+        self._reading.from_iterator(iterator)
         kind = OnFed if towers.layout.on_gpus else OnIterator
         watchers = towers.watch.take_watchers() if self.trains else ()
         steps = self._version_for(OnIterator, iterator.element_spec)[0].steps
@@ -112,9 +101,9 @@ class TowerStep:
             ValueError: the batch has no rows, or its tensors have different numbers of rows.
             Exception: what `run_on_iterator` raises.
         """
-        given = self.towers.own_rows
-        self._compared, self._read = None, None if given is None else weakref.ref(given)
-        batch = grouped(batch) if given is None else batch  # towers' rows are counted by samples alone there
+        self._reading.from_call()
+        if self.towers.own_rows is None:  # else towers' rows are counted by samples alone
+            batch = grouped(batch)
         rowed_leaves(batch)
         watchers = self.towers.watch.take_watchers() if self.trains else ()
         return self._run(OnGiven, batch, watchers, version=version)
@@ -139,13 +128,7 @@ class TowerStep:
         if audits and towers.session.shares is not None:  # whose times must not include what is computed again
             watchers = [one for one in watchers if one != towers.session.shares.measure]
         function = self._function_for(kind, batches, version, watched=bool(watchers), audits=audits)
-        is_new = function.key not in self._functions
-        if is_new:
-            with _collecting_no_garbage(), interruptible():
-                assert function.graph is not None  # traced now
-            if len(self._functions) >= MOST_KEPT:
-                del self._functions[next(iter(self._functions))]
-            self._functions[function.key] = function
+        is_new = self._keep(function)
         reporting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if function.meter is not None:
             reporting = function.meter.reported_to(watchers, traced=is_new)
@@ -180,7 +163,7 @@ class TowerStep:
             if rows is None or not towers.split_further(rows):
                 raise
         else:
-            self._compare_batches(function)
+            self._reading.compare(function.kept)
             if is_new and not watchers and self.trains and len(towers) > 1:
                 self._warn_of_costs(function)
             self.count(done, function.audit)
@@ -189,9 +172,19 @@ class TowerStep:
         del function  # frees its variables on the towers
         return self._run(OnGiven, batch, (), version=version)
 
+    def _keep(self, function: StepFunction) -> bool:
+        """Keep a function; if it is new, which this returns, its graph is traced first."""
+        if function.key in self._functions:
+            return False
+        with _collecting_no_garbage(), interruptible():
+            assert function.graph is not None  # traced now
+        if len(self._functions) >= MOST_KEPT:
+            del self._functions[next(iter(self._functions))]
+        self._functions[function.key] = function
+        return True
+
     def _forget_other_layouts(self) -> None:
-        layout = self.towers.layout
-        old = [key for key in self._functions if key.program.layout is not layout]
+        old = [key for key in self._functions if key.program.layout is not self.towers.layout]
         for key in old:
             del self._functions[key]
         if self.programs.forget_other_layouts() or old:
@@ -211,7 +204,7 @@ class TowerStep:
         found = version
         if found is None:
             # Processes that read their own rows all trace at the same time: they have different numbers of rows.
-            asked = open_specs(given) if self._any_rows or self._own_rows is not None else given
+            asked = open_specs(given) if self._any_rows or self._reading.own_rows is not None else given
             found = self.retracing.of_batch(ungrouped(asked)) if kind is OnGiven else self.retracing.of_iterator(asked)
         step = found.step or found
         if kind is OnGiven:
@@ -233,7 +226,7 @@ class TowerStep:
         given = fixed_specs(batches) if kind is OnGiven else batches.element_spec
         found, specs, text = self._version_for(kind, given, version)
         step = found.step or found
-        own = self._own_rows
+        own = self._reading.own_rows
         sizes = None if own is None else id(own.sizes)  # unique, since a function keeps its variable
         made_for = Key(text, tuple(self.programs.readers()), step.number, watched, self.towers.layout)
         key = FunctionKey(made_for, kind, sizes, audits)
@@ -248,11 +241,6 @@ class TowerStep:
             _, specs, text = self._version_for(kind, given, version)  # known by now
             key = key._replace(program=made_for._replace(specs=text))
             return self._functions.get(key) or self._make_function(key, specs, program, meter)
-
-    @property
-    def _own_rows(self) -> CountingDataset | None:
-        """Return the dataset of the batches, if each process reads its own rows; its reader keeps it alive."""
-        return None if self._read is None else self._read()
 
     def _make_function(self, key: FunctionKey, batch_specs: Any, program: Program, meter: Meter | None) -> StepFunction:
         specs = grouped(without_optionals(batch_specs))
@@ -272,7 +260,7 @@ class TowerStep:
             rollback = Rollback(
                 program, self.towers, functools.partial(_report_nonfinite, *borrowed, program.gradients)
             )
-        layout, own = self.towers.layout, self._own_rows
+        layout, own = self.towers.layout, self._reading.own_rows
         return key.kind(
             key=key,
             towers=self.towers,
@@ -357,27 +345,6 @@ class TowerStep:
         if audit is not None:
             audit.check(self.towers.watch.audited(steps))
         self.towers.watch.count(steps)
-
-    def _compare_batches(self, function: StepFunction) -> None:
-        """Check that all processes have run a step on the same batch, unless the step itself checks it.
-
-        Raises:
-            ProcessError: they have not.
-        """
-        communicator, own = self.towers.communicator, self._own_rows
-        if not self.towers.layout.meets_processes or (communicator.compares_batches and own is None):
-            return
-        self._number += 1
-        if self._number > _COMPARED and (self._number % _EVERY or own is not None):
-            return
-        digest = digest_of_rows(function.kept.batch()) if own is None else own.digest()
-        digests = communicator.exchange(digest, "the comparison of batches")
-        other = next((i for i, digest in enumerate(digests) if digest != digests[0]), None)
-        if other is not None:
-            raise ProcessError(
-                f"Expected all processes to read the same batches. Received: other rows in process {other} than in "
-                f"process 0, in batch {self._number}{' or before' * (self._number > _COMPARED)}. {SAME_ROWS}"
-            )
 
     def _warn_of_costs(self, function: StepFunction) -> None:
         """Warn if towers, though exact, lose much of a step, since each needs the rows of all."""

@@ -198,25 +198,25 @@ class _StepOfModel:
         # As Keras, which reads all this when it makes a function; a predict_step it looks up when it traces.
         self.run_eagerly, self.jit_compile = model.run_eagerly, bool(model.jit_compile)
         self._step = None if name == "predict_step" else getattr(model, name)
-        self._model, self._towers, self._name = model, towers, name
+        self.model, self._towers, self._name = model, towers, name
 
     @property
     def function(self) -> Callable[[Any], Any]:
         """Return the model's method."""
-        return self._step or self._model.predict_step
+        return self._step or self.model.predict_step
 
     def source(self, specs: Any) -> Source:
         """See `Traceable`; the variables that the step needs are built first."""
-        _build_state(self._model, self._name, specs)
-        return Source(self.function, Results.COMBINED, self.jit_compile)
+        twice = _build_state(self.model, self._name, specs)
+        return Source(self.function, Results.COMBINED, self.jit_compile, twice=twice)
 
     def find_inexact(self) -> Sequence[Inexact]:
         """See `Traceable`."""
-        return find_inexact(self._model, self._towers.options.exact_batch_norm, self._towers.options.exact_random)
+        return find_inexact(self.model, self._towers.options.exact_batch_norm, self._towers.options.exact_random)
 
     def forget_failed(self) -> None:
         """See `Traceable`."""
-        keras_compat.forget_failed_builds(self._model)
+        keras_compat.forget_failed_builds(self.model)
 
 
 class ModelStep:
@@ -361,15 +361,18 @@ def _ending_no_epoch() -> Iterator[None]:
         ) from error
 
 
-def _build_state(model: keras.Model, name: str, specs: Any) -> None:
-    """Create what Keras would create while it traces, so that one trace is enough.
+def _build_state(model: keras.Model, name: str, specs: Any) -> bool:
+    """Create what Keras would create while it traces, so that one trace is enough; return whether anything was.
 
     Only for Keras' own steps: the variables of another step are not known before it is traced.
     """
     stock = getattr(type(model), name) is getattr(keras.Model, name)
     plain = all(leaf is None or isinstance(leaf, tf.TensorSpec) for leaf in tf.nest.flatten(specs))
-    if stock and plain and model.built and model.compiled and name != "predict_step":
-        keras_compat.build_symbolically(model, specs)
+    if not (stock and plain and model.built and model.compiled and name != "predict_step"):
+        return False
+    known = len(keras_compat.variables_of(model))
+    keras_compat.build_symbolically(model, specs)
+    return len(keras_compat.variables_of(model)) > known
 
 
 def _concat(*pieces: Any) -> Any:

@@ -264,6 +264,7 @@ class _StepOfUser:
 
     def __init__(self, function: Callable[[Any], Any], results: Results) -> None:
         self._function, self._results = function, results
+        self.model = None
 
     def source(self, specs: Any) -> Source:
         """See `Traceable`."""

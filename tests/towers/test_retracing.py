@@ -1,6 +1,7 @@
 """When a step is traced anew: at the moments at which Keras traces it, and for shapes that Keras would relax."""
 
 import dataclasses
+import random
 
 import keras
 import numpy as np
@@ -192,3 +193,51 @@ def test_batches_of_other_ranks():
         for shape in ([5, 3], [5, 3, 2], [6, 3, 2], [4, 1], [5]):
             x = np.arange(np.prod(shape), dtype="float32").reshape(shape)
             assert float(np.sum(towers.run(doubled, x))) == 2 * x.sum()
+
+
+class Counting(keras.layers.Layer):
+    """Counts its traces, and uses the number."""
+
+    count = 0
+
+    def call(self, x):
+        """Scale by the number."""
+        self.count += 1
+        return x * self.count
+
+
+class Drawing(keras.layers.Layer):
+    """Draws while it is traced."""
+
+    def call(self, x):
+        """Scale by a number that Python draws, once for all steps."""
+        return x * np.random.uniform(0.5, 1.5) * random.uniform(0.5, 1.5)
+
+
+class CountingUpdates(keras.optimizers.Adam):
+    """Counts the updates that are traced, and uses the number."""
+
+    count = 0
+
+    def update_step(self, gradient, variable, learning_rate):
+        """Scale by the number."""
+        self.count += 1
+        super().update_step(gradient * self.count, variable, learning_rate)
+
+
+@pytest.mark.parametrize("layer", [Counting, Drawing])
+def test_a_trace_leaves_python_as_keras_does(layer):
+    """Keras traces a step that creates variables twice. One trace is enough, unless Python's state changes by it."""
+
+    def build():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input([6, 4]), keras.layers.Flatten(), layer(), keras.layers.Dense(1)])
+        model.compile(CountingUpdates(0.1), "mse", jit_compile=False)
+        return model
+
+    def left(model):
+        yield model.fit(X, Y, batch_size=8, epochs=2, verbose=0, shuffle=False).history["loss"]
+        yield model.evaluate(X, Y, verbose=0)
+        yield [model.optimizer.count, getattr(model.layers[1], "count", 0), np.random.uniform(), random.uniform(0, 1)]
+
+    assert_close(list(left(nccl_parallel(towers=3)(build)())), list(left(build())))

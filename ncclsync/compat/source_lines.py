@@ -134,7 +134,7 @@ def _computed(graph: tf.Graph) -> dict[tuple[str, str], tuple[collections.Counte
         number = op.type == "Const" and op.outputs[0].shape.rank == 0
         number = number and any(user.type not in _OF_LENGTHS for user in op.outputs[0].consumers())
         counts = floats or number or op.type.startswith("Assign") or op.type in _RUNNING
-        if not counts or op.name.startswith(_OF_TAPES) or op.type in _OF_LENGTHS:
+        if not counts or op.type in _OF_LENGTHS or _is_of_tape(op):
             continue
         place = _call_at(op)
         if place is None:
@@ -155,6 +155,12 @@ def _computed(graph: tf.Graph) -> dict[tuple[str, str], tuple[collections.Counte
     for place in [one for one in integers if one[0] in writing]:
         found[place][0].update(integers[place])
     return found
+
+
+def _is_of_tape(op: tf.Operation) -> bool:
+    """Return whether an op is of a gradient: sums of gradients have no names of theirs."""
+    of_tape = op.name.startswith(_OF_TAPES)
+    return of_tape or (op.type == "AddN" and any(_is_of_tape(one.op) for one in op.inputs))
 
 
 def _call_at(op: tf.Operation) -> tuple[str, str] | None:

@@ -156,8 +156,9 @@ def _run_ops_on_one_thread() -> None:
     except RuntimeError:
         logger.warning(
             "Towers keep all cores of the host busy, and TensorFlow, which has started before them, divides "
-            "each op among all cores: steps take up to half as long again. Make the towers first, before "
-            "any tensor or dataset, or set TF_NUM_INTRAOP_THREADS=1."
+            "each op among all cores: steps take up to 50% longer. Make the towers first, before any tensor or "
+            "dataset, or set TF_NUM_INTRAOP_THREADS=1. If the process ends in a segmentation fault, set it, too: some "
+            "convolutions of TensorFlow's (1x1, with strides) write beyond their memory if they have several threads."
         )
 
 

@@ -138,9 +138,9 @@ class Programs:
             if repr(shard) == repr(open_specs(specs)):
                 self.towers.session.warn_once(
                     "The step can be traced for batches of a fixed number of rows alone, and cannot be divided: "
-                    f"every tower computes the whole batch. {line} needs that number while it is traced: "
-                    "tf.shape(x)[0] in place of x.shape[0] or len(x), and tensors in place of Python's loops, do not. "
-                    f"Without it: {cause}"
+                    f"every tower computes the whole batch. {line} needs that number while it is traced. Use "
+                    "tf.shape(x)[0] instead of x.shape[0] or len(x), and tensors instead of Python's loops. "
+                    f"Without that number: {cause}"
                 )
             return program
         except Exception:  # raised again
@@ -203,8 +203,8 @@ class Programs:
         if source.jit_compile and not self.towers.session.lets_xla_compile():
             source = dataclasses.replace(source, jit_compile=False)
         traced = self._converted(source, specs, alone)
-        if source.twice and before.is_changed:
-            before.restore()
+        if source.twice and traced.before.is_changed:
+            before.restore(since=traced.before)
             self._trace(source, specs)
             traced = self._converted(source, specs, alone)
         return traced

@@ -22,24 +22,29 @@ class PythonState:
 
     def __init__(self, owner: Any = None) -> None:
         """Remember the present state; `owner`: a model, whose layers, optimizer, losses and so on are the objects."""
-        self._owner = owner
         self._random = random.getstate(), np.random.get_state(legacy=False)
-        self._attributes = [(one.__dict__, _plain(one.__dict__)) for one in _users_objects(owner)]
+        self._attributes = {id(own): (own, _plain(own)) for own in (one.__dict__ for one in _users_objects(owner))}
 
     @property
     def is_changed(self) -> bool:
         """Return whether the state is another now."""
-        attributes = any(_plain(own) != before for own, before in self._attributes)
+        attributes = any(_plain(own) != before for own, before in self._attributes.values())
         return attributes or repr(self._random) != repr(PythonState()._random)
 
-    def restore(self) -> None:
-        """Make it the state again."""
+    def restore(self, since: "PythonState | None" = None) -> None:
+        """Make it the state again; attributes that have not changed since another state stay."""
         random.setstate(self._random[0])
         np.random.set_state(self._random[1])
-        for own, before in self._attributes:
-            for name in _plain(own).keys() - before.keys():
-                del own[name]
-            own.update(before)
+        for key, (own, before) in self._attributes.items():
+            then = {} if since is None else since._attributes.get(key, (own, {}))[1]
+            now = _plain(own)
+            for name in now.keys() | before.keys():
+                if name in then and name in now and then[name] == now[name]:
+                    continue
+                if name in before:
+                    own[name] = before[name]
+                else:
+                    del own[name]
 
 
 def _plain(own: dict[str, Any]) -> dict[str, Any]:

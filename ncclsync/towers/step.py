@@ -128,7 +128,13 @@ class TowerStep:
         if audits and towers.session.shares is not None:  # whose times must not include what is computed again
             watchers = [one for one in watchers if one != towers.session.shares.measure]
         function = self._function_for(kind, batches, version, watched=bool(watchers), audits=audits)
-        is_new = self._keep(function)
+        is_new = function.key not in self._functions
+        if is_new:
+            with _collecting_no_garbage(), interruptible():
+                assert function.graph is not None  # traced now
+            if len(self._functions) >= MOST_KEPT:
+                del self._functions[next(iter(self._functions))]
+            self._functions[function.key] = function
         reporting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if function.meter is not None:
             reporting = function.meter.reported_to(watchers, traced=is_new)
@@ -171,17 +177,6 @@ class TowerStep:
         version = self.retracing[function.key.program.version]
         del function  # frees its variables on the towers
         return self._run(OnGiven, batch, (), version=version)
-
-    def _keep(self, function: StepFunction) -> bool:
-        """Keep a function; if it is new, which this returns, its graph is traced first."""
-        if function.key in self._functions:
-            return False
-        with _collecting_no_garbage(), interruptible():
-            assert function.graph is not None  # traced now
-        if len(self._functions) >= MOST_KEPT:
-            del self._functions[next(iter(self._functions))]
-        self._functions[function.key] = function
-        return True
 
     def _forget_other_layouts(self) -> None:
         old = [key for key in self._functions if key.program.layout is not self.towers.layout]

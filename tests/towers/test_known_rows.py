@@ -165,3 +165,33 @@ def test_what_an_installed_package_asks(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "ncclsync"):
         assert_close(by_dataset(model), by_dataset(alone))
     assert f"{file}:2" in caplog.text
+
+
+class TwoLosses(keras.Model):
+    """A model whose gradients have two addends each, and whose step asks for the number of rows."""
+
+    def train_step(self, data):
+        """Train on the mean and on the largest errors."""
+        (x, y), rows = data, keras.ops.shape(data[0])[0]
+        with tf.GradientTape() as tape:
+            errors = tf.reduce_mean((self(x, training=True) - y) ** 2, -1)
+            loss = tf.reduce_sum(errors) / tf.cast(rows, errors.dtype) + tf.reduce_mean(tf.math.top_k(errors, 3)[0])
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+def test_sums_of_gradients_are_of_no_line(caplog):
+    """TensorFlow adds gradients up in another order if it knows the length; the step is divided."""
+
+    def build():
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input([6])
+        model = TwoLosses(inputs, keras.layers.Dense(1)(inputs))
+        model.compile("sgd")
+        return model
+
+    alone, model = build(), on_towers(build, 3)
+    with caplog.at_level(logging.WARNING, "ncclsync"):
+        assert_close(by_dataset(model), by_dataset(alone))
+    assert "a fixed number of rows" not in caplog.text

@@ -215,14 +215,19 @@ class Drawing(keras.layers.Layer):
 
 
 class CountingUpdates(keras.optimizers.Adam):
-    """Counts the updates that are traced, and uses the number."""
+    """Counts how often it is built, and the updates that are traced, and uses the numbers."""
 
-    count = 0
+    count = built_times = 0
+
+    def build(self, variables):
+        """Count."""
+        self.built_times += 1
+        super().build(variables)
 
     def update_step(self, gradient, variable, learning_rate):
         """Scale by the number."""
         self.count += 1
-        super().update_step(gradient * self.count, variable, learning_rate)
+        super().update_step(gradient * self.count * self.built_times, variable, learning_rate)
 
 
 @pytest.mark.parametrize("layer", [Counting, Drawing])

@@ -73,6 +73,7 @@ class Conversions(Placer):
         self.controls: dict[OpName, Sequence[OpName]] = dict(traced.controls)
         self.ops: list[tf.Operation] = []
         self.by_name: dict[OpName, tf.Operation] = {}
+        self.stood_for: dict[OpName, tf.Operation] = {}
         self.open_axes: dict[TensorName, int] = {}
         self.by_rows: dict[TensorName, Placement] = {}
         self.local: set[OpName] = set()

@@ -274,7 +274,7 @@ def _asked_outside(graph: StepGraph) -> list[TensorName]:
 
 def _unrepeatable(graph: StepGraph, names: list[OpName]) -> str:
     """Return `Segment.unrepeatable`."""
-    ops = (graph.by_name[name] for name in names)
+    ops = (graph.stood_for.get(name, graph.by_name[name]) for name in names)
     return next((f"{op.type}, at {user_line(op.traceback)}" for op in ops if is_unrepeatable(op, graph.functions)), "")
 
 

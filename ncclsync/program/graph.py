@@ -171,6 +171,7 @@ class StepGraph:
     must_run: Set[OpName]
     ops: Sequence[tf.Operation]  # that are computed, inputs before consumers
     by_name: Mapping[OpName, tf.Operation]  # of these, and of those that tower 0 alone runs
+    stood_for: Mapping[OpName, tf.Operation]  # by the branch that runs it on tower 0 alone
     open_axes: Mapping[TensorName, int]  # of tensors that have a tower's rows, where the trace has a length
     by_rows: Mapping[TensorName, Placement]  # of tensors that have a tower's rows of the batch
     stretched: bool  # whether a batch of one row may have more rows of some of these, since it was broadcast

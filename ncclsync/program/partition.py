@@ -508,6 +508,7 @@ class Partition(Conversions):
             done = tf.identity(done)
         for made in self.ops[before:]:
             if made.type in BRANCHES:
+                self.stood_for[made.name] = op
                 self.controls[made.name] = [*self.controls[made.name], *self.controls[op.name]]
         self.must_run.add(done.op.name)
         self._stands_for(op.name, done.op.name)

@@ -150,8 +150,8 @@ def _computed(graph: tf.Graph) -> dict[tuple[str, str], tuple[collections.Counte
                 numbers[repr(tf.make_ndarray(node.attr["value"].tensor))] += 1
             elif node.op not in _OF_LENGTHS | {"Const"} and dtype.is_floating:
                 kinds[node.op] += 1
-    # A layer of a library that draws writes its seed, too: among other ops.
-    writing = {line for (line, _), (_, kinds) in found.items() if kinds and all(one[:6] == "Assign" for one in kinds)}
+    # What a library writes by itself, as the state of a seed, is no concern of the line's.
+    writing = {line for line, called in found if "assign" in called.rpartition(":")[2]}
     for place in [one for one in integers if one[0] in writing]:
         found[place][0].update(integers[place])
     return found

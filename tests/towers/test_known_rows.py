@@ -47,6 +47,11 @@ def steps_of_rows(x, _):
     return tf.tensordot(x, tf.ones([3, 4]), 1)[:, 1] + keras.ops.mean(keras.ops.diagonal(x, axis1=0, axis2=1))
 
 
+def drawn(x, seen):
+    seen.seeds = getattr(seen, "seeds", None) or keras.random.SeedGenerator(1)
+    return x + 0 * tf.cast(keras.random.randint((keras.ops.shape(x)[0], 6), 0, 3, seed=seen.seeds), x.dtype)
+
+
 def another_factor(x, _):
     return x * (1 + (x.shape[0] or 1) / 10)
 
@@ -104,7 +109,7 @@ def a_part(x, _):
     return x + tf.reduce_mean(keras.ops.array_split(x, 2)[-1])
 
 
-ALIKE = (unpacked, whichever_is_known, by_list, branching, halved, counted, steps_of_rows)
+ALIKE = (unpacked, whichever_is_known, by_list, branching, halved, counted, steps_of_rows, drawn)
 OTHERWISE = (another_factor, another_op, another_count, centred_if_known, by_all_lengths, by_kind_of_number)
 OTHERWISE += (in_a_branch, of_an_array, by_its_dims, by_comparison, by_a_slice, in_parts, a_part)
 

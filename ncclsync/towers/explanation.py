@@ -164,7 +164,7 @@ def explain_program(
     order = "One tower runs Keras' own step." if plain else _order(program, towers)
     order += f" The last batch, of {rows} rows, is shown." * (of_last and rows is not None)
     words = order.strip(), _compiled(program, shards, towers)
-    price = _price(program, len(towers), rows) if rows and count > 1 and not towers.layout.on_gpus else ""
+    price = _price(program, len(towers), rows) if rows and count > 1 and towers.layout.shares_cores else ""
     return Explanation(*parts, *words, price, towers.communicator.taken_bytes)
 
 

@@ -388,7 +388,7 @@ class TowerStep(TracedStep):
             )
             return
         # CPU towers stand in for GPUs, too.
-        for machine in (GPU,) if self.towers.layout.on_gpus else (CORE, GPU):
+        for machine in (CORE, GPU) if self.towers.layout.shares_cores else (GPU,):
             losses = program.losses(towers, rows, machine)
             if losses.needed > MOST_LOST:
                 # Once for all sizes of batches, and for all callers of the step.

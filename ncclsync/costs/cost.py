@@ -57,12 +57,15 @@ class StepWork:
     """Hold the work of a step's ops.
 
     Attributes:
-        own: [ops, COUNTS, POWERS] of what a tower does for its rows alone, or on whatever has no rows.
+        own: [ops, COUNTS, POWERS] of what a tower does for its rows alone.
+        same: [ops, COUNTS, POWERS] of what every tower does on whatever has no rows, such as the update of weights,
+            also by the slices of sparse gradients.
         alike: what every tower does for all rows.
         wholes: rows that all towers receive, except the slices of sparse gradients.
     """
 
     own: np.ndarray
+    same: np.ndarray
     alike: tuple[Alike, ...]
     wholes: tuple[Whole, ...]
 
@@ -91,7 +94,7 @@ class Costs:
         self._rows.update(one.name for one in op.outputs if one.dtype != tf.resource and one.shape.rank != 0)
 
     def leave_out(self, op: tf.Operation) -> None:
-        """Count no op that takes these results, slices of sparse gradients: such ops are the weights' update."""
+        """Count ops that take these results, slices of sparse gradients, as the weights' update."""
         self._slices.update(tensor.name for tensor in op.outputs)
 
     def receive(self, op: tf.Operation, size: Size, kind: CollectiveKind) -> None:
@@ -112,6 +115,7 @@ class Costs:
         others = [tensor for tensor in op.inputs if tensor.name not in self._slices]
         if len(others) < len(op.inputs) and all(one.shape.is_fully_defined() for one in others):
             self.leave_out(op)
+            self._others.append(op)
             return
         taken = any(one.kind in _OF_ROWS for one in given) or any(tensor.name in self._rows for tensor in op.inputs)
         open_shapes = not all(one.shape.is_fully_defined() for one in op.outputs)
@@ -123,16 +127,14 @@ class Costs:
             self._others.append(op)
 
     def step_work(self) -> StepWork:
-        """Return the work of the step; of a step in which towers need no rows but their own, nothing is counted."""
-        if not self.alike and not self.wholes:
-            return StepWork(self.works([]), (), ())
+        """Return the work of the step."""
         works = self.works(self.alike)
-        longest = {*np.argsort(-seconds(works, _ROWS))[:_NAMED].tolist()}
+        longest = {*np.argsort(-seconds(works, _ROWS).sum(0))[:_NAMED].tolist()}
         alike = tuple(
             Alike(*(own_place(op) if i in longest else ("", "")), work)
             for i, (op, work) in enumerate(zip(self.alike, works, strict=True))
         )
-        return StepWork(self.works([*self.by_rows, *self._others]), alike, tuple(self.wholes))
+        return StepWork(self.works(self.by_rows), self.works(self._others), alike, tuple(self.wholes))
 
     def works(self, ops: Iterable[tf.Operation]) -> np.ndarray:
         """Return [ops, COUNTS, POWERS], by `Roofline.work`."""

@@ -1,27 +1,32 @@
 """Estimate the share of its time that a step loses because towers need all rows, name the lines, and suggest a remedy.
 
-The estimate is a roofline's, for GPUs of one kind and links of one speed, so that it is the same wherever a program is
-tried. Of an exchange only the bytes are counted, not that towers meet.
+The estimate is a roofline's, for GPUs of one kind and links of one speed, or for cores of one kind that all towers
+share, so that it is the same wherever a program is tried. Of an exchange only the bytes are counted, not that towers
+meet.
 """
 
 import collections
 import dataclasses
 
+import numpy as np
+
 from ncclsync.costs.collective_time import collective
 from ncclsync.costs.cost import StepWork
 from ncclsync.costs.links import CLUSTERS
-from ncclsync.costs.roofline import CUBIC, SORTS, seconds
+from ncclsync.costs.roofline import CUBIC, GPU, SORTS, START_S, Machine, seconds
 from ncclsync.semantics import rules
 
 LINK = "nvlink"  # of GPUs such as `roofline` knows
 MOST_LOST = 0.05  # of a step's time; a smaller loss is not warned of
 _NAMED = 3  # places
+# Of a core, beside a step's ops: what calls a step takes, and what calls a segment on each tower, as starts of ops.
+_STEP_STARTS, _SEGMENT_STARTS = 300, 24
 
 _INSTEAD = {
     rules.DRAWS: "draw fewer numbers for each row",
     rules.PRODUCTS: "compare each row with fewer others, or by fewer numbers for each row",
     CUBIC: "factorise a matrix of features by features, such as a product x^T x, which is summed over the rows",
-    SORTS | {"Cumsum", "Unique", "UniqueV2"}: "sort, rank or add up along another axis than the batch's",
+    SORTS | {"Cumsum"}: "sort, rank or add up along another axis than the batch's",
 }
 _OTHERWISE = "compute there what each row needs by itself, or of fewer numbers"
 
@@ -61,28 +66,56 @@ class Losses:
     """Describe what a step loses.
 
     Attributes:
-        share: of its time.
         places: those that lose most, first.
         towers: for so many.
+        shared: whether they have one device's cores.
+        starts: the share of its time by which towers start more ops than one device; 0 if they do not share cores.
+        same: the share of its time by which they do more of what has no rows; 0 if they do not share cores.
     """
 
-    share: float
     places: tuple[Loss, ...]
     towers: int
+    shared: bool = False
+    starts: float = 0.0
+    same: float = 0.0
+
+    @property
+    def needed(self) -> float:
+        """Return the share of the step's time that is lost since towers need the rows of all."""
+        return sum(one.share for one in self.places)
+
+    @property
+    def share(self) -> float:
+        """Return the share of the step's time that is lost."""
+        return self.needed + self.starts + self.same
+
+    @property
+    def by_cores(self) -> str:
+        """Say what towers lose because they share one device's cores; "" if they do not."""
+        starts, same = self.starts, self.same
+        parts = {
+            f"{starts:.0%} to start ops on each tower (larger batches or fewer towers lose less)": starts,
+            f"{same:.0%} to update all weights on each tower (so do fewer towers, or shard_optimizer=True)": same,
+        }
+        return " and ".join(part for part, share in parts.items() if share >= 0.01)
 
     def __str__(self) -> str:
-        named = [one for one in self.places if one.share > self.share / 10][:_NAMED]
+        named = [one for one in self.places if one.place and one.share > self.needed / 10][:_NAMED]
         ways = dict.fromkeys(
             next((instead for ops, instead in _INSTEAD.items() if one.op in ops), _OTHERWISE) for one in named
         )
+        since = f": {self.by_cores}, and {self.needed:.0%}" if self.by_cores else ","
         return (
-            f"Exact, but an estimated {self.share:.0%} of a step's time on {self.towers} towers is lost, since each "
-            f"needs the rows of all, at {'; at '.join(map(str, named))}. Instead, {'; '.join(ways)}. explain() lists "
+            f"Exact, but an estimated {self.share:.0%} of a step's time on {self.towers} "
+            f"{'CPU towers' if self.shared else 'GPUs'} is lost{since} since each needs the rows of all, at "
+            f"{'; at '.join(map(str, named))}. Instead, {'; '.join(ways)}. explain() lists "
             "all rows that reach every tower"
         )
 
 
-def losses_of(work: StepWork, gradient_bytes: int, rows: int, towers: int) -> Losses:
+def losses_of(
+    work: StepWork, gradient_bytes: int, rows: int, towers: int, segments: int = 1, machine: Machine = GPU
+) -> Losses:
     """Estimate what a step loses beside one in which each tower works on its own rows alone.
 
     Args:
@@ -90,12 +123,14 @@ def losses_of(work: StepWork, gradient_bytes: int, rows: int, towers: int) -> Lo
         gradient_bytes: of what travels anyhow.
         rows: of the batch.
         towers: how many; at least 2.
+        segments: into which the step is cut.
+        machine: `GPU`, one for each tower, or `CORE`, which all share.
     """
-    if not work.wholes and not work.alike:
-        return Losses(0.0, (), towers)
     cluster = CLUSTERS[LINK]
 
     def moved_s(kind: str, size: float) -> float:
+        if machine.shared:
+            return size / machine.bytes_per_s
         estimate = collective(kind, size / towers if kind == "all_gather" else size, towers, cluster)
         return estimate.seconds - estimate.latency_s
 
@@ -106,16 +141,23 @@ def losses_of(work: StepWork, gradient_bytes: int, rows: int, towers: int) -> Lo
         sizes[whole.place] += whole.size.at(rows)
         received[whole.place] += took
         ops[whole.place][whole.made] += took
-    alike_s = 0.0
-    for one in work.alike:
-        whole_s, own_s = (float(seconds(one.work[None], rows, parts)[0]) for parts in (1, towers))
-        alike[one.place] += whole_s - own_s
-        ops[one.place][one.made] += whole_s - own_s
-        alike_s += whole_s
-    # Gradients travel while the towers compute.
-    computed_s = float(seconds(work.own, rows, towers).sum()) + alike_s
-    received_s = sum(received.values())
-    step_s = max(computed_s, moved_s("all_reduce", gradient_bytes)) + received_s
+    works = np.concatenate([work.own, work.same, *(one.work[None] for one in work.alike)])
+    once_s, own_s = (seconds(works, rows, parts, machine) for parts in (1, towers))  # [2, ops]
+    begin, first = len(work.own), len(works) - len(work.alike)
+    own_s[:, begin:first] = once_s[:, begin:first]  # slices of sparse gradients have rows
+    for one, more in zip(work.alike, (once_s - own_s)[:, first:].sum(axis=0).tolist(), strict=True):
+        alike[one.place] += more
+        ops[one.place][one.made] += more
+    computed_s, received_s = own_s.sum() + sum(alike.values()), sum(received.values())
+    sent_s = moved_s("all_reduce", gradient_bytes)
+    starts_s = same_s = 0.0
+    if machine.shared:
+        calls_s, step_s = segments * _SEGMENT_STARTS * START_S, _STEP_STARTS / towers * START_S
+        starts_s, same_s = (own_s - once_s / towers).sum(axis=1) + np.array([calls_s, sent_s])
+        step_s += computed_s + sent_s + calls_s
+    else:  # gradients travel while the towers compute
+        step_s = max(computed_s, sent_s)
+    step_s += received_s
     places = [
         Loss(
             place,
@@ -125,7 +167,7 @@ def losses_of(work: StepWork, gradient_bytes: int, rows: int, towers: int) -> Lo
             alike[place] / step_s,
         )
         for place, found in ops.items()
-        if place and sum(found.values())
+        if sum(found.values())
     ]
-    lost_s = received_s + sum(alike.values())
-    return Losses(lost_s / step_s, tuple(sorted(places, key=lambda one: -one.share)), towers)
+    places.sort(key=lambda one: -one.share)
+    return Losses(tuple(places), towers, machine.shared, starts_s / step_s, same_s / step_s)

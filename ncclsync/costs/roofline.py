@@ -1,4 +1,4 @@
-"""Estimate how long an op takes on a GPU: as its arithmetic or its memory traffic does, whichever is longer.
+"""Estimate how long an op takes: as its arithmetic or its memory traffic does, whichever is longer.
 
 The counts are monomials of the batch's rows, so that a step that is traced for any batch is counted once. Lengths that
 are open otherwise count as 1.
@@ -18,13 +18,6 @@ from ncclsync.semantics.axes import Axes, Rows, length_of
 from ncclsync.semantics.functions import LOOPS, Functions
 from ncclsync.semantics.rules import PRODUCTS, equation_of, names
 
-# An H100 SXM, by its data sheet: 67 · 10¹² float32 operations and 3.35 · 10¹² bytes per second, 20 for each byte; an
-# A100 has 12.5. So between them.
-BYTES_PER_S = 3.35e12
-OPERATIONS_PER_BYTE = 16
-# Of TensorFlow's executor and a kernel, however few numbers it has.
-LAUNCH_S = 4e-6
-
 # They change no number, and copy none.
 _FREE = names(
     """
@@ -34,7 +27,16 @@ _FREE = names(
 )
 # They read some of their first input.
 _PARTS = names("Gather GatherNd GatherV2 ResourceGather ResourceGatherNd Slice StridedSlice")
-SORTS = names("TopK TopKV2")
+# They add rows up where indices say.
+_SCATTERED = names(
+    """
+    ResourceScatterAdd ResourceScatterSub ScatterNd SparseSegmentMean SparseSegmentSqrtN SparseSegmentSum
+    TensorScatterAdd UnsortedSegmentMax UnsortedSegmentMin UnsortedSegmentProd UnsortedSegmentSum
+    """
+)
+_SCATTERS = 6  # times what they move
+SORTS = names("TopK TopKV2 Unique UniqueV2")
+_COMPARISON = 64  # multiplications: what as many take, a comparison of a sort takes
 # Of matrices: as many multiplications for an element as a row has elements.
 CUBIC = names(
     """
@@ -44,8 +46,36 @@ CUBIC = names(
 )
 _SORTED_ROWS = 1024  # a sort of n numbers takes log₂ n passes; a sort of rows counts as one of so many
 
+_STRING = 1024  # bytes: what moving as many takes a core, a string takes it
+
 POWERS = 4  # of rows: 0 to 3
 COUNTS = 3  # multiplications, bytes moved, kernels
+
+
+# Of TensorFlow's executor and a kernel, however few numbers it has.
+START_S = 4e-6
+
+
+class Machine(NamedTuple):
+    """Say how fast ops run.
+
+    Attributes:
+        bytes_per_s: that are moved.
+        operations_per_byte: how many of float32 take as long.
+        shared: whether all towers have one device's cores, which start ops, too; else each tower has a GPU of its own,
+            which is given ops ahead.
+    """
+
+    bytes_per_s: float
+    operations_per_byte: float
+    shared: bool
+
+
+# An H100 SXM, by its data sheet: 67 · 10¹² float32 operations and 3.35 · 10¹² bytes per second, 20 for each byte; an
+# A100 has 12.5. So between them.
+GPU = Machine(3.35e12, 16, shared=False)
+# A core of a busy server, by the programs that `tests/costs/measured_losses.py` measures.
+CORE = Machine(1.2e10, 10, shared=True)
 
 
 class Size(NamedTuple):
@@ -65,19 +95,21 @@ def product(sizes: Iterable[Size]) -> Size:
     return Size(math.prod(one.factor for one in made), min(sum(one.power for one in made), POWERS - 1))
 
 
-def seconds(work: np.ndarray, rows: float, parts: int = 1) -> np.ndarray:
-    """Return how long ops take.
+def seconds(work: np.ndarray, rows: float, parts: int = 1, machine: Machine = GPU) -> np.ndarray:
+    """Return how long ops take: [starting them, else moving and computing], each [ops].
 
     Args:
         work: [ops, COUNTS, POWERS], by `Roofline.work`.
         rows: of the batch.
         parts: into which what grows with the rows is divided.
+        machine: that runs them.
     """
     powers = float(rows) ** np.arange(POWERS)
     powers[1:] /= parts
     multiplications, moved, kernels = (work @ powers).T
-    bound = np.maximum(2 * multiplications / OPERATIONS_PER_BYTE, moved) / BYTES_PER_S
-    return np.maximum(bound, kernels * LAUNCH_S)
+    bound = np.maximum(2 * multiplications / machine.operations_per_byte, moved) / machine.bytes_per_s
+    starts = kernels * START_S
+    return np.stack([starts if machine.shared else np.maximum(starts - bound, 0), bound])
 
 
 class Roofline:
@@ -110,6 +142,7 @@ class Roofline:
         multiplications = self._multiplications(op)
         work[0, multiplications.power] = multiplications.factor
         tensors = [*op.outputs, *op.outputs] if op.type in _PARTS else [*op.inputs, *op.outputs]
+        tensors *= _SCATTERS if op.type in _SCATTERED else 1
         for moved in map(self.size_bytes, tensors):
             work[1, moved.power] += moved.factor
         return work
@@ -118,7 +151,7 @@ class Roofline:
         """Return the bytes of a tensor."""
         if tensor.dtype in (tf.resource, tf.variant):
             return Size(0.0)
-        return product([*self.lengths(tensor), Size(max(tensor.dtype.size, 1))])
+        return product([*self.lengths(tensor), Size(_STRING if tensor.dtype == tf.string else tensor.dtype.size)])
 
     def lengths(self, tensor: tf.Tensor) -> list[Size]:
         """Return how long each axis of a tensor is; none where their number is not known."""
@@ -157,9 +190,9 @@ class Roofline:
             channels *= self._length(filters, -2).factor if kind.startswith("Depthwise") else 1
             return product([*self.lengths(after), *self.lengths(filters), Size(1 / channels)])
         if kind in SORTS or "FFT" in kind:
-            along = self._length(inputs[0] if kind in SORTS else op.outputs[0], -1)
-            passes = max(int(math.log2(max(along.at(_SORTED_ROWS), 1))), 1)
-            return product([*self.lengths(inputs[0] if kind in SORTS else op.outputs[0]), Size(passes)])
+            tensor, each = (inputs[0], _COMPARISON) if kind in SORTS else (op.outputs[0], 1)
+            passes = max(int(math.log2(max(self._length(tensor, -1).at(_SORTED_ROWS), 1))), 1)
+            return product([*self.lengths(tensor), Size(passes * each)])
         if kind in CUBIC:
             return product([*self.lengths(inputs[0]), self._length(inputs[0], -1)])
         if kind.startswith("CudnnRNN"):  # input, h, c, parameters; time first

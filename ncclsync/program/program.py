@@ -13,6 +13,8 @@ import tensorflow as tf
 
 from ncclsync.compat.names import TensorName
 from ncclsync.costs.cost import StepWork
+from ncclsync.costs.losses import Losses, losses_of
+from ncclsync.costs.roofline import Machine
 from ncclsync.ops import Collective, CollectiveKind
 
 
@@ -249,6 +251,10 @@ class Program:
     def python(self) -> str:
         """Return an op by which the step runs Python, or prints, and its line; "" if there is none."""
         return next((one.unrepeatable for one in self.segments if one.unrepeatable), "")
+
+    def losses(self, towers: int, rows: int, machine: Machine) -> Losses:
+        """Estimate what a step loses on so many towers."""
+        return losses_of(self.work, self.gradient_bytes(towers, rows), rows, towers, len(self.segments), machine)
 
     def gradient_bytes(self, towers: int, rows: int) -> int:
         """Return the bytes of what the new values of trained variables rest on, as far as they are known."""

@@ -12,6 +12,8 @@ from rich.console import Group
 from rich.text import Text
 
 from ncclsync.costs.cost import Whole
+from ncclsync.costs.losses import MOST_LOST
+from ncclsync.costs.roofline import CORE
 from ncclsync.ops import CollectiveKind
 from ncclsync.ops.xla_programs import share_programs
 from ncclsync.program.program import Exchange, Program
@@ -86,6 +88,7 @@ class Explanation(Printed):
     wholes: tuple[WholeRow, ...] = ()  # the rows that reach every tower; none for most models
     order: str = ""  # how a tower computes its shards, or by what shares towers divide a batch, in words
     compiled: str = ""  # how many programs XLA compiles, in words; empty where it compiles none
+    price: str = ""  # what CPU towers lose since they share one device's cores, in words
     nccl_bytes: int = 0  # the most memory of a GPU that NCCL takes beside TensorFlow; 0 without NCCL
 
     columns = 130
@@ -110,7 +113,7 @@ class Explanation(Printed):
         parts = f"{self.segments} segments" if self.segments > 1 else "1 segment"
         return Group(
             table(("variable", "bytes", "role", "bucket", "how"), of_variables, numbers=1),
-            Text(" ".join(filter(None, (f"The step has {parts}.", self.order, self.compiled, taken)))),
+            Text(" ".join(filter(None, (f"The step has {parts}.", self.order, self.compiled, self.price, taken)))),
             *(table(names, rows, numbers=1) for names, rows in others.items() if rows),
         )
 
@@ -161,7 +164,8 @@ def explain_program(
     order = "One tower runs Keras' own step." if plain else _order(program, towers)
     order += f" The last batch, of {rows} rows, is shown." * (of_last and rows is not None)
     words = order.strip(), _compiled(program, shards, towers)
-    return Explanation(*parts, *words, towers.communicator.taken_bytes)
+    price = _price(program, len(towers), rows) if rows and count > 1 and towers.layout.shares_cores else ""
+    return Explanation(*parts, *words, price, towers.communicator.taken_bytes)
 
 
 def _order(program: Program, towers: TowerState) -> str:
@@ -204,6 +208,18 @@ def _compiled(program: Program, shards: Sequence[ShardRow], towers: TowerState) 
     return (
         f"XLA compiles it as {count} programs, {by_rows} of these anew for each number of rows that a tower "
         f"gets{of_these}{total}. A smaller last batch of a fit takes up to {by_rows * most} more."
+    )
+
+
+def _price(program: Program, towers: int, rows: int) -> str:
+    """Say what CPU towers lose since they share one device's cores."""
+    losses = program.losses(towers, rows, CORE)
+    if losses.share < MOST_LOST:
+        return ""
+    needed = f"{losses.needed:.0%} for rows that reach every tower" if losses.needed >= 0.01 else ""
+    return (
+        f"These towers share one device's cores, and take an estimated {1 / (1 - losses.share):.1f} times its CPU "
+        f"time: they lose {', '.join(filter(None, (losses.by_cores, needed)))}."
     )
 
 

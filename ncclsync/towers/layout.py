@@ -54,6 +54,11 @@ class Layout:
         return self.towers > len(self.devices)
 
     @property
+    def shares_cores(self) -> bool:
+        """Return whether all towers compute on the cores of one device; processes may be on several hosts."""
+        return not (self.on_gpus or self.meets_processes)
+
+    @property
     def shares(self) -> tuple[int, ...] | None:
         """Return `weights` as they are now."""
         return None if self.weights is None else tuple(self.weights.numpy().tolist())

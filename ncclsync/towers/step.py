@@ -19,7 +19,8 @@ from ncclsync.communicator.timeouts import held_back, interruptible
 from ncclsync.compat import other_libraries
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.source_lines import calls_of
-from ncclsync.costs.losses import MOST_LOST, losses_of
+from ncclsync.costs.losses import MOST_LOST
+from ncclsync.costs.roofline import CORE, GPU
 from ncclsync.errors import NcclSyncError, NonFiniteError
 from ncclsync.ops.spans import Meter, NoBatchLeft
 from ncclsync.program.program import Program
@@ -344,16 +345,20 @@ class TowerStep:
     def _warn_of_costs(self, function: StepFunction) -> None:
         """Warn if towers, though exact, lose much of a step, since each needs the rows of all."""
         rows, towers, program = rows_of(function.kept.batch()) or 0, len(self.towers), function.program
-        losses = losses_of(program.work, program.gradient_bytes(towers, rows), rows, towers)
         if rows < towers and is_marked(function.kept.batch(), Grouped):
             self.towers.session.warn_once(
                 f"Exact, but {towers - rows} of {towers} towers have nothing to do: a batch has as many samples as its "
                 f"tensor with the fewest rows, {rows}. Give a value for the whole batch to each row, as tf.repeat "
                 "does, and take the first one's in the step"
             )
-        elif losses.share > MOST_LOST:
-            # Once for all sizes of batches, and for all callers of the step.
-            self.towers.session.warn_once(str(losses), about=str(sorted(one.place for one in losses.places)))
+            return
+        # CPU towers stand in for GPUs, too.
+        for machine in (CORE, GPU) if self.towers.layout.shares_cores else (GPU,):
+            losses = program.losses(towers, rows, machine)
+            if losses.needed > MOST_LOST:
+                # Once for all sizes of batches, and for all callers of the step.
+                self.towers.session.warn_once(str(losses), about=str(sorted(one.place for one in losses.places)))
+                return
 
     def last(self) -> tuple[Program, Any] | None:
         """Return the program that ran last, and its last batch; None if none ran.

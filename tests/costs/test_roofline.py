@@ -7,7 +7,7 @@ import tensorflow as tf
 from ncclsync.costs.cost import Alike, StepWork, Whole
 from ncclsync.costs.links import CLUSTERS
 from ncclsync.costs.losses import losses_of
-from ncclsync.costs.roofline import BYTES_PER_S, COUNTS, LAUNCH_S, OPERATIONS_PER_BYTE, POWERS, Roofline, Size, seconds
+from ncclsync.costs.roofline import CORE, COUNTS, GPU, POWERS, START_S, Roofline, Size, seconds
 from ncclsync.semantics.axes import Axes, given_rows
 from ncclsync.semantics.functions import Functions
 
@@ -48,14 +48,16 @@ def test_loops_are_counted_by_their_trips():
 
 
 def test_time_is_the_longest_of_three():
-    """Arithmetic, memory, launches; what grows with the rows is divided among the towers."""
+    """Arithmetic, memory, launches; what grows with the rows is divided among the towers. A core launches, too."""
     work = np.zeros([3, COUNTS, POWERS])
     work[0, 0, 1] = 1e9
     work[1, 1, 0] = 1e9
-    work[2, 2, 0] = 1
-    once = [2e9 * 64 / OPERATIONS_PER_BYTE / BYTES_PER_S, 1e9 / BYTES_PER_S, LAUNCH_S]
-    assert seconds(work, 64).tolist() == pytest.approx(once)
-    assert seconds(work, 64, parts=4).tolist() == pytest.approx([once[0] / 4, *once[1:]])
+    work[:, 2, 0] = 1
+    once = [2e9 * 64 / GPU.operations_per_byte / GPU.bytes_per_s, 1e9 / GPU.bytes_per_s, START_S]
+    assert seconds(work, 64).sum(axis=0).tolist() == pytest.approx(once)
+    assert seconds(work, 64, parts=4).sum(axis=0).tolist() == pytest.approx([once[0] / 4, *once[1:]])
+    starts, rest = seconds(work, 64, machine=CORE)
+    assert starts.tolist() == [START_S] * 3 and rest[1] == pytest.approx(1e9 / CORE.bytes_per_s)
 
 
 def test_losses_are_shares_of_the_step():
@@ -64,13 +66,25 @@ def test_losses_are_shares_of_the_step():
     own[0, 1, 1] = alike[1, 1] = 4e6
     whole = Whole("MatMul", "here", "MatMul", Size(1e6, 1))
     rows, towers = 100, 4
-    computed, received = 4e8 / BYTES_PER_S, 0.75 * 1e8 / CLUSTERS["nvlink"].narrowest(towers)
+    computed, received = 4e8 / GPU.bytes_per_s, 0.75 * 1e8 / CLUSTERS["nvlink"].narrowest(towers)
     step = computed / 4 + computed + received
-    found = losses_of(StepWork(own, (Alike("there", "Sort", alike),), (whole,)), 0, rows, towers)
-    assert found.share == pytest.approx((0.75 * computed + received) / step)
+    found = losses_of(StepWork(own, own[:0], (Alike("there", "Sort", alike),), (whole,)), 0, rows, towers)
+    assert found.share == found.needed == pytest.approx((0.75 * computed + received) / step)
     assert {one.place: one.share for one in found.places} == pytest.approx(
         {"there": 0.75 * computed / step, "here": received / step}
     )
-    late = losses_of(StepWork(own, (), (whole,)), int(1e9), rows, towers)
-    assert late.share < losses_of(StepWork(own, (), (whole,)), 0, rows, towers).share
-    assert losses_of(StepWork(own, (), ()), 0, rows, towers).share == 0
+    work = StepWork(own, own[:0], (), (whole,))
+    assert losses_of(work, int(1e9), rows, towers).share < losses_of(work, 0, rows, towers).share
+    assert losses_of(StepWork(own, own[:0], (), ()), 0, rows, towers).share == 0
+
+
+def test_towers_that_share_cores_start_and_update_each():
+    """Each starts all ops, and updates all weights; GPUs do so at once. Slices of sparse gradients have rows."""
+    own, same = np.zeros([2, 1, COUNTS, POWERS])
+    own[0, 2, 0] = 1000  # kernels
+    same[0, 1, 1] = 1e6  # bytes of slices
+    rows, towers, work = 100, 4, StepWork(own, same, (), ())
+    assert losses_of(work, 0, rows, towers).share == 0
+    found = losses_of(work, 0, rows, towers, machine=CORE)
+    assert found.needed == 0 and found.same / found.starts == pytest.approx(1e8 / CORE.bytes_per_s / 0.004, rel=0.1)
+    assert 0.6 < found.share < 0.75 and "start ops on each tower" in found.by_cores

@@ -78,16 +78,25 @@ def test_rows_that_reach_all_towers_are_listed(caplog):
 
 
 def test_nothing_is_gathered_for_rows_by_themselves(caplog):
-    """No row of the table, and not a word."""
+    """No row of the table, and no warning: that each tower starts all ops on one device's cores is explained."""
     told, explained = warnings_of(contrastive(4, rows_alone=True), X, caplog)
     assert explained.wholes == () and told == []
     assert "rows of all for" not in str(explained)
+    price = r"These towers share one device's cores, .* 1\.\d times .* they lose \d\d% to start ops on each tower"
+    assert re.match(price, explained.price) and explained.price in " ".join(str(explained).split())
+
+
+def test_weights_that_each_tower_updates(caplog):
+    """Many weights beside few rows: no warning, and a way out."""
+    told, explained = warnings_of(contrastive(20_000, rows_alone=True), X[:6], caplog)
+    assert told == [] and "% to update all weights on each tower" in explained.price
+    assert "shard_optimizer=True" in explained.price
 
 
 def test_much_that_is_received(caplog):
     """Rows of a wide contrastive loss: one line for the loss and its gradient, bytes, a share, a way out."""
     (message,) = warnings_of(contrastive(512), np.tile(X, (34, 1)), caplog)[0]
-    assert re.match(r"Exact, but an estimated \d+% of a step's time on 3 towers is lost", message)
+    assert re.match(r"Exact, but an estimated \d+% of a step's time on 3 (GPUs|CPU towers) is lost", message)
     line = re.search(rf"at \S*{HERE}:\d+ \(loss = .*# all pairs\): MatMul, ([\d,]+) bytes .* \((\d+\.\d)%\)", message)
     assert line is not None and message.count(f"{HERE}:") == 1
     assert line[1] == f"{2 * 1020 * 512 * 4:,}"  # gathered once, and reduced once
@@ -129,7 +138,7 @@ def test_a_layer_of_the_users_own_has_a_line(caplog, monkeypatch):
     monkeypatch.setattr(step, "MOST_LOST", 0.0)
     (message,) = trained(Ranked(), caplog)
     assert "# of all rows): " in message and ".fit(" not in message and "keras" not in message.split("(return")[0]
-    assert "Instead, compute there what each row needs by itself" in message
+    assert "Instead, sort, rank or add up along another axis than the batch's" in message
 
 
 def test_a_layer_of_keras_is_named(caplog, monkeypatch):

@@ -18,12 +18,15 @@ import parity
 
 import ncclsync
 from ncclsync.costs.losses import MOST_LOST, Losses, losses_of
+from ncclsync.costs.roofline import CORE
 from ncclsync.program.cut import place
+from ncclsync.program.schedule import schedule
 from ncclsync.semantics import rules
 from ncclsync.towers import programs as steps
 
 TOWERS = 3
 ROWS = 256  # of the batch that gathered bytes are counted for; tables have fewer
+CORE_TOWERS, CORE_ROWS = 4, 512  # of `measured_losses.py`
 LEAST_BYTES = 2048
 # Of any row: random numbers are one device's, all rows' of one stream. What is done with them is not.
 DRAWN = dict.fromkeys(rules.DRAWS, "they are one device's: all rows' of one stream")
@@ -56,17 +59,23 @@ def row(name: str, run: Callable[[], Any], inherent: Mapping[str, str] | None = 
 
 def fits(build: Callable[[], keras.Model], *batch: Any) -> Callable[[], Any]:
     """A `run`: the train step of a factory's model, for a batch (x, y, perhaps sample weights)."""
-    return lambda: parity.on_towers(build, TOWERS).towers.explain(batch)
+    return functools.partial(explained, build, batch)
+
+
+def explained(build: Callable[[], keras.Model], batch: Any) -> None:
+    """Explain a factory's train step."""
+    parity.on_towers(build, TOWERS).towers.explain(batch)
 
 
 def runs(make: Callable[[], Callable[[Any], Any]], batch: Any) -> Callable[[], Any]:
     """A `run`: a step of one's own, made by `make`, for a batch."""
+    return functools.partial(own_step, make, batch)
 
-    def run():
-        with ncclsync.Towers(TOWERS) as towers:
-            towers.run(make(), batch)
 
-    return run
+def own_step(make: Callable[[], Callable[[Any], Any]], batch: Any) -> None:
+    """Run a step of one's own."""
+    with ncclsync.Towers(TOWERS) as towers:
+        towers.run(make(), batch)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +87,8 @@ class Cost:
         alike: (op type, its name, share of all arithmetic) that every tower does for all rows.
         weights: bytes of what is trained.
         exchanges: how many tensors meet.
-        lost: of a step's time, as users are warned of it.
+        lost: of a step's time, as users are warned of it on GPUs.
+        on_cores: of its CPU time, on CPU towers, with many rows.
         why: what the placer says of the ops that it makes whole.
         ops: the types of all its ops, also within loops, branches and calls.
     """
@@ -88,6 +98,7 @@ class Cost:
     weights: int
     exchanges: int
     lost: Losses
+    on_cores: Losses
     why: tuple[str, ...] = ()
     ops: frozenset[str] = frozenset()
 
@@ -178,9 +189,11 @@ def _place(trace: Any, target: Any, results: Any, **_: Any) -> Any:
     of_line = {one.place: one.op for one in costs.wholes if one.kind == "all_gather"}
     named = ((one, one.op if one.kind == "all_gather" else of_line.get(one.place, one.op)) for one in costs.wholes)
     gathered = tuple((op, one.place, int(one.size.at(ROWS))) for one, op in named)
-    lost = losses_of(costs.step_work(), weights, ROWS, TOWERS)
+    work, segments = costs.step_work(), schedule(graph, None).count
+    lost = losses_of(work, weights, ROWS, TOWERS)
+    on_cores = losses_of(work, weights, CORE_ROWS, CORE_TOWERS, segments, CORE)
     ops = frozenset(kind for op in graph.ops for kind in (op.type, *placed.functions.op_types(op)))
-    cost = Cost(gathered, alike, weights, len(graph.exchanges), lost, ops=ops)
+    cost = Cost(gathered, alike, weights, len(graph.exchanges), lost, on_cores, ops=ops)
     if fixed := placed.variables_of_rows():  # it is traced once more, if that can be
         return _First(fixed, cost)
     raise _Placed(cost)

@@ -20,7 +20,7 @@ def program(weight, metric):
         results=Results.COMBINED,
         declared=(),
         fixed=(),
-        work=StepWork(np.zeros((0, 0, 0)), (), ()),
+        work=StepWork(np.zeros((0, 0, 0)), np.zeros((0, 0, 0)), (), ()),
         rollback=(("m", False), ("w", True)),
         updates=(),
         last_meeting=0,

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from ncclsync.compat.names import OpName
-from ncclsync.costs.roofline import OPERATIONS_PER_BYTE, Roofline
+from ncclsync.costs.roofline import GPU, Roofline
 from ncclsync.ops import CollectiveKind
 from ncclsync.parallel import nccl_parallel
 from ncclsync.program.program import Outcome, Segment
@@ -149,7 +149,7 @@ def work_before(outputs: Sequence[Any], graph: tf.Graph) -> tuple[list[float], f
     work = {}
     for op in graph.get_operations():
         multiplications, moved, _ = roofline.work(op).sum(axis=1).tolist()
-        work[op.name] = max(moved, 2 * multiplications / OPERATIONS_PER_BYTE)
+        work[op.name] = max(moved, 2 * multiplications / GPU.operations_per_byte)
     done: set[OpName] = set()
     found, spent = [], 0.0
     for output in outputs:

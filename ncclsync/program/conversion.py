@@ -216,7 +216,7 @@ class Conversions(Placer):
             return tensor
         if after == SUM and before in (MEAN, LOCAL) and tensor.dtype.is_floating:
             return tensor * tf.cast(self.share.fraction, tensor.dtype)
-        if isinstance(before, Numbers) and isinstance(after, Shard) and before.height > 0:
+        if isinstance(before, Numbers) and isinstance(after, Shard) and before.count:
             first = tf.cast(self.share.begin * before.count, tensor.dtype)
             if isinstance(before, Indices):
                 at_first = tf.one_hot(0, tf.shape(tensor)[0 if before.axis else -1], dtype=tensor.dtype)
@@ -225,8 +225,9 @@ class Conversions(Placer):
         if not before.whole:
             tensor = self.convert(tensor, before, REPLICATE, op)
         if isinstance(after, Counts):
-            counts = np.reshape(after.counts, tensor.shape if tensor.shape.is_fully_defined() else [-1])
-            return tf.where(self._as_counted(counts), tensor, counts * tf.cast(self.share.rows, tensor.dtype))
+            counts = _counts_of(tensor, after)
+            own = tf.constant(counts, tensor.dtype) * tf.cast(self.share.rows, tensor.dtype)
+            return tf.where(self._as_counted(counts), tensor, own)
         if isinstance(after, Shard):
             return self.rows_of_tower(tensor, rules.counted(after), op)
         if after == SUM:
@@ -265,7 +266,7 @@ class Conversions(Placer):
             if tensor.dtype.is_floating and before == LOCAL:
                 return self.exchange(tensor, Collective(CollectiveKind.ALL_REDUCE, "mean"), op)
             return self.followed(tensor, op)
-        if isinstance(before, Numbers) and before.which in (Which.OWN, Which.EVERY) and before.height > 0:
+        if isinstance(before, Numbers) and before.which in (Which.OWN, Which.EVERY) and before.count:
             return self.convert(self.convert(tensor, before, before.by, op), before.by, REPLICATE, op)
         if before == SPLITS:  # the row splits of all rows
             lengths = self.exchange(tensor[1:] - tensor[:-1], GATHER, op)
@@ -294,19 +295,19 @@ class Conversions(Placer):
 
     def _total_counts(self, tensor: tf.Tensor, before: Counts, op: tf.Operation) -> tf.Tensor:
         """Return the batch's counts of rows."""
-        counts = np.reshape(before.counts, tensor.shape if tensor.shape.is_fully_defined() else [-1])
-        if before.unit and np.any(counts < 0):  # a tower may have none of the unit
-            return tf.where(np.equal(counts, 0), tensor, self.exchange(tensor, ADD_UP, op))
+        counts = _counts_of(tensor, before)
+        if before.unit and None in before.counts:  # a tower may have none of the unit
+            return tf.where(counts == 0, tensor, self.exchange(tensor, ADD_UP, op))
         rows, total = (tf.cast(one, tensor.dtype) for one in self.extent(before.unit, op)[1:])
-        each = tf.constant(counts, tensor.dtype)
+        each = tf.constant(np.nan_to_num(counts), tensor.dtype)
         counted = each * total
-        if np.any(counts < 0):
+        if None in before.counts:
             counted = tf.where(each > 0, each, tensor // rows) * total
         return counted if np.all(counts) and not self.stretched else tf.where(self._as_counted(counts), tensor, counted)
 
     def _as_counted(self, counts: np.ndarray) -> Any:
         """Return which elements of a tower's counts are the batch's: all, if it has one row, which each tower has."""
-        return tf.logical_or(np.equal(counts, 0), tf.equal(self.share.total, 1)) if self.stretched else counts == 0
+        return tf.logical_or(counts == 0, tf.equal(self.share.total, 1)) if self.stretched else counts == 0
 
     def followed(self, tensor: tf.Tensor, op: tf.Operation) -> tf.Tensor:
         """Give all towers the tensor of tower 0."""
@@ -363,7 +364,7 @@ class Conversions(Placer):
         if not self.undivided and op.name not in self.marks and op.name not in self.joins_slices:
             lengths = self.costs.roofline.lengths(tensor)
             others = lengths[: before.axis] + lengths[before.axis + 1 :]
-            rows = rows or Size(max(before.each, 1) * max(before.blocks, 1) * max(tensor.dtype.size, 1), 1)
+            rows = rows or Size((before.rows or before.blocks) * max(tensor.dtype.size, 1), 1)
             self.costs.receive(op, product([rows, *others]), CollectiveKind.ALL_GATHER)
         if not turned:
             return whole
@@ -404,7 +405,7 @@ class Conversions(Placer):
             size = tf.where(fits, size, length + count + 2)
         else:
             line = f"a tensor of that length, at {user_line(op.traceback)}"
-            self.declared.setdefault((known, after.blocks * max(after.each, 1)), line)
+            self.declared.setdefault((known, after.rows or after.blocks), line)
         # A slice takes up to 8 axes; XLA compiles it anew for each first row.
         if after.blocks > 1 or self.traced.trace.jit_compile or tensor.shape.rank > 8:
             blocks = after.blocks if broadcast is None else tf.where(broadcast, 1, after.blocks)
@@ -414,6 +415,12 @@ class Conversions(Placer):
         at = tf.one_hot(after.axis, tensor.shape.rank, dtype=tf.int32)
         rows = tf.slice(tensor, at * begin, at * (size + 1) - 1)
         return tf.ensure_shape(rows, opened(tensor.shape, after.axis))
+
+
+def _counts_of(tensor: tf.Tensor, placed: Counts) -> np.ndarray:
+    """Return how many rows for each sample a tensor's elements count, in its shape; NaN where that is not known."""
+    counts = np.array(placed.counts, float)
+    return counts.reshape(tensor.shape.as_list()) if tensor.shape.is_fully_defined() else counts
 
 
 def _swapped(tensor: tf.Tensor, rank: int | tf.Tensor) -> tf.Tensor:

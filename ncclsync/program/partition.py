@@ -250,7 +250,7 @@ class Partition(Conversions):
         """
         op, at = call.op, call.loose
         placed = None if at is None else call.inputs[at]
-        if at is None or not isinstance(placed, Numbers):
+        if at is None or not isinstance(placed, Numbers) or placed.count is None:
             return None
         numbers = call.tensors[at]
         first, own = (tf.cast(one * placed.count, numbers.dtype) for one in (self.share.begin, self.share.rows))
@@ -304,17 +304,17 @@ class Partition(Conversions):
         at = rules.shape_input(op) if op.type in rules.BACK_TO_ROWS else None
         shape = None if at is None else given[at]
         if isinstance(shape, Counts):
-            axis = next(i for i, count in enumerate(shape.counts) if count)  # of [rows, rows], of all pairs, the first
+            axis = [one != 0 for one in shape.counts].index(True)  # of [rows, rows], of all pairs, the first
             along = rank - 1 if op.type == "TopKV2" else axis
-            return Shard(along, 1, max(shape.counts[axis], 0), unit=shape.unit)
+            return Shard(along, 1, shape.counts[axis], unit=shape.unit)
         if all(one.whole for one in given) and output.name not in self.learned:
             return None
         lengths = self.axes.lengths(output)
         found = [(axis, one.each) for axis, one in enumerate(lengths or ()) if isinstance(one, Rows) and one.each]
         for axis, each in found[:1]:
             rowed = (one for one in given if isinstance(one, Shard))
-            like = (one for one in rowed if one == Shard(axis, one.blocks) and one.each * one.blocks == each)
-            return rules.counted(next(like, Shard(axis, 1, each)))
+            like = (one for one in rowed if one == Shard(axis, one.blocks) and one.rows == each)
+            return next(like, Shard(axis, 1, each))
         return None
 
     def _made(self, call: Call) -> list[Placement]:

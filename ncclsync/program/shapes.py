@@ -273,6 +273,6 @@ class _Tower:
             return None
         if isinstance(placement, Shard):
             count = shape[placement.axis]
-            own = placement.each * placement.blocks * self._rows or (count and count * self._rows // total)
+            own = (placement.rows or 0) * self._rows or (count and count * self._rows // total)
             shape[placement.axis] = None if placement.unit or count == 1 else own  # one row is broadcast
         return shape

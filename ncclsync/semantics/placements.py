@@ -58,15 +58,16 @@ class Shard(Rowed):
     """It has the tower's rows of `axis`. Rows of another unit than samples lie in the order of these units.
 
     Attributes:
-        blocks: of which that axis consists, one after the other, each with the same number of rows per sample. If all
-            rows are alike, it is 0: their order does not matter.
-        each: how many rows per sample a block has; 0: not known. Placements are compared without it: tensors that one
-            op takes together have equally many.
+        blocks: of which that axis consists, one after the other, each with the same number of rows per sample.
+        each: how many rows per sample a block has; None: not known. Placements are compared without it: tensors that
+            one op takes together have equally many.
+        alike: whether all rows are: then their order does not matter, and they are one block.
     """
 
     axis: int = 0
     blocks: int = 1
-    each: int = dataclasses.field(default=1, compare=False)
+    each: int | None = dataclasses.field(default=1, compare=False)
+    alike: bool = False
 
     def __str__(self) -> str:
         return f"Shard({self.axis})" if self.blocks < 2 else f"Shard({self.axis}, blocks={self.blocks})"
@@ -76,9 +77,9 @@ class Shard(Rowed):
         return dataclasses.replace(self, axis=axis)
 
     @property
-    def rows(self) -> int:
-        """Return how many rows per sample there are; 0: not known."""
-        return self.each * max(self.blocks, 1)
+    def rows(self) -> int | None:
+        """Return how many rows per sample there are; None: not known."""
+        return self.each and self.each * self.blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,11 +87,11 @@ class Counts(Rowed):
     """Integers, a scalar or a vector, that count rows: the batch's are the sums of the towers'.
 
     Attributes:
-        counts: for each element, how many for each sample; -1 where that is not known, and 0 for an element that counts
-            no rows and is the same on all towers.
+        counts: for each element, how many for each sample; None where that is not known, and 0 for an element that
+            counts no rows and is the same on all towers.
     """
 
-    counts: tuple[int, ...]
+    counts: tuple[int | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,9 +115,9 @@ class Seeded(Local):
 
 @dataclasses.dataclass(frozen=True)
 class EachRow(Local):
-    """What one row has, in a loop over a tower's rows, as of `tf.map_fn`; there are `each` for each sample."""
+    """What one row has, in a loop over a tower's rows, as of `tf.map_fn`; `each`: how many a sample has, if known."""
 
-    each: int = dataclasses.field(default=1, compare=False)
+    each: int | None = dataclasses.field(default=1, compare=False)
 
 
 class Counter(Local):
@@ -132,12 +133,12 @@ class ListOf(Placement):
     """A list of tensors that are placed as `of`, or, if that is None, an empty one.
 
     Attributes:
-        shape: of the tensors that an empty list takes, in which -1 is any length.
+        shape: of the tensors that an empty list takes, in which None is any length.
         by_row: whether a loop has put in one tensor for each of a tower's rows.
     """
 
     of: Placement | None
-    shape: tuple[int, ...] = ()
+    shape: tuple[int | None, ...] = ()
     by_row: bool = False
 
 
@@ -188,21 +189,21 @@ class Numbers(Placement):
     """Integers that number the elements of a tower's rows, w of each.
 
     Attributes:
-        height, width: how many rows there are for each sample, 0 if that is open; w.
+        height, width: how many rows there are for each sample, None if that is open; w.
         axis, each, unit: of the rows that these integers have themselves; see `Shard`.
     """
 
-    height: int
+    height: int | None
     width: int
     which: Which = Which.OWN
     axis: int = 0
-    each: int = dataclasses.field(default=1, compare=False)
+    each: int | None = dataclasses.field(default=1, compare=False)
     unit: TensorName = SAMPLES
 
     @property
-    def count(self) -> int:
-        """Return how many elements there are per sample; 0 if that is open."""
-        return self.height * self.width
+    def count(self) -> int | None:
+        """Return how many elements there are per sample; None if that is open."""
+        return self.height and self.height * self.width
 
     @property
     def by(self) -> Shard:
@@ -229,9 +230,9 @@ REPLICATE, LOCAL, SEEDED, EACH, COUNTER = Replicate(), Local(), Seeded(), EachRo
 SUM, MEAN, KEPT, SPLITS = Partial("sum"), Partial("mean"), Kept(), Splits()
 
 
-def rows(counts: tuple[int, ...]) -> Counts | Replicate:
+def rows(counts: tuple[int | None, ...]) -> Counts | Replicate:
     """Return the placement of counts of rows; REPLICATE if no element counts any."""
-    return Counts(counts) if any(counts) else REPLICATE
+    return Counts(counts) if any(one != 0 for one in counts) else REPLICATE
 
 
 def has_samples(placed: Placement) -> TypeGuard[Shard]:

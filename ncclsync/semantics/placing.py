@@ -198,16 +198,16 @@ class Placer(abc.ABC):
         """Return the placement with the number of rows for each sample, if it is known."""
         if placed.unit:
             return placed
-        blocks, sure = placed.blocks or 1, not self.stretched and _keeps_rows(call, output, placed.axis)
+        sure = not self.stretched and _keeps_rows(call, output, placed.axis)
         if not (placed.each and sure):
             count = self.axes.rows(output, placed.axis)
-            if not placed.each:
-                placed = dataclasses.replace(placed, each=0 if count % blocks else count // blocks)
-            self.stretched |= placed.each * blocks not in (0, count)
-        if placed.each and output.shape.rank and output.shape[placed.axis] is not None:
-            self.fixed[output.shape[placed.axis]] = placed.each * blocks
-        if placed.each and output.shape.rank:
-            self.axes.learn(output, placed.axis, placed.each * blocks, sure=sure)
+            if not placed.each and count and count % placed.blocks == 0:
+                placed = dataclasses.replace(placed, each=count // placed.blocks)
+            self.stretched |= placed.rows not in (None, count)
+        if placed.rows and output.shape.rank and output.shape[placed.axis] is not None:
+            self.fixed[output.shape[placed.axis]] = placed.rows
+        if placed.rows and output.shape.rank:
+            self.axes.learn(output, placed.axis, placed.rows, sure=sure)
         return placed
 
     def _place(self, call: Call) -> list[Placement]:
@@ -242,10 +242,12 @@ class Placer(abc.ABC):
         alike = [placed for placed in call.given[1] if isinstance(placed, Shard)]
         divided = [placed for placed in call.inputs if isinstance(placed, (Shard, Piece, Numbers))]
         # If every sharded input has identical rows, so has the result, unless an ordinary sharded input was mixed in.
-        if alike and len(alike) == len(divided) and not call.local and not any(one.blocks for one in alike):
+        if alike and len(alike) == len(divided) and not call.local and all(one.alike for one in alike):
             each = alike[0].each
             made = [
-                Shard(p.axis, 0, each) if isinstance(p, Shard) and p == Shard(p.axis) and p.each == each > 0 else p
+                dataclasses.replace(p, alike=True)
+                if isinstance(p, Shard) and p == Shard(p.axis) and p.each == each is not None
+                else p
                 for p in made
             ]
         if call.local:
@@ -288,7 +290,7 @@ class Placer(abc.ABC):
                     call.require(i, self.reduced(call.tensors[i]))
         if has(call.inputs, Counts):
             compared = call.inputs[: rules.COMPARING.get(kind, 0)]
-            every = compared and all(isinstance(placed, Counts) and all(placed.counts) for placed in compared)
+            every = compared and all(isinstance(placed, Counts) and 0 not in placed.counts for placed in compared)
             counts = kind in rules.COUNTING or every
             made = self._counted(call) if counts else None
             if made is not None:
@@ -321,8 +323,8 @@ class Placer(abc.ABC):
         found = self.axes.computed(call.op, given)
         if found is None or any(len({np.shape(value) for value in case}) > 1 for case in found):
             return None
-        counts = [[_count_of(*numbers) for numbers in zip(*map(np.ravel, case), strict=True)] for case in found]
-        return None if any(None in one for one in counts) else [rows(tuple(one)) for one in counts]  # type: ignore
+        counts = list(map(_counts_of, found))
+        return None if None in counts else [rows(one) for one in counts if one is not None]
 
     def _draw(self, call: Call) -> list[Placement]:
         """Place random numbers: of one seed, whole and alike; else each tower's own for its rows."""
@@ -428,13 +430,13 @@ class Placer(abc.ABC):
         raise Refused("the loop's variables are placed anew each time")
 
     def _loop_over_rows(
-        self, call: Call, body: str, condition: str, each: set[int]
+        self, call: Call, body: str, condition: str, each: set[int | None]
     ) -> tuple[list[Placement], list[Placement]]:
         """Place a loop that takes one of a tower's rows after the other, as `tf.map_fn` does, and its gradient."""
         op = call.op
         graph, _ = self.axes.body(op, body)
         stays = [passed_on(tensor) is given for tensor, given in zip(graph.outputs, graph.inputs, strict=True)]
-        if self.row_by_row or len(each) > 1 or each == {0}:
+        if self.row_by_row or len(each) > 1 or each == {None}:
             raise Refused("it is not known to be a loop over rows")
         placed = [
             COUNTER if p.whole and not stays[i] and np.array_equal(call.constant(i), 0) else p
@@ -492,17 +494,21 @@ def _of_tower(values: Sequence[np.ndarray], placed: Placement, own: int, batch: 
     if not isinstance(placed, Counts):
         return whole
     rows, opened = BATCHES[own]
-    counts = np.reshape(placed.counts, whole.shape)
-    return np.where(counts == 0, whole, np.where(counts < 0, opened, counts) * rows).astype(whole.dtype)
+    counts = np.reshape([opened if one is None else one for one in placed.counts], whole.shape)
+    return np.where(counts == 0, whole, counts * rows).astype(whole.dtype)
 
 
-def _count_of(one: int, many: int, opened: int, *others: int) -> int | None:
-    """Return how many rows of each sample a number counts, given for `_TOWERS`: 0: none; -1: open; None: no count."""
-    if one == many and others[0] == others[1]:
-        return 0
-    if one <= 0 or many != one * BATCHES[1].rows or (one, many) != others:
-        return None
-    return int(one) if one == opened else -1
+def _counts_of(values: Sequence[np.ndarray]) -> tuple[int | None, ...] | None:
+    """Return how many rows of each sample numbers count, given for `_TOWERS`, as `Counts` has it; None: no count."""
+    counts: list[int | None] = []
+    for one, many, opened, *others in zip(*map(np.ravel, values), strict=True):
+        if one == many and others[0] == others[1]:
+            counts.append(0)
+        elif one <= 0 or many != one * BATCHES[1].rows or [one, many] != others:
+            return None
+        else:
+            counts.append(int(one) if one == opened else None)
+    return tuple(counts)
 
 
 def _of_zeros(call: Call, index: int) -> bool:

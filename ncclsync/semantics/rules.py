@@ -161,12 +161,12 @@ def _all(call: Call, placement: Placement) -> list[Placement]:
 
 def as_many_rows(one: Shard, other: Shard) -> bool:
     """Return whether two shards have as many rows, as far as that is known."""
-    return one.rows == other.rows or 0 in (one.rows, other.rows)
+    return one.rows == other.rows or None in (one.rows, other.rows)
 
 
 def same_rows(one: Shard, other: Shard) -> bool:
     """Return whether two shards have as many rows, of one unit and in the same order, along their axes."""
-    ordered = one.blocks == other.blocks or 0 in (one.blocks, other.blocks)
+    ordered = one.alike or other.alike or one.blocks == other.blocks
     return one.unit == other.unit and ordered and as_many_rows(one, other)
 
 
@@ -174,13 +174,13 @@ def together(one: Shard, other: Shard) -> Shard | None:
     """Return the placement of a tensor with the rows of both, along the first's axis; None if these rows differ."""
     if not same_rows(one, other):
         return None
-    chosen = one if one.blocks else other
+    chosen = other if one.alike else one
     return chosen.at(one.axis)
 
 
 def counted(placed: _Placed) -> _Placed:
-    """Return the placement of one block of rows for rows that are all alike; other placements as they are."""
-    return dataclasses.replace(placed, blocks=1) if isinstance(placed, Shard) and not placed.blocks else placed
+    """Return the placement of rows in their order for rows that are all alike; other placements as they are."""
+    return dataclasses.replace(placed, alike=False) if isinstance(placed, Shard) and placed.alike else placed
 
 
 # The letters of a tensor's axes, from the first; of another tensor's they are `_OTHERS`.
@@ -248,7 +248,7 @@ def _by_letters(
 
 def only_one(placed: Placement) -> Any:
     """Return the index of the only element of counts that counts rows; None if there are others, or none."""
-    found = [i for i, count in enumerate(placed.counts) if count] if isinstance(placed, Counts) else []
+    found = [i for i, count in enumerate(placed.counts) if count != 0] if isinstance(placed, Counts) else []
     return found[0] if len(found) == 1 else None
 
 
@@ -257,7 +257,7 @@ def counted_by(shape: Placement) -> Placement:
     if not isinstance(shape, Counts):
         return REPLICATE
     axis = only_one(shape)
-    return shape if axis is None else Shard(axis, 0, max(shape.counts[axis], 0), unit=shape.unit)
+    return shape if axis is None else Shard(axis, 1, shape.counts[axis], True, unit=shape.unit)
 
 
 # Element by element: each row of the result comes from the same row of each operand.
@@ -667,7 +667,7 @@ def _shape_of(call: Call) -> Sequence[Placement] | None:
     placed: list[Placement] = []
     for one, tensor in zip(call.inputs, call.op.inputs, strict=True):
         if isinstance(one, Shard) and tensor.shape.rank is not None:
-            count = one.rows or call.axes.rows(tensor, one.axis) or -1
+            count = one.rows or call.axes.rows(tensor, one.axis)
             placed.append(rows(tuple(count if axis == one.axis else 0 for axis in range(tensor.shape.rank))))
         elif isinstance(one, SummedAxes):  # a tower with one row counts that, too
             placed.append(LOCAL)
@@ -686,7 +686,7 @@ def _size_of(call: Call) -> Sequence[Placement] | None:
     if shape is None:
         return None
     others = [length for axis, length in enumerate(shape) if axis != one.axis]
-    return [rows((-1 if None in others or not one.each else one.rows * math.prod(others),))]
+    return [rows((None if None in others or one.rows is None else one.rows * math.prod(others),))]
 
 
 @rule_for("Rank")
@@ -724,7 +724,7 @@ def _strided_slice(call: Call) -> Sequence[Placement] | None:
     return made
 
 
-def _blocks_of_slice(call: Call, axis: int, each: int, total: int) -> int:
+def _blocks_of_slice(call: Call, axis: int, each: int | None, total: int | None) -> int:
     """Return how many blocks of rows a slice takes whose bounds count rows; 0 for any other slice.
 
     Args:
@@ -742,7 +742,9 @@ def _blocks_of_slice(call: Call, axis: int, each: int, total: int) -> int:
         default if call.op.get_attr(mask) & (1 << place) else bound
         for mask, default, bound in (("begin_mask", 0, begin), ("end_mask", total, end))
     )
-    fits = each > 0 and 0 <= begin < end <= total and begin % each == end % each == total % each == 0
+    if not each or total is None or begin is None or end is None:
+        return 0
+    fits = 0 <= begin < end <= total and begin % each == end % each == total % each == 0
     return (end - begin) // each if fits else 0
 
 
@@ -768,7 +770,7 @@ def slice_spec(call: Call) -> list[Any] | None:
         else:
             plain = strides is not None and strides[i] == 1
             from_first, to_last = bits["begin"] & bit or _constant_element(call, 1, i) == 0, bits["end"] & bit
-            from_rows, to_rows = (isinstance(one, Counts) and one.counts[i] for one in call.inputs[1:3])
+            from_rows, to_rows = (isinstance(one, Counts) and one.counts[i] != 0 for one in call.inputs[1:3])
             by_rows = (from_rows or to_rows) and (from_first or from_rows) and (to_last or to_rows)
             spec.append("some" if not plain else "rows" if by_rows else "all" if from_first and to_last else "some")
     spec += ["all"] * (rank - sum(one != "new" for one in spec))
@@ -793,7 +795,7 @@ def rows_of_first(call: Call, placed: Shard) -> int:
         begin = 0
     if begin is None or end is None or strides[placed.axis] < 1:
         return 0
-    return end if 0 <= begin < end <= placed.each else 0
+    return end if 0 <= begin < end <= (placed.each or 0) else 0
 
 
 def _letters_of_slice(spec: list[Any]) -> tuple[str, str]:
@@ -816,7 +818,7 @@ def _strided_slice_back(call: Call) -> Sequence[Placement] | None:
     if spec is None:
         return None
     operand, result = _letters_of_slice(spec)
-    if blocks and isinstance(of, Shard) and isinstance(placed, Shard):
+    if blocks and isinstance(of, Shard) and isinstance(placed, Shard) and of.each and placed.each:
         fits = blocks == placed.blocks and result.find(operand[of.axis]) == placed.axis and call.inputs[3].whole
         return [Shard(of.axis, of.each // placed.each, placed.each)] if fits else None
     return _by_letters(call, [f"#{operand}", "", "", "", result], [operand])
@@ -849,12 +851,12 @@ def _slice(call: Call) -> Sequence[Placement] | None:
     if not isinstance(size, Counts):
         return [placed] if from_first and size.whole and _constant_element(call, 2, axis) == -1 else None
     count = size.counts[axis]
-    if only_one(size) != axis or not each or count < 1 or count % each:
+    if only_one(size) != axis or not each or not count or count % each:
         return None
     if count == placed.rows:  # all of them, so that it begins with the first
         return [placed] if begin.whole else None
-    first = begin.counts[axis] if isinstance(begin, Counts) and only_one(begin) == axis else 0
-    by_blocks = first > 0 and first % each == 0
+    first = begin.counts[axis] if isinstance(begin, Counts) and only_one(begin) == axis else None
+    by_blocks = first is not None and first % each == 0
     return [Shard(axis, count // each, each)] if from_first or by_blocks else None
 
 
@@ -954,13 +956,13 @@ def _reshaped(call: Call, placed: Shard) -> Sequence[Placement] | None:
     blocks, left = divmod(outer * placed.blocks, ahead)
     if left or blocks == 0 or length.each % blocks or (blocks > 1 and not length.each):
         return None
-    return [Shard(axis, blocks, length.each // blocks)]
+    return [Shard(axis, blocks, length.each // blocks or None)]
 
 
 def _reshaped_length(placed: Shard, shape: Placement, axis: int, before: Any, after: Any) -> Rows | None:
     """Return how many rows for each of another unit than samples, which `Axes` knows nothing of, an axis is to have."""
     if isinstance(shape, Counts):
-        return Rows(max(shape.counts[axis], 0))
+        return Rows(shape.counts[axis] or 0)
     inner = _product([*before[: placed.axis], *before[placed.axis + 1 :], placed.rows])
     others = _product([*after[:axis], *after[axis + 1 :]])
     return None if not inner or not others or inner % others else Rows(inner // others)
@@ -1052,9 +1054,9 @@ def _found(call: Call) -> Sequence[Placement] | None:
 def _range(call: Call) -> Sequence[Placement] | None:
     begin, end, step = call.inputs
     width, plain = call.constant(2), call.constant(0) == 0 and begin.whole and step.whole
-    if not isinstance(end, Counts) or not plain or width is None or width < 1 or end.counts[0] % width:
+    if not isinstance(end, Counts) or not plain or width is None or width < 1 or (end.counts[0] or 1) % width:
         return None
-    each = max(end.counts[0] // int(width), 0)
+    each = end.counts[0] and end.counts[0] // int(width)
     return [Places(each, int(width), Which.FIRST, each=each)]
 
 
@@ -1197,10 +1199,10 @@ def _list_begin(call: Call) -> Sequence[Placement] | None:
     if not isinstance(shape, (Counts, Replicate)):
         return None
     if isinstance(length, Counts) and call.op.type == "TensorListReserve":  # one for each row
-        return [ListOf(EachRow(max(length.counts[0], 0)))]
+        return [ListOf(EachRow(length.counts[0]))]
     call.require(1, REPLICATE)
     known = call.constant(0)
-    return [ListOf(None, () if known is None else tuple(int(one) for one in np.ravel(known)))]
+    return [ListOf(None, () if known is None else tuple(None if n < 0 else int(n) for n in np.ravel(known)))]
 
 
 def _shapes_item(call: Call, index: int, of: Placement) -> bool:
@@ -1243,7 +1245,7 @@ def _list_set(call: Call) -> Sequence[Placement] | None:
         return [ListOf(EACH)] if placed.of in (None, EACH) and call.inputs[1] == COUNTER else None
     if at == 2 and not call.inputs[1].whole:
         return None
-    if isinstance(item, Shard) and item.axis < len(placed.shape) and placed.shape[item.axis] >= 0:
+    if isinstance(item, Shard) and item.axis < len(placed.shape) and placed.shape[item.axis] is not None:
         return None  # it takes tensors of so many rows alone
     if placed.of is not None and placed.of.whole and call.placer.lenient:
         return [ListOf(item)]
@@ -1270,7 +1272,7 @@ def _list_length(call: Call) -> Sequence[Placement] | None:
     if not isinstance(placed, ListOf):
         return None
     if call.op.type == "TensorListLength" and isinstance(placed.of, EachRow):
-        return [rows((placed.of.each or -1,))]
+        return [rows((placed.of.each,))]
     # An element's shape is asked for to make another list alone, which has the rows that this one has.
     return [REPLICATE]
 

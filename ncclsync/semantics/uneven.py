@@ -96,7 +96,7 @@ def _moved_numbers(call: Call) -> Sequence[Placement] | None:
     call.inputs[0], call.unit = placed, SAMPLES
     if made is None or not isinstance(made[0], Shard) or made[0].blocks != 1:
         return None
-    which, of_rows = placed.which, placed.which in (Which.FIRST, Which.ROW) and made[0].each == placed.each > 0
+    which, of_rows = placed.which, placed.which in (Which.FIRST, Which.ROW) and made[0].each == placed.each is not None
     kept = of_rows or which is Which.LOOSE or (kind == "Squeeze" and which is Which.EVERY)
     made_as = Places if squeezed else type(placed)
     return [placed.moved(dataclasses.replace(made[0], unit=placed.unit), which if kept else Which.OWN, made_as)]
@@ -224,13 +224,13 @@ def bounds(call: Call, tensor: tf.Tensor) -> _Bounds:
     return None, None
 
 
-def _is_of_several(call: Call, each: int) -> bool:
+def _is_of_several(call: Call, each: int | None) -> bool:
     """Return whether the condition is that there are several numbers of rows: a single number is 0 in any case."""
     condition = call.op.inputs[0].op
     if condition.type != "Greater" or rank_of(call, 0) != 0 or call.axes.constant(condition.inputs[1]) != 1:
         return False
     counts = call.axes.values(condition.inputs[0])
-    return counts is not None and [int(one) for one in counts] == [each * batch.rows for batch in BATCHES]
+    return counts is not None and [int(one) for one in counts] == [each and each * batch.rows for batch in BATCHES]
 
 
 def _gathers_by_row(call: Call, width: int) -> bool:
@@ -286,7 +286,7 @@ def _shape_of_numbers(call: Call) -> Sequence[Placement] | None:
         return [Splits(Part.LENGTH)]
     if not isinstance(placed, Numbers) or rank is None or (rank != 1 and not whole):
         return None
-    return [Counts(tuple((placed.each or -1) if axis == placed.axis else 0 for axis in range(rank)), unit=placed.unit)]
+    return [Counts(tuple(placed.each if axis == placed.axis else 0 for axis in range(rank)), unit=placed.unit)]
 
 
 @_numbered("Sub")
@@ -330,14 +330,14 @@ def _packed_numbers(call: Call) -> Sequence[Placement] | None:
         return None
     by, own = first.by, first.which if first.which is Which.LOOSE else Which.OWN
     if packs and axis == 0 and rank == 1 and isinstance(first, Places):  # columns, to be turned
-        plain = all(isinstance(one, Shard) and same_rows(one, by) for one in others) and first.height > 0
+        plain = all(isinstance(one, Shard) and same_rows(one, by) for one in others) and first.height
         return [first.moved(by.at(1), own, Indices)] if plain else None
     if first.axis or not made or axis is None or (packs and isinstance(first, Indices)):
         return None
     plain = all(isinstance(one, Shard) and same_rows(one, by) and not one.axis for one in others)
     columns = isinstance(first, Indices) or packs or lengths_of(call.op.inputs[0])[-1] == 1
     last = int(axis) % len(made) == len(made) - 1 > 0 and columns
-    if not plain or not others or first.height < 1 or not last:
+    if not plain or not others or not first.height or not last:
         return None
     every = first.which is Which.EVERY or (first.which is Which.FIRST and first.width == 1)
     every = every and isinstance(first, Places) and rank == 2 - packs
@@ -356,8 +356,8 @@ def _gather_numbered(call: Call) -> Sequence[Placement] | None:
     along = rank_of(call, 0) is not None and of.axis == int(axis) % rank_of(call, 0)
     if not along or of.unit or of.blocks > 1 or (isinstance(params, Numbers) and params.which is Which.MAP):
         return None
-    known = of.each == indices.count > 0
-    if not known and not (indices.unit and of.each == 0 and _is_as_long(call)):
+    known = of.each == indices.count is not None
+    if not known and not (indices.unit and of.each is None and _is_as_long(call)):
         return None
     by = indices.by.at(of.axis)  # the first of the axes of indices takes its place
     return [params.moved(by) if isinstance(params, Numbers) else by]
@@ -369,7 +369,7 @@ def _stay(call: Call, index: int, can_look: bool = True) -> bool:
     if not isinstance(placed, Numbers) or placed.which is not Which.LOOSE:
         return True
     call.loose = index
-    return can_look and call.placer.looks and not placed.unit
+    return can_look and call.placer.looks and not placed.unit and placed.count is not None
 
 
 @_numbered("GatherNd")
@@ -417,7 +417,7 @@ def _rows_named(call: Call, index: int) -> Numbers | None:
 def _has_rows(placed: Placement, numbers: Numbers) -> bool:
     """Return whether a tensor, or a shape, has as many rows for each sample as numbers of them number."""
     of = placed if isinstance(placed, Shard) else counted_by(placed)
-    return isinstance(of, Shard) and not (of.axis or of.unit) and of.blocks < 2 and of.each == numbers.count > 0
+    return isinstance(of, Shard) and not (of.axis or of.unit) and of.blocks < 2 and of.each == numbers.count is not None
 
 
 @rule_for("Where")
@@ -465,7 +465,7 @@ def _is_as_long(call: Call) -> bool:
         return False
     if (lengths_of(tile.inputs[0]) or [None])[1:] != [1] or tile.inputs[1].op.inputs[1] is not _columns_of(places):
         return False
-    return call.axes.rows(tile.outputs[0], 0) == call.axes.rows(mask.inputs[1], 0) > 0
+    return call.axes.rows(tile.outputs[0], 0) == call.axes.rows(mask.inputs[1], 0) is not None
 
 
 def _unit_of(places: tf.Tensor, row_splits: Mapping[TensorName, TensorName]) -> TensorName | None:
@@ -514,7 +514,7 @@ def _segments_back(call: Call) -> Sequence[Placement] | None:
     if not isinstance(ids, Places) or ids.axis or ids.which not in (Which.FIRST, Which.OWN, Which.EVERY):
         return None
     plain = isinstance(taken, Shard) and same_rows(taken, ids.by) and height.whole
-    return [SUM] if plain and has_samples(gradient) and gradient.each == ids.count > 0 else None
+    return [SUM] if plain and has_samples(gradient) and gradient.each == ids.count is not None else None
 
 
 def _sparse_rows(call: Call, indices: int, values: int, shape: int) -> Shard | None:
@@ -569,7 +569,7 @@ def _sparse_fill(call: Call) -> Sequence[Placement] | None:
     if placed is None or not isinstance(indices, Indices) or not call.inputs[3].whole or call.placer.within:
         return None
     filled = Shard(unit=call.op.outputs[1].name)
-    return [indices.moved(filled, Which.EVERY), filled, placed, Places(0, 0, Which.MAP, unit=indices.unit)]
+    return [indices.moved(filled, Which.EVERY), filled, placed, Places(None, 1, Which.MAP, unit=indices.unit)]
 
 
 @_numbered("SparseFillEmptyRowsGrad")
@@ -656,7 +656,7 @@ def _row_lengths(call: Call) -> Sequence[Placement] | None:
     ids, size, _ = call.inputs
     if not isinstance(ids, Places) or ids.axis or ids.which in (Which.MAP, Which.LOOSE) or rank_of(call, 0) != 1:
         return None
-    if size != rows((ids.count,)) or lengths_of(call.op.inputs[2]) != [0]:
+    if not ids.count or size != rows((ids.count,)) or lengths_of(call.op.inputs[2]) != [0]:
         return None
     call.placer.row_lengths[call.op.outputs[0].name] = ids.unit
     return [Shard(0, 1, ids.count)]

@@ -394,9 +394,7 @@ class Partition(Conversions):
             return self.whole(call)
         if call.op.type in rules.DRAWS or self.functions.runs(call.op):
             return self.alike(call)
-        for i, placed in enumerate(call.inputs):
-            if not isinstance(placed, Local):
-                call.require(i, REPLICATE)
+        call.make_whole(Placement, but=Local)
         return [local_of(call.given[1])] * len(call.op.outputs)
 
     def whole(self, call: Call) -> list[Placement]:
@@ -413,8 +411,7 @@ class Partition(Conversions):
             with self.building():
                 call.tensors[0] = self.first_rows(call.tensors[0], rows, first, call.op)
             call.inputs[0] = REPLICATE
-        for i in range(len(call.inputs)):
-            call.require(i, REPLICATE)
+        call.make_whole(Placement)
         logger.debug("%s %s is made whole: %s", call.op.type, call.op.name, ", ".join(map(str, call.given[1])))
         if call.op.type not in rules.DRAWS and self.functions.hides_state(call.op, REPEATABLE):
             return self._follow(call)
@@ -422,9 +419,7 @@ class Partition(Conversions):
 
     def alike(self, call: Call) -> list[Placement]:
         """Give all towers the results of tower 0; see `Placer`."""
-        for i, placed in enumerate(call.inputs):
-            if not isinstance(placed, Local):
-                call.require(i, REPLICATE)
+        call.make_whole(Placement, but=Local)
         return self._follow(call)
 
     def _follow(self, call: Call) -> list[Placement]:
@@ -540,9 +535,7 @@ class Partition(Conversions):
         placed = call.inputs[0]
         if isinstance(placed, Partial) and placed != rules.EVERY:
             call.require(0, REPLICATE)
-        for i, one in enumerate(call.inputs):
-            if isinstance(one, RECOMPUTED):
-                call.require(i, REPLICATE)
+        call.make_whole(RECOMPUTED)
 
     def _write(self, call: Call) -> list[Placement]:
         op = call.op
@@ -550,9 +543,7 @@ class Partition(Conversions):
         roles = set(handles.values())
         plain = op.type.startswith("Assign")
         if roles <= {Role.PARTIAL, Role.PARTITION, Role.SEED}:
-            for i, placed in enumerate(call.inputs):
-                if isinstance(placed, (*RECOMPUTED, Shard, Counts)):
-                    call.require(i, REPLICATE)
+            call.make_whole((*RECOMPUTED, Shard, Counts))
         elif roles == {Role.SUM} and plain:
             call.require(1, SUM)
         elif roles == {Role.SUM} and op.type in _ADDING:

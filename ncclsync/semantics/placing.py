@@ -229,9 +229,7 @@ class Placer(abc.ABC):
             if only(call.inputs, Local, Replicate, Counts):
                 if SEEDED in call.inputs:
                     # A tower's count of rows belongs to its rows, not to its random numbers.
-                    for i, placed in enumerate(call.inputs):
-                        if isinstance(placed, Counts):
-                            call.require(i, REPLICATE)
+                    call.make_whole(Counts)
                 return [local_of(call.inputs)] * len(op.outputs)
             call.count_local_as_whole()
         made = self._by_rule(call)
@@ -296,9 +294,7 @@ class Placer(abc.ABC):
             if made is not None:
                 return made
             if kind not in rules.TAKING_COUNTS:
-                for i, placed in enumerate(call.inputs):
-                    if isinstance(placed, Counts):
-                        call.require(i, REPLICATE)
+                call.make_whole(Counts)
         if all(placed.whole for placed in call.inputs):
             return [REPLICATE] * len(call.op.outputs)
         if kind not in rules.KEEPING_ALIKE:

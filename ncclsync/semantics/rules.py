@@ -83,6 +83,12 @@ class Call:
         self.tensors[index] = self.placer.convert(self.tensors[index], before, placement, self.op)
         self.inputs[index] = placement
 
+    def make_whole(self, classes: type[Placement] | tuple[type[Placement], ...], but: Any = ()) -> None:
+        """Give the op the batch's values of all inputs that are placed so, `but` those that are placed so."""
+        for i, placed in enumerate(self.inputs):
+            if isinstance(placed, classes) and not isinstance(placed, but):
+                self.require(i, REPLICATE)
+
     def constant(self, index: int) -> Any:
         """Return the value of input `index` if it is known now."""
         return self.axes.constant(self.op.inputs[index])
@@ -974,10 +980,8 @@ def _product(lengths: Sequence[Any]) -> int | None:
 
 @rule_for("Transpose", "ConjugateTranspose")
 def _transpose(call: Call) -> Sequence[Placement] | None:
-    placed, order = call.inputs[0], call.constant(1)
-    if order is None or not isinstance(placed, Shard):
-        return None
-    return [placed.at(int(np.flatnonzero(order == placed.axis)[0]))]
+    order = call.constant(1)
+    return None if order is None else _by_letters(call, [_AXES[: len(order)], None], ["".join(_AXES[i] for i in order)])
 
 
 @rule_for("Split", "SplitV")

@@ -34,24 +34,20 @@ from ncclsync.semantics.placements import (
     SUM,
     Counts,
     Indices,
-    Kept,
     ListOf,
     Local,
     Numbers,
     Partial,
     Piece,
     Placement,
+    Recomputed,
     Shard,
-    SummedAxes,
     Which,
 )
 from ncclsync.semantics.placing import REPEATABLE, Placer, Refused, serves
 
 GATHER, FOLLOW = Collective(CollectiveKind.ALL_GATHER), Collective(CollectiveKind.BROADCAST)
 ADD_UP = Collective(CollectiveKind.ALL_REDUCE, "sum")
-
-# A tensor that is placed so cannot be exchanged: it is computed again, of whole inputs.
-RECOMPUTED = SummedAxes, Kept, Piece, Numbers
 
 
 class Conversions(Placer):
@@ -271,7 +267,7 @@ class Conversions(Placer):
         if before == SPLITS:  # the row splits of all rows
             lengths = self.exchange(tensor[1:] - tensor[:-1], GATHER, op)
             return tf.concat([tf.zeros([1], lengths.dtype), tf.cumsum(lengths)], 0)
-        if isinstance(before, RECOMPUTED):  # such as a cast of the rows' places
+        if isinstance(before, Recomputed):  # such as a cast of the rows' places
             return self.anew(tensor)
         raise Refused(f"needs the whole of {tensor.name}, which is placed as {before}")
 

@@ -21,7 +21,7 @@ from ncclsync.compat.names import OpName, TensorName
 from ncclsync.compat.source_lines import user_line
 from ncclsync.errors import NcclSyncError
 from ncclsync.ops import Collective, CollectiveKind, Mark, Purpose
-from ncclsync.program.conversion import ADD_UP, GATHER, RECOMPUTED, Conversions
+from ncclsync.program.conversion import ADD_UP, GATHER, Conversions
 from ncclsync.program.graph import StepGraph, TracedGraph, opened, read_only
 from ncclsync.program.program import Results
 from ncclsync.semantics import rules
@@ -39,6 +39,7 @@ from ncclsync.semantics.placements import (
     Partial,
     Placement,
     Places,
+    Recomputed,
     Shard,
     has,
 )
@@ -535,7 +536,7 @@ class Partition(Conversions):
         placed = call.inputs[0]
         if isinstance(placed, Partial) and placed != rules.EVERY:
             call.require(0, REPLICATE)
-        call.make_whole(RECOMPUTED)
+        call.make_whole(Recomputed)
 
     def _write(self, call: Call) -> list[Placement]:
         op = call.op
@@ -543,7 +544,7 @@ class Partition(Conversions):
         roles = set(handles.values())
         plain = op.type.startswith("Assign")
         if roles <= {Role.PARTIAL, Role.PARTITION, Role.SEED}:
-            call.make_whole((*RECOMPUTED, Shard, Counts))
+            call.make_whole((Recomputed, Shard, Counts))
         elif roles == {Role.SUM} and plain:
             call.require(1, SUM)
         elif roles == {Role.SUM} and op.type in _ADDING:

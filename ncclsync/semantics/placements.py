@@ -53,6 +53,10 @@ class Rowed(Placement):
     unit: TensorName = dataclasses.field(default=SAMPLES, kw_only=True)
 
 
+class Recomputed(Placement):
+    """It cannot be exchanged: it is computed again, of whole inputs."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Shard(Rowed):
     """It has the tower's rows of `axis`. Rows of another unit than samples lie in the order of these units.
@@ -95,7 +99,7 @@ class Counts(Rowed):
 
 
 @dataclasses.dataclass(frozen=True)
-class SummedAxes(Rowed):
+class SummedAxes(Rowed, Recomputed):
     """The axes over which the gradient, with rows along `axis`, of a broadcast operand, placed as `of`, is summed."""
 
     of: Placement
@@ -124,7 +128,7 @@ class Counter(Local):
     """Which row it is, in a loop over a tower's rows."""
 
 
-class Kept(Placement):
+class Kept(Recomputed):
     """What a kernel keeps for its gradient, in an order of its own."""
 
 
@@ -142,7 +146,7 @@ class ListOf(Placement):
     by_row: bool = False
 
 
-class Piece(Placement):
+class Piece(Recomputed):
     """What divides a ragged tensor, or pieces of texts, into a tower's rows, or leads to that."""
 
     def __str__(self) -> str:
@@ -185,7 +189,7 @@ class Which(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Numbers(Placement):
+class Numbers(Recomputed):
     """Integers that number the elements of a tower's rows, w of each.
 
     Attributes:

@@ -12,9 +12,8 @@ from ncclsync.costs.roofline import COUNTS, POWERS, Roofline, Size, seconds
 from ncclsync.ops import CollectiveKind
 from ncclsync.semantics.axes import Axes
 from ncclsync.semantics.functions import Functions
-from ncclsync.semantics.placements import Kind, Placement
+from ncclsync.semantics.placements import Counts, Kept, ListOf, Placement, Shard, has
 
-_OF_ROWS = frozenset({Kind.SHARD, Kind.ITEMS, Kind.KEPT})
 _ROWS = 4096  # of a batch that is large enough for its rows to count
 _NAMED = 8  # ops whose places are found out
 
@@ -117,9 +116,9 @@ class Costs:
             self.leave_out(op)
             self._others.append(op)
             return
-        taken = any(one.kind in _OF_ROWS for one in given) or any(tensor.name in self._rows for tensor in op.inputs)
+        taken = has(given, Shard, ListOf, Kept) or any(tensor.name in self._rows for tensor in op.inputs)
         open_shapes = not all(one.shape.is_fully_defined() for one in op.outputs)
-        made = open_shapes and any(one.kind is Kind.COUNTS for one in given)
+        made = open_shapes and has(given, Counts)
         if taken or made:
             self.have_rows(op)
             self.alike.append(op)

@@ -23,17 +23,31 @@ from ncclsync.ops import Collective, CollectiveKind, Purpose
 from ncclsync.ops.carriers import carried, delivered
 from ncclsync.program.graph import TracedGraph, opened
 from ncclsync.program.program import Exchange
-from ncclsync.semantics import rules, uneven
+from ncclsync.semantics import rules
 from ncclsync.semantics.axes import BATCHES, Axes, Items, given_rows
 from ncclsync.semantics.functions import Functions
-from ncclsync.semantics.placements import LOCAL, MEAN, PIECE, REPLICATE, SUM, Detail, Kind, Placement
+from ncclsync.semantics.placements import (
+    LOCAL,
+    MEAN,
+    REPLICATE,
+    SPLITS,
+    SUM,
+    Counts,
+    Indices,
+    ListOf,
+    Local,
+    Numbers,
+    Partial,
+    Piece,
+    Placement,
+    Recomputed,
+    Shard,
+    Which,
+)
 from ncclsync.semantics.placing import REPEATABLE, Placer, Refused, serves
 
 GATHER, FOLLOW = Collective(CollectiveKind.ALL_GATHER), Collective(CollectiveKind.BROADCAST)
 ADD_UP = Collective(CollectiveKind.ALL_REDUCE, "sum")
-
-# A tensor of these kinds cannot be exchanged: it is computed again, of whole inputs.
-RECOMPUTED = frozenset({Kind.AXES, Kind.KEPT, Kind.PIECE, Kind.PLACES, Kind.INDICES})
 
 
 class Conversions(Placer):
@@ -56,7 +70,7 @@ class Conversions(Placer):
 
     def __init__(self, traced: TracedGraph, learned: Mapping[TensorName, Any]) -> None:
         """Take a step of which nothing is placed."""
-        rowed = [name for name, placed in traced.argument_placements.items() if placed == rules.shard()]
+        rowed = [name for name, placed in traced.argument_placements.items() if placed == Shard()]
         known = {name: given_rows(traced.tensor(name)) for name in rowed}
         known |= {
             handle: Items(tuple((each * batch.rows, *variable.shape[1:]) for batch in BATCHES))
@@ -75,7 +89,7 @@ class Conversions(Placer):
         self.by_name: dict[OpName, tf.Operation] = {}
         self.stood_for: dict[OpName, tf.Operation] = {}
         self.open_axes: dict[TensorName, int] = {}
-        self.by_rows: dict[TensorName, Placement] = {}
+        self.by_rows: dict[TensorName, Shard] = {}
         self.local: set[OpName] = set()
         self.differing: set[TensorName] = set()
         self.exchanges: dict[TensorName, Exchange] = {}
@@ -92,7 +106,7 @@ class Conversions(Placer):
         self._exchanged: dict[tuple[TensorName, Collective, TensorName | None], tf.Tensor] = {}
         self._copies: dict[OpName, tf.Operation] = {}  # of ops, that take whole inputs
         self._extents: dict[TensorName, tuple[tf.Tensor, tf.Tensor, tf.Tensor]] = {}
-        self.rows_of: dict[TensorName, Placement] = {}
+        self.rows_of: dict[TensorName, Shard] = {}
         self.reduced_reads: set[OpName] = set()
         self._seen = len(traced.tf_graph.get_operations())
         marked = [name for name, mark in self.marks.items() if mark.purpose == Purpose.SLICES and name in traced.inputs]
@@ -158,7 +172,7 @@ class Conversions(Placer):
         """Return a tensor placed otherwise; see `Placer`."""
         if serves(before, after):
             return tensor
-        if before.whole and after.kind is Kind.SHARD and op.type in rules.OF_EQUAL_ROWS:
+        if before.whole and isinstance(after, Shard) and op.type in rules.OF_EQUAL_ROWS:
             self._learn_rows(tensor, after, op)
         key = (tensor.name, before, after)
         if key not in self.converted:
@@ -166,9 +180,9 @@ class Conversions(Placer):
                 self.converted[key] = self._convert(tensor, before, after, op)
         return self.converted[key]
 
-    def _learn_rows(self, tensor: tf.Tensor, after: Placement, op: tf.Operation) -> None:
+    def _learn_rows(self, tensor: tf.Tensor, after: Shard, op: tf.Operation) -> None:
         """Learn that a length of which nothing is known counts rows, since it meets rows: for the next try."""
-        each = after.each * max(after.blocks, 1)
+        each = after.rows
         for given, name in zip(op.inputs, self.traced.inputs[op.name], strict=False):
             unknown = self.axes.unknown(given, after.axis) if self.placed[name][0] is tensor else None
             if unknown is None or not each or after.unit:
@@ -183,11 +197,11 @@ class Conversions(Placer):
 
     def spares(self, tensor: tf.Tensor, placed: Placement, depth: int = 8) -> bool:
         """Return whether each tower can compute all of a tensor, of whole ones, by up to `depth` element-wise ops."""
-        if placed.whole or (placed.kind is not Kind.LOCAL and (tensor.name, placed, REPLICATE) in self.converted):
+        if placed.whole or (not isinstance(placed, Local) and (tensor.name, placed, REPLICATE) in self.converted):
             return True
         op, given = tensor.op, self.traced.inputs.get(tensor.op.name)
         if not depth or given is None or op.type not in rules.ELEMENTWISE | rules.MOVING | rules.FILLING:
-            return placed.kind is Kind.COUNTS and not placed.unit
+            return isinstance(placed, Counts) and not placed.unit
         return all(self.spares(*self.placed[name], depth - 1) for name in given)
 
     # The methods that follow make ops, which `building` takes over.
@@ -199,20 +213,19 @@ class Conversions(Placer):
             return tensor
         if after == SUM and before in (MEAN, LOCAL) and tensor.dtype.is_floating:
             return tensor * tf.cast(self.share.fraction, tensor.dtype)
-        if before.kind in (Kind.PLACES, Kind.INDICES) and after.kind is Kind.SHARD:
-            each, width = before.counts
-            if each > 0:
-                first = tf.cast(self.share.begin * (each * width), tensor.dtype)
-                if before.kind is Kind.INDICES:
-                    at_first = tf.one_hot(0, tf.shape(tensor)[0 if before.axis else -1], dtype=tensor.dtype)
-                    first *= at_first[:, None] if before.axis else at_first
-                return tensor + first
+        if isinstance(before, Numbers) and isinstance(after, Shard) and before.count:
+            first = tf.cast(self.share.begin * before.count, tensor.dtype)
+            if isinstance(before, Indices):
+                at_first = tf.one_hot(0, tf.shape(tensor)[0 if before.axis else -1], dtype=tensor.dtype)
+                first *= at_first[:, None] if before.axis else at_first
+            return tensor + first
         if not before.whole:
             tensor = self.convert(tensor, before, REPLICATE, op)
-        if after.kind is Kind.COUNTS:
-            counts = np.reshape(after.counts, tensor.shape if tensor.shape.is_fully_defined() else [-1])
-            return tf.where(self._as_counted(counts), tensor, counts * tf.cast(self.share.rows, tensor.dtype))
-        if after.kind is Kind.SHARD:
+        if isinstance(after, Counts):
+            counts = _counts_of(tensor, after)
+            own = tf.constant(counts, tensor.dtype) * tf.cast(self.share.rows, tensor.dtype)
+            return tf.where(self._as_counted(counts), tensor, own)
+        if isinstance(after, Shard):
             return self.rows_of_tower(tensor, rules.counted(after), op)
         if after == SUM:
             if tensor.name not in self.exchanges and rules.is_zero(tensor):
@@ -221,17 +234,17 @@ class Conversions(Placer):
         raise NcclSyncError(f"Expected a tensor that can be placed as {after}. Received: {before}, {tensor.name}")
 
     def _made_whole(self, tensor: tf.Tensor, before: Placement, op: tf.Operation) -> tf.Tensor:
-        if before.kind is Kind.ITEMS:
+        if isinstance(before, ListOf):
             return self.anew(tensor)
         if tensor.dtype in (tf.resource, tf.variant):
             raise Refused(f"needs {tensor.name}, of dtype {tensor.dtype.name}, which cannot be sent")
-        if before.kind in (Kind.SHARD, Kind.PARTIAL) and self.spares(tensor, before):
-            if before.kind is Kind.SHARD:  # of parts, as of gradients that their norm scales, it is instead
+        if isinstance(before, (Shard, Partial)) and self.spares(tensor, before):
+            if isinstance(before, Shard):  # of parts, as of gradients that their norm scales, it is instead
                 self.costs.alike.append(tensor.op)  # besides what each does for its own rows
             return self.anew(tensor)
-        if before.kind is Kind.SHARD:
+        if isinstance(before, Shard):
             return self._gathered(tensor, before, op)
-        if before.kind is Kind.PARTIAL:
+        if isinstance(before, Partial):
             if before == SUM and tensor.dtype == tf.float32 and self._add_halves(tensor, op):
                 return self.anew(tensor)
             if tensor.op.type == "ReadVariableOp":
@@ -244,19 +257,18 @@ class Conversions(Placer):
             ):
                 self.costs.receive(op, size, CollectiveKind.ALL_REDUCE)
             return reduced
-        if before.kind is Kind.COUNTS:
+        if isinstance(before, Counts):
             return self._total_counts(tensor, before, op)
-        if before.kind is Kind.LOCAL:
-            if tensor.dtype.is_floating and before.detail is None:
+        if isinstance(before, Local):
+            if tensor.dtype.is_floating and before == LOCAL:
                 return self.exchange(tensor, Collective(CollectiveKind.ALL_REDUCE, "mean"), op)
             return self.followed(tensor, op)
-        numbers = uneven.numbered(before)
-        if numbers is not None and before.detail in (Detail.OWN, Detail.EVERY) and before.counts[0] > 0:
-            return self.convert(self.convert(tensor, before, numbers, op), numbers, REPLICATE, op)
-        if before == PIECE:  # the row splits of all rows
+        if isinstance(before, Numbers) and before.which in (Which.OWN, Which.EVERY) and before.count:
+            return self.convert(self.convert(tensor, before, before.by, op), before.by, REPLICATE, op)
+        if before == SPLITS:  # the row splits of all rows
             lengths = self.exchange(tensor[1:] - tensor[:-1], GATHER, op)
             return tf.concat([tf.zeros([1], lengths.dtype), tf.cumsum(lengths)], 0)
-        if before.kind in RECOMPUTED:  # such as a cast of the rows' places
+        if isinstance(before, Recomputed):  # such as a cast of the rows' places
             return self.anew(tensor)
         raise Refused(f"needs the whole of {tensor.name}, which is placed as {before}")
 
@@ -268,7 +280,7 @@ class Conversions(Placer):
         given = self.traced.inputs.get(tensor.op.name)
         if given is None or tensor.op.type not in rules.ELEMENTWISE | rules.MOVING:
             return False
-        parts = [(one, placed) for one, placed in map(self.placed.__getitem__, given) if placed.kind is Kind.PARTIAL]
+        parts = [(one, placed) for one, placed in map(self.placed.__getitem__, given) if isinstance(placed, Partial)]
         if len(parts) != 1 or parts[0][1] != SUM:
             return False
         (part, placed), *_ = parts
@@ -278,21 +290,21 @@ class Conversions(Placer):
         self.converted.setdefault((part.name, placed, REPLICATE), tf.cast(added, tf.float16))
         return True
 
-    def _total_counts(self, tensor: tf.Tensor, before: Placement, op: tf.Operation) -> tf.Tensor:
+    def _total_counts(self, tensor: tf.Tensor, before: Counts, op: tf.Operation) -> tf.Tensor:
         """Return the batch's counts of rows."""
-        counts = np.reshape(before.counts, tensor.shape if tensor.shape.is_fully_defined() else [-1])
-        if before.unit and np.any(counts < 0):  # a tower may have none of the unit
-            return tf.where(np.equal(counts, 0), tensor, self.exchange(tensor, ADD_UP, op))
+        counts = _counts_of(tensor, before)
+        if before.unit and None in before.counts:  # a tower may have none of the unit
+            return tf.where(counts == 0, tensor, self.exchange(tensor, ADD_UP, op))
         rows, total = (tf.cast(one, tensor.dtype) for one in self.extent(before.unit, op)[1:])
-        each = tf.constant(counts, tensor.dtype)
+        each = tf.constant(np.nan_to_num(counts), tensor.dtype)
         counted = each * total
-        if np.any(counts < 0):
+        if None in before.counts:
             counted = tf.where(each > 0, each, tensor // rows) * total
         return counted if np.all(counts) and not self.stretched else tf.where(self._as_counted(counts), tensor, counted)
 
     def _as_counted(self, counts: np.ndarray) -> Any:
         """Return which elements of a tower's counts are the batch's: all, if it has one row, which each tower has."""
-        return tf.logical_or(np.equal(counts, 0), tf.equal(self.share.total, 1)) if self.stretched else counts == 0
+        return tf.logical_or(counts == 0, tf.equal(self.share.total, 1)) if self.stretched else counts == 0
 
     def followed(self, tensor: tf.Tensor, op: tf.Operation) -> tf.Tensor:
         """Give all towers the tensor of tower 0."""
@@ -328,12 +340,12 @@ class Conversions(Placer):
         self._copies[op.name] = tf_compat.copied_op(op, inputs)
         return self._copies[op.name].outputs[tensor.value_index]
 
-    def first_rows(self, tensor: tf.Tensor, before: Placement, count: int, op: tf.Operation) -> tf.Tensor:
+    def first_rows(self, tensor: tf.Tensor, before: Shard, count: int, op: tf.Operation) -> tf.Tensor:
         """Gather the first `count` rows of each tower: those of the batch's first sample, and behind them others."""
         own = (*[slice(None)] * before.axis, slice(count))
         return self._gathered(tensor[own], before, op, Size(count * max(tensor.dtype.size, 1)))
 
-    def _gathered(self, tensor: tf.Tensor, before: Placement, op: tf.Operation, rows: Size | None = None) -> tf.Tensor:
+    def _gathered(self, tensor: tf.Tensor, before: Shard, op: tf.Operation, rows: Size | None = None) -> tf.Tensor:
         """Gather all towers' rows, in the order of the batch; `rows`: their bytes, if each held one element."""
         moved = tensor
         turned = before.axis or before.blocks > 1
@@ -349,7 +361,7 @@ class Conversions(Placer):
         if not self.undivided and op.name not in self.marks and op.name not in self.joins_slices:
             lengths = self.costs.roofline.lengths(tensor)
             others = lengths[: before.axis] + lengths[before.axis + 1 :]
-            rows = rows or Size(max(before.each, 1) * max(before.blocks, 1) * max(tensor.dtype.size, 1), 1)
+            rows = rows or Size((before.rows or before.blocks) * max(tensor.dtype.size, 1), 1)
             self.costs.receive(op, product([rows, *others]), CollectiveKind.ALL_GATHER)
         if not turned:
             return whole
@@ -365,14 +377,14 @@ class Conversions(Placer):
         if unit not in self._extents:
             named = self.traced.tensor(unit)
             placed = self.traced.argument_placements.get(unit) or self.placed[unit][1]  # the step may not need splits
-            ends = placed.kind is Kind.PIECE
+            ends = isinstance(placed, Piece)
             count = tf.cast(tf.reduce_sum(named[-1:]), tf.int32) if ends else tf.shape(named)[0]
             every = self.exchange(tf.stack([self.share.begin, count])[None], GATHER, op)
             before = tf.where(every[:, 0] < self.share.begin, every[:, 1], 0)
             self._extents[unit] = tf.reduce_sum(before), count, tf.reduce_sum(every[:, 1])
         return self._extents[unit]
 
-    def rows_of_tower(self, tensor: tf.Tensor, after: Placement, op: tf.Operation) -> tf.Tensor:
+    def rows_of_tower(self, tensor: tf.Tensor, after: Shard, op: tf.Operation) -> tf.Tensor:
         """Take a tower's rows of a tensor that all have, for `op`. One row that is broadcast stays."""
         known = tensor.shape[after.axis]
         first, count, total = self.extent(after.unit, op)
@@ -390,7 +402,7 @@ class Conversions(Placer):
             size = tf.where(fits, size, length + count + 2)
         else:
             line = f"a tensor of that length, at {user_line(op.traceback)}"
-            self.declared.setdefault((known, after.blocks * max(after.each, 1)), line)
+            self.declared.setdefault((known, after.rows or after.blocks), line)
         # A slice takes up to 8 axes; XLA compiles it anew for each first row.
         if after.blocks > 1 or self.traced.trace.jit_compile or tensor.shape.rank > 8:
             blocks = after.blocks if broadcast is None else tf.where(broadcast, 1, after.blocks)
@@ -400,6 +412,12 @@ class Conversions(Placer):
         at = tf.one_hot(after.axis, tensor.shape.rank, dtype=tf.int32)
         rows = tf.slice(tensor, at * begin, at * (size + 1) - 1)
         return tf.ensure_shape(rows, opened(tensor.shape, after.axis))
+
+
+def _counts_of(tensor: tf.Tensor, placed: Counts) -> np.ndarray:
+    """Return how many rows for each sample a tensor's elements count, in its shape; NaN where that is not known."""
+    counts = np.array(placed.counts, float)
+    return counts.reshape(tensor.shape.as_list()) if tensor.shape.is_fully_defined() else counts
 
 
 def _swapped(tensor: tf.Tensor, rank: int | tf.Tensor) -> tf.Tensor:

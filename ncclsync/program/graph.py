@@ -16,7 +16,7 @@ from ncclsync.program.program import Exchange
 from ncclsync.program.trace import Trace
 from ncclsync.semantics.axes import MEASURES, Axes
 from ncclsync.semantics.functions import Functions, in_order, parents_of
-from ncclsync.semantics.placements import LOCAL, PIECE, REPLICATE, SAMPLES, Detail, Kind, Placement, rows, shard
+from ncclsync.semantics.placements import LOCAL, REPLICATE, SAMPLES, SPLITS, Indices, Placement, Shard, rows
 from ncclsync.sharding.roles import Role, is_random_state, mark_random_state, role_of
 from ncclsync.sharding.shards import units_of
 
@@ -97,17 +97,17 @@ class TracedGraph:
         for leaf, number in zip(tf.nest.flatten(trace.batch), units_of(trace.batch), strict=True):
             if isinstance(leaf, tf.Tensor):
                 unit = named.setdefault(number, leaf.name)
-                placed[leaf.name] = shard(unit=unit) if leaf.shape.rank else REPLICATE
+                placed[leaf.name] = Shard(unit=unit) if leaf.shape.rank else REPLICATE
             elif leaf is not None:
                 first, *others = tf.nest.flatten(leaf, expand_composites=True)
                 if isinstance(leaf, tf.SparseTensor):
                     values, shape = others
-                    placed[first.name] = Placement(Kind.INDICES, detail=Detail.OWN, counts=(1, 1), unit=values.name)
-                    placed[values.name] = shard(unit=values.name)
+                    placed[first.name] = Indices(1, 1, unit=values.name)
+                    placed[values.name] = Shard(unit=values.name)
                     placed[shape.name] = rows((1, *[0] * (leaf.shape.rank - 1)))
                 else:  # values, and the splits of their rows, from the outermost
-                    placed[first.name] = shard(unit=others[-1].name)
-                    placed.update((splits.name, PIECE) for splits in others)
+                    placed[first.name] = Shard(unit=others[-1].name)
+                    placed.update((splits.name, SPLITS) for splits in others)
                     self.row_splits |= {others[0].name} if len(others) == 1 else set()
         return placed
 
@@ -173,7 +173,7 @@ class StepGraph:
     by_name: Mapping[OpName, tf.Operation]  # of these, and of those that tower 0 alone runs
     stood_for: Mapping[OpName, tf.Operation]  # by the branch that runs it on tower 0 alone
     open_axes: Mapping[TensorName, int]  # of tensors that have a tower's rows, where the trace has a length
-    by_rows: Mapping[TensorName, Placement]  # of tensors that have a tower's rows of the batch
+    by_rows: Mapping[TensorName, Shard]  # of tensors that have a tower's rows of the batch
     stretched: bool  # whether a batch of one row may have more rows of some of these, since it was broadcast
     local: Set[OpName]  # ops that take tensors that may differ between towers
     differing: Set[TensorName]  # these tensors

@@ -9,7 +9,6 @@ collectives become `Exchange`s.
 
 import dataclasses
 import logging
-import math
 import types
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -22,13 +21,28 @@ from ncclsync.compat.names import OpName, TensorName
 from ncclsync.compat.source_lines import user_line
 from ncclsync.errors import NcclSyncError
 from ncclsync.ops import Collective, CollectiveKind, Mark, Purpose
-from ncclsync.program.conversion import ADD_UP, GATHER, RECOMPUTED, Conversions
+from ncclsync.program.conversion import ADD_UP, GATHER, Conversions
 from ncclsync.program.graph import StepGraph, TracedGraph, opened, read_only
 from ncclsync.program.program import Results
 from ncclsync.semantics import rules
 from ncclsync.semantics.axes import SORTED_SEGMENTS, Rows
 from ncclsync.semantics.functions import BRANCHES, LOOPS
-from ncclsync.semantics.placements import LOCAL, MEAN, REPLICATE, SEEDED, SUM, Kind, Placement
+from ncclsync.semantics.placements import (
+    LOCAL,
+    MEAN,
+    REPLICATE,
+    SEEDED,
+    SUM,
+    Counts,
+    Local,
+    Numbers,
+    Partial,
+    Placement,
+    Places,
+    Recomputed,
+    Shard,
+    has,
+)
 from ncclsync.semantics.placing import COMPUTED_WHOLE, PRINTS, REPEATABLE, Found, Refused, local_of
 from ncclsync.semantics.rules import Call
 from ncclsync.semantics.unordered import ADDS_SLICES, UNORDERED, UNORDERED_ON_CPU, added_up
@@ -162,7 +176,7 @@ class Partition(Conversions):
             ) from reason
         self._shape_inputs(call, made)
         with self.building():
-            stays = self._look(call)
+            looked = self._look(call)
         altered = any(one is not other for one, other in zip(call.tensors, call.given[0], strict=True))
         rest = altered or any(name in self._altered for name in names)
         indices, slices = ADDS_SLICES.get(op.type, (0, 0))
@@ -179,18 +193,18 @@ class Partition(Conversions):
             self.costs.add(op, call.given[1], (*call.inputs, *made))
         for output, placed in zip(op.outputs, made, strict=True):
             tensor, placed = self.placed.get(output.name, (output, placed))  # all towers may have it from tower 0
-            if stays is not None:
+            if looked is not None:
                 with self.building():
-                    tensor = self._own_segments(call, stays)
-            if op.type in SORTED_SEGMENTS and placed.kind is Kind.SHARD:
+                    tensor = self._own_segments(call, *looked)
+            if op.type in SORTED_SEGMENTS and isinstance(placed, Shard):
                 with self.building():
                     tensor = self._with_last_rows(tensor, placed, op)
-            if op.type == "Mean" and call.inputs[0].unit and placed == SUM:
+            if op.type == "Mean" and placed == SUM and isinstance(rows := call.inputs[0], Shard) and rows.unit:
                 with self.building():
-                    tensor = self._weighted(tensor, call)
-            again = not self.undivided and (placed.whole or placed.kind is Kind.PARTIAL)
+                    tensor = self._weighted(tensor, rows, call)
+            again = not self.undivided and (placed.whole or isinstance(placed, Partial))
             after = self._rows_again(op, call.given[1], output) if again else None
-            if placed.kind is Kind.PARTIAL:
+            if isinstance(placed, Partial):
                 if op.type in rules.ELEMENTWISE:
                     after = next((self.rows_of[name] for name in names if name in self.rows_of), None)
                 if after is not None and not after.unit:
@@ -200,18 +214,18 @@ class Partition(Conversions):
                     tensor, whole, placed = self.rows_of_tower(tensor, after, op), tensor, after
                 self.converted[tensor.name, after, REPLICATE] = whole
             self._put(output, tensor, placed)
-            if rest and placed.kind is not Kind.SHARD:
+            if rest and not isinstance(placed, Shard):
                 self._altered.add(output.name)
 
     def _shape_inputs(self, call: Call, made: list[Placement]) -> None:
         """Let an op's inputs have the shape that it insists on."""
         op = call.op
-        if op.type in _OF_KNOWN_SHAPES and op.inputs[0].shape.rank and call.inputs[0].kind is not Kind.LOCAL:
-            by_rows = call.inputs[0].kind is Kind.SHARD
-            shape = opened(op.inputs[0].shape, call.inputs[0].axis) if by_rows else op.inputs[0].shape
+        if op.type in _OF_KNOWN_SHAPES and op.inputs[0].shape.rank and not isinstance(call.inputs[0], Local):
+            placed, shape = call.inputs[0], op.inputs[0].shape
+            shape = opened(shape, placed.axis) if isinstance(placed, Shard) else shape
             with self.building():
                 call.tensors[0] = tf.ensure_shape(call.tensors[0], shape)
-        if op.type == "RaggedTensorToTensor" and made[0].kind is Kind.SHARD:
+        if op.type == "RaggedTensorToTensor" and isinstance(made[0], Shard):
             lengths = np.ravel(call.constant(0))
             if len(lengths) > 1 and lengths[1] >= 0:
                 return
@@ -229,25 +243,26 @@ class Partition(Conversions):
                 second = tf.logical_and(shape < 0, tf.equal(tf.range(tf.size(shape)), 1))
                 call.tensors[0] = tf.where(second, tf.cast(longest, shape.dtype), shape)
 
-    def _look(self, call: Call) -> tf.Tensor | None:
+    def _look(self, call: Call) -> tuple[tf.Tensor, int] | None:
         """Look whether numbers that are not known to stay among a tower's rows do so; let the op take all rows if not.
 
         Returns:
-            Whether they do, for an op whose result has these rows; else None.
+            Whether they do, and how many there are for each sample, for an op whose result has these rows; else None.
         """
         op, at = call.op, call.loose
-        if at is None:
+        placed = None if at is None else call.inputs[at]
+        if at is None or not isinstance(placed, Numbers) or placed.count is None:
             return None
-        numbers, placed, per_row = call.tensors[at], call.inputs[at], math.prod(call.inputs[at].counts)
-        first, own = (tf.cast(one * per_row, numbers.dtype) for one in (self.share.begin, self.share.rows))
+        numbers = call.tensors[at]
+        first, own = (tf.cast(one * placed.count, numbers.dtype) for one in (self.share.begin, self.share.rows))
         if op.type in ("GreaterEqual", "Maximum"):
             call.tensors[1] -= first  # as the tower numbers
             return None
-        of_rows = numbers if placed.kind is Kind.PLACES else numbers[..., 0]
+        of_rows = numbers if isinstance(placed, Places) else numbers[..., 0]
         stay = tf.reduce_all(tf.logical_and(of_rows >= 0, of_rows < own))
         every = self.exchange(tf.cast(stay, tf.int32), Collective(CollectiveKind.ALL_REDUCE, "min"), op)
         stays, none = tf.equal(every, 1), tf.zeros_like(first)
-        at_first = 1 if placed.kind is Kind.PLACES else tf.one_hot(0, tf.shape(numbers)[-1], dtype=numbers.dtype)
+        at_first = 1 if isinstance(placed, Places) else tf.one_hot(0, tf.shape(numbers)[-1], dtype=numbers.dtype)
         call.tensors[at] = numbers + tf.where(stays, none, first) * at_first
         counts = rules.shape_input(op)
         if counts is None:
@@ -257,49 +272,50 @@ class Partition(Conversions):
             return None
         total = self.convert(call.tensors[counts], call.inputs[counts], REPLICATE, op)
         call.tensors[counts] = tf.where(stays, call.tensors[counts], total)
-        return stays
+        return stays, placed.count
 
-    def _with_last_rows(self, made: tf.Tensor, placed: Placement, op: tf.Operation) -> tf.Tensor:
+    def _with_last_rows(self, made: tf.Tensor, placed: Shard, op: tf.Operation) -> tf.Tensor:
         """Return sums over segments with what TensorFlow gives of an empty one, for a tower's last rows."""
         own, shape = self.share.rows * placed.each, tf.shape(made)
         rest = tf.concat([tf.maximum(own - shape[:1], 0), shape[1:]], 0)
         return tf.concat([made, tf.fill(rest, tf.cast(op.type == "SegmentProd", made.dtype))], 0)[:own]
 
-    def _weighted(self, mean: tf.Tensor, call: Call) -> tf.Tensor:
+    def _weighted(self, mean: tf.Tensor, rows: Shard, call: Call) -> tf.Tensor:
         """Return a tower's part of a mean of rows of which it has any number, or none."""
-        own, total = tf.shape(call.tensors[0])[call.inputs[0].axis], self.extent(call.unit, call.op)[2]
+        own, total = tf.shape(call.tensors[0])[rows.axis], self.extent(call.unit, call.op)[2]
         part = tf.cast(own, mean.dtype) / tf.cast(total, mean.dtype)  # not a number if all have none, as on one device
         return tf.where(own > 0, mean, tf.zeros_like(mean)) * part
 
-    def _own_segments(self, call: Call, stays: tf.Tensor) -> tf.Tensor:
+    def _own_segments(self, call: Call, stays: tf.Tensor, per_row: int) -> tf.Tensor:
         """Return a tower's rows of what `_look` has let an op add up for them, or, unless they stay, for all rows."""
-        (made,), per_row = call.op.outputs, math.prod(call.inputs[call.loose or 0].counts)
+        (made,) = call.op.outputs
         first, own, every = (one * per_row for one in (self.share.begin, self.share.rows, self.share.total))
         reduced = rules.SEGMENTS.get(call.op.type, SUM)
         sent = made[: tf.where(stays, 0, every)]
         whole = self.exchange(sent, Collective(CollectiveKind.ALL_REDUCE, reduced.op), call.op)
         return tf.concat([made[: tf.where(stays, own, 0)], whole[first : first + tf.where(stays, 0, own)]], 0)
 
-    def _rows_again(self, op: tf.Operation, given: list[Placement], output: tf.Tensor) -> Placement | None:
+    def _rows_again(self, op: tf.Operation, given: list[Placement], output: tf.Tensor) -> Shard | None:
         """Return the placement by rows of a result that all towers have; None: it is not known to have rows."""
         rank = output.shape.rank
-        if rules.SAME_SHAPE & {op.type, f"{op.type}:{output.value_index}"} and given[0].kind is Kind.SHARD:
+        if rules.SAME_SHAPE & {op.type, f"{op.type}:{output.value_index}"} and isinstance(given[0], Shard):
             return rules.counted(given[0])
         if output.dtype in (tf.resource, tf.variant) or not rank:
             return None
         at = rules.shape_input(op) if op.type in rules.BACK_TO_ROWS else None
-        if at is not None and given[at].kind is Kind.COUNTS:
-            shape = given[at]
-            axis = next(i for i, count in enumerate(shape.counts) if count)  # of [rows, rows], of all pairs, the first
+        shape = None if at is None else given[at]
+        if isinstance(shape, Counts):
+            axis = [one != 0 for one in shape.counts].index(True)  # of [rows, rows], of all pairs, the first
             along = rank - 1 if op.type == "TopKV2" else axis
-            return rules.shard(along, 1, max(shape.counts[axis], 0), shape.unit)
+            return Shard(along, 1, shape.counts[axis], unit=shape.unit)
         if all(one.whole for one in given) and output.name not in self.learned:
             return None
         lengths = self.axes.lengths(output)
         found = [(axis, one.each) for axis, one in enumerate(lengths or ()) if isinstance(one, Rows) and one.each]
         for axis, each in found[:1]:
-            like = (one for one in given if one == rules.shard(axis, one.blocks) and one.each * one.blocks == each)
-            return rules.counted(next(like, rules.shard(axis, 1, each)))
+            rowed = (one for one in given if isinstance(one, Shard))
+            like = (one for one in rowed if one == Shard(axis, one.blocks) and one.rows == each)
+            return next(like, Shard(axis, 1, each))
         return None
 
     def _made(self, call: Call) -> list[Placement]:
@@ -344,8 +360,8 @@ class Partition(Conversions):
             role = traced.role.get(output.name, Role.SAME)
             placed = {Role.SAME: REPLICATE, Role.SUM: SUM, Role.SEED: SEEDED}.get(role, LOCAL)
         self._put(output, output, placed)
-        known = placed.kind is Kind.SHARD and output.shape[0] is not None and not placed.unit
-        given = output.name in traced.argument_placements and placed.kind is not Kind.LOCAL
+        known = isinstance(placed, Shard) and output.shape[0] is not None and not placed.unit
+        given = output.name in traced.argument_placements and not isinstance(placed, Local)
         # An argument that is traced with its number of rows: all towers take the whole batch.
         if known or (self.undivided and given):
             self.costs.have_rows(op)
@@ -354,9 +370,9 @@ class Partition(Conversions):
 
     def _put(self, output: tf.Tensor, tensor: tf.Tensor, placed: Placement) -> None:
         self.placed[output.name] = tensor, placed
-        if placed.kind is Kind.SHARD and tensor.shape.rank and tensor.shape[placed.axis] is not None:
+        if isinstance(placed, Shard) and tensor.shape.rank and tensor.shape[placed.axis] is not None:
             self.open_axes[tensor.name] = placed.axis  # the traced length is the batch's
-        if placed.kind is Kind.SHARD and not placed.unit:
+        if isinstance(placed, Shard) and not placed.unit:
             self.by_rows[tensor.name] = placed
         if not placed.whole:
             self.differing.add(tensor.name)
@@ -375,13 +391,11 @@ class Partition(Conversions):
         """Place an op of which every tower computes all: without its rule, and without its lengths."""
         if all(placed.whole for placed in call.inputs):
             return [REPLICATE] * len(call.op.outputs)
-        if not any(placed.kind is Kind.LOCAL for placed in call.inputs):
+        if not has(call.inputs, Local):
             return self.whole(call)
         if call.op.type in rules.DRAWS or self.functions.runs(call.op):
             return self.alike(call)
-        for i, placed in enumerate(call.inputs):
-            if placed.kind is not Kind.LOCAL:
-                call.require(i, REPLICATE)
+        call.make_whole(Placement, but=Local)
         return [local_of(call.given[1])] * len(call.op.outputs)
 
     def whole(self, call: Call) -> list[Placement]:
@@ -393,12 +407,12 @@ class Partition(Conversions):
         }
         if handles:
             raise Unshared(handles)
-        if (first := rules.rows_of_first(call)) and not call.spares(0):
+        rows = call.inputs[0]
+        if isinstance(rows, Shard) and (first := rules.rows_of_first(call, rows)) and not call.spares(0):
             with self.building():
-                call.tensors[0] = self.first_rows(call.tensors[0], call.inputs[0], first, call.op)
+                call.tensors[0] = self.first_rows(call.tensors[0], rows, first, call.op)
             call.inputs[0] = REPLICATE
-        for i in range(len(call.inputs)):
-            call.require(i, REPLICATE)
+        call.make_whole(Placement)
         logger.debug("%s %s is made whole: %s", call.op.type, call.op.name, ", ".join(map(str, call.given[1])))
         if call.op.type not in rules.DRAWS and self.functions.hides_state(call.op, REPEATABLE):
             return self._follow(call)
@@ -406,9 +420,7 @@ class Partition(Conversions):
 
     def alike(self, call: Call) -> list[Placement]:
         """Give all towers the results of tower 0; see `Placer`."""
-        for i, placed in enumerate(call.inputs):
-            if placed.kind is not Kind.LOCAL:
-                call.require(i, REPLICATE)
+        call.make_whole(Placement, but=Local)
         return self._follow(call)
 
     def _follow(self, call: Call) -> list[Placement]:
@@ -523,11 +535,9 @@ class Partition(Conversions):
     def _assert(self, call: Call) -> None:
         """Let each tower run an assertion about its own rows."""
         placed = call.inputs[0]
-        if placed.kind is Kind.PARTIAL and placed != rules.EVERY:
+        if isinstance(placed, Partial) and placed != rules.EVERY:
             call.require(0, REPLICATE)
-        for i, one in enumerate(call.inputs):
-            if one.kind in RECOMPUTED:
-                call.require(i, REPLICATE)
+        call.make_whole(Recomputed)
 
     def _write(self, call: Call) -> list[Placement]:
         op = call.op
@@ -535,15 +545,13 @@ class Partition(Conversions):
         roles = set(handles.values())
         plain = op.type.startswith("Assign")
         if roles <= {Role.PARTIAL, Role.PARTITION, Role.SEED}:
-            for i, placed in enumerate(call.inputs):
-                if placed.kind in RECOMPUTED | {Kind.SHARD, Kind.COUNTS}:
-                    call.require(i, REPLICATE)
+            call.make_whole((Recomputed, Shard, Counts))
         elif roles == {Role.SUM} and plain:
             call.require(1, SUM)
         elif roles == {Role.SUM} and op.type in _ADDING:
             indices, updates = call.inputs[1:3]
-            fits = indices.kind is updates.kind is Kind.SHARD and indices.axis == updates.axis == 0
-            if not fits or not rules.same_rows(indices, updates):
+            by_rows = isinstance(indices, Shard) and isinstance(updates, Shard) and rules.same_rows(indices, updates)
+            if not by_rows or any(isinstance(one, Shard) and one.axis for one in (indices, updates)):
                 call.require(1, REPLICATE)
                 call.require(2, SUM)
         elif roles == {Role.SAME}:
@@ -558,6 +566,7 @@ class Partition(Conversions):
 
     def _mark(self, op: tf.Operation, mark: Mark, call: Call) -> None:
         names, when = self.inputs[op.name], None
+        found: list[tuple[tf.Tensor, Placement]]
         if mark.purpose == Purpose.SLICES:
             self.costs.leave_out(op)
             found = [(tensor, REPLICATE) for tensor in self._slices(op, mark, call)]
@@ -582,15 +591,15 @@ class Partition(Conversions):
         """Return whether a mark by choice changes nothing: of a whole tensor every tower computes the batch's value."""
         if mark.of:
             return mark.of in self._exact_marks
-        return self._exact or placed.kind not in (Kind.SHARD, Kind.LOCAL)
+        return self._exact or not isinstance(placed, (Shard, Local))
 
     def _take_rows(self, call: Call, mark: Mark) -> None:
         """Give a mark's tensors the rows that the last one has; whole ones if that has none."""
         last = call.inputs[-1]
-        if last.kind is Kind.SHARD and mark.by_choice and not mark.of:
+        if isinstance(last, Shard) and mark.by_choice and not mark.of:
             self.normalized.append(mark.line)
-        for i in range(len(call.inputs) if last.kind is not Kind.LOCAL else 0):
-            call.require(i, last if last.kind is Kind.SHARD else REPLICATE)
+        for i in range(len(call.inputs) if not isinstance(last, Local) else 0):
+            call.require(i, last if isinstance(last, Shard) else REPLICATE)
 
     def _meet(
         self,
@@ -608,22 +617,22 @@ class Partition(Conversions):
         if mark.purpose == Purpose.PARTS:
             return self.convert(tensor, placed, SUM, op), LOCAL
         if mark.purpose == Purpose.ADDENDS:
-            if placed.kind in (Kind.SHARD, Kind.LOCAL) or placed == SUM:
+            if isinstance(placed, (Shard, Local)) or placed == SUM:
                 return tensor, LOCAL
-            tensor = self.convert(tensor, placed, MEAN if placed.kind is Kind.PARTIAL else REPLICATE, op)
+            tensor = self.convert(tensor, placed, MEAN if isinstance(placed, Partial) else REPLICATE, op)
             return tensor * tf.cast(self.share.fraction, tensor.dtype), LOCAL
         if mark.purpose == Purpose.ROWS:
             _, taken = self.placed[self.traced.inputs[mark.of][0]]
-            return tensor, taken if taken.kind is Kind.SHARD else SUM
+            return tensor, taken if isinstance(taken, Shard) else SUM
         if mark.purpose == Purpose.OWN_ROW:
             whole = self.convert(tensor, placed, REPLICATE, op)
             at = tf.minimum(self.share.tower, tf.shape(whole)[0] - 1)
             return whole[at : at + 1], LOCAL
         collective = mark.collective
         reduces, how = collective.kind == CollectiveKind.ALL_REDUCE, collective.op
-        if collective.kind == CollectiveKind.ALL_GATHER and placed.kind is Kind.SHARD:
+        if collective.kind == CollectiveKind.ALL_GATHER and isinstance(placed, Shard):
             return self.convert(tensor, placed, REPLICATE, op), REPLICATE
-        if placed.kind is Kind.PARTIAL and reduces and how in ("mean", placed.op):
+        if isinstance(placed, Partial) and reduces and how in ("mean", placed.op):
             return self.convert(tensor, placed, REPLICATE, op), REPLICATE  # the reduction of its parts
         local = self._local_value(name)
         settled = collective.kind == CollectiveKind.BROADCAST or (reduces and how in ("mean", "max", "min"))
@@ -635,7 +644,7 @@ class Partition(Conversions):
     def _local_value(self, name: TensorName) -> tf.Tensor:
         """Return what a tower computes of its shard alone: the input of a collective that the step calls."""
         tensor, placed = self.placed[name]
-        if placed.kind is Kind.SHARD or name not in self._altered:
+        if isinstance(placed, Shard) or name not in self._altered:
             return tensor
         if name in self._local:
             return self._local[name]
@@ -651,14 +660,14 @@ class Partition(Conversions):
     def _slices_part(self, op: tf.Operation, call: Call) -> list[tf.Tensor]:
         """Return a tower's part of a sparse gradient: the slices of its rows, or its parts of all slices."""
         (values, indices), (of_values, of_indices) = call.tensors, call.inputs
-        if of_values.kind is of_indices.kind is Kind.SHARD and rules.same_rows(of_values, of_indices):
+        if isinstance(of_values, Shard) and isinstance(of_indices, Shard) and rules.same_rows(of_values, of_indices):
             return [values, indices]
         return [self.convert(values, of_values, SUM, op), self.convert(indices, of_indices, REPLICATE, op)]
 
     def _slices(self, op: tf.Operation, mark: Mark, call: Call) -> list[tf.Tensor]:
         """Return the slices that one device would have, or their dense sum if that moves fewer bytes."""
         values, indices = call.inputs
-        by_rows = values.kind is indices.kind is Kind.SHARD
+        by_rows = isinstance(values, Shard) and isinstance(indices, Shard)
         if not by_rows or not mark.height or not call.tensors[0].shape[1:].is_fully_defined():
             return [self.convert(t, placed, REPLICATE, op) for t, placed in zip(call.tensors, call.inputs, strict=True)]
         slices, places = call.tensors
@@ -680,9 +689,9 @@ class Partition(Conversions):
             tensor, placed = self.placed[result.name]
             if self._results is Results.EACH:
                 tensor = self._local_value(result.name)
-            elif placed != rules.shard():
+            elif placed != Shard():
                 tensor = self.convert(tensor, placed, REPLICATE, result.op)
-            joins = self._results is Results.COMBINED and placed == rules.shard()
+            joins = self._results is Results.COMBINED and placed == Shard()
             self.outputs.append((tensor.name, joins))
 
     def _fold_metrics(self) -> None:

@@ -24,13 +24,12 @@ from ncclsync.program.schedule import ancestors
 from ncclsync.semantics import rules
 from ncclsync.semantics.axes import Axes, Rows
 from ncclsync.semantics.functions import in_order
-from ncclsync.semantics.placements import REPLICATE, Kind, Placement
+from ncclsync.semantics.placements import REPLICATE, Counts, Partial, Placement, Replicate, Shard
 from ncclsync.semantics.placing import Body
 
 # A tower's rows, and on how many towers: many rows, which ops may divide; and one row, which may be broadcast.
 _SIZES = ((840, 3), (1, 2))
 _LARGE = 1024  # elements of a constant of which the shape alone is taken
-_COMPARED = (Kind.REPLICATE, Kind.PARTIAL, Kind.SHARD, Kind.COUNTS)
 
 
 class ShapeMismatch(Exception):
@@ -41,7 +40,7 @@ def find_mismatch(placed: Partition) -> Fault | None:
     """Return the fault of the first op of which a tower's tensors have other shapes than their placements say."""
     sizes: Iterable[tuple[int, int]] = _SIZES
     given = ((placed.traced.tensor(name), one) for name, one in placed.traced.argument_placements.items())
-    totals = {tensor.shape[0] for tensor, one in given if one.kind is Kind.SHARD and not one.unit} - {None}
+    totals = {tensor.shape[0] for tensor, one in given if isinstance(one, Shard) and not one.unit} - {None}
     if totals := totals | {length // each for length, each in placed.declared}:  # the only batches that the step takes
         total = max(totals)
         sizes = [(total // n, n) for n in range(2, total + 1) if total % n == 0][:1]
@@ -217,7 +216,8 @@ class _Tower:
     def _numbers(self, tensor: tf.Tensor) -> Any:
         """Return the numbers that a function is given, of which some may count rows; None: not known."""
         found = self._scope.axes.elements(tensor)
-        counts = self._scope.stands.get(tensor.name, (None, REPLICATE))[1].counts or (0,) * len(found)
+        _, placed = self._scope.stands.get(tensor.name, (None, REPLICATE))
+        counts = placed.counts if isinstance(placed, Counts) else (0,) * len(found)
         if not found or not all(isinstance(one, int) or (one and one.each) for one in found):
             return None
         rows = (self._rows if count else self._rows * self._towers for count in counts)
@@ -265,14 +265,14 @@ class _Tower:
         if name not in self._scope.stands and not self._scope.is_traced(op_name(name)):  # it was put in
             return None
         lengths = self._scope.axes.lengths(self._scope.tensor(stands), asks=False)
-        if lengths is None or placement.kind not in _COMPARED:
+        if lengths is None or not isinstance(placement, (Replicate, Partial, Shard, Counts)):
             return None
         total = self._rows * self._towers
         shape = [one.each * total or None if isinstance(one, Rows) else one for one in lengths]
         if 0 in shape:  # a result that was not asked for, as of SVD
             return None
-        if placement.kind is Kind.SHARD:
+        if isinstance(placement, Shard):
             count = shape[placement.axis]
-            own = placement.each * placement.blocks * self._rows or (count and count * self._rows // total)
+            own = (placement.rows or 0) * self._rows or (count and count * self._rows // total)
             shape[placement.axis] = None if placement.unit or count == 1 else own  # one row is broadcast
         return shape

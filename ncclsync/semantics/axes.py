@@ -110,10 +110,10 @@ class Axes:
         shapes = self._shapes(tensor)
         return None if shapes is None else tuple(map(length_of, zip(*shapes, strict=True)))
 
-    def rows(self, tensor: tf.Tensor, axis: int) -> int:
-        """Return how many rows for each sample an axis has; 0 if that is open, or if it has none."""
+    def rows(self, tensor: tf.Tensor, axis: int) -> int | None:
+        """Return how many rows for each sample an axis has; None if that is open, or if it has none."""
         length = (self.lengths(tensor) or {axis: None})[axis]
-        return length.each if isinstance(length, Rows) else 0
+        return length.each or None if isinstance(length, Rows) else None
 
     def values(self, tensor: tf.Tensor) -> Values | None:
         """Return the values of a small tensor of integers for each of BATCHES; None if they are not known."""

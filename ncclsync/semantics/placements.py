@@ -1,4 +1,4 @@
-"""Define placements: how the batch's tensor follows from the towers'.
+"""Define placements: how the batch's tensor follows from the towers'. A placement is what its class says.
 
 The algebra of PyTorch's DTensor and of GSPMD (Xu et al., 2021, arXiv:2105.04663), for one axis of towers and
 shards of any number of rows.
@@ -6,6 +6,8 @@ shards of any number of rows.
 
 import dataclasses
 import enum
+from collections.abc import Iterable
+from typing import ClassVar, TypeGuard
 
 from ncclsync.compat.names import TensorName
 from ncclsync.ops.collectives import ReduceOp
@@ -13,137 +15,240 @@ from ncclsync.ops.collectives import ReduceOp
 SAMPLES = TensorName("")  # a unit of rows that no tensor names
 
 
-class Detail(enum.Enum):
-    """Say more of a placement of some kinds."""
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Describe how the batch's tensor follows from those of the towers; `whole`: every tower has the batch's value."""
 
-    TOWER_0 = "tower 0"  # LOCAL: by agreement what tower 0 has stands for the batch's value
-    ROW = "row"  # LOCAL, in a loop over a tower's rows, as of `tf.map_fn`: what one row has; see ITEMS and PLACES
-    COUNTER = "counter"  # LOCAL, in such a loop: which row it is
-    ENDS = "ends"  # PIECE: where each row ends
-    BEGINS = "begins"  # PIECE: where each row begins
-    LENGTH = "length"  # PIECE: how many splits there are
-    SHAPE = "shape"  # PIECE: the shape of the sparse tensor of the pieces that texts are split into
-    OWN = "own"  # PLACES: each numbers any one of the tower's rows · w elements
-    LOOSE = "loose"  # PLACES, INDICES: as OWN, as far as is known: the step looks whether they leave the tower's rows
-    EVERY = "every"  # PLACES: as OWN, and each element occurs, in ascending order
-    MAP = "map"  # PLACES: where each value of a sparse tensor goes when empty rows are filled
+    whole: ClassVar[bool] = False
+
+    def __str__(self) -> str:
+        return type(self).__name__
 
 
-class Kind(enum.Enum):
-    """Name the ways in which the batch's value follows from the towers'; see `Placement`."""
+class Replicate(Placement):
+    """It is the batch's."""
 
-    REPLICATE = "replicate"
-    SHARD = "shard"
-    PARTIAL = "partial"
-    COUNTS = "counts"
-    LOCAL = "local"
-    AXES = "axes"
-    KEPT = "kept"
-    ITEMS = "items"
-    PIECE = "piece"
-    PLACES = "places"
-    INDICES = "indices"
+    whole = True
 
 
 @dataclasses.dataclass(frozen=True)
-class Placement:
-    """Describe how the batch's tensor follows from those of the towers.
+class Partial(Placement):
+    """The batch's value is the towers' values reduced by `op`; "mean" weighs each by its samples."""
 
-    Attributes:
-        kind:
-            REPLICATE: it is the batch's.
-            SHARD: it has the tower's rows of `axis`. That axis consists of `blocks` blocks, one after the
-                other, each with the same number of rows per sample. If all rows are alike, `blocks` is 0: their order
-                does not matter. Rows of another `unit` than samples lie in the order of these units.
-            PARTIAL: the batch's value is the towers' values reduced by `op`; "mean" weighs each by its samples.
-            COUNTS: integers, a scalar or a vector, that count rows: the batch's are the sums of the towers'.
-                `counts` has an entry per element: how many for each sample, -1 where that is not known, and
-                0 for an element that counts no rows and is the same on all towers.
-            LOCAL: each tower's own; the batch has no such value. By agreement its mean by samples stands for it.
-            AXES: the axes over which the gradient of a broadcast operand is summed; `of` is the operand's placement,
-                `axis` the gradient's axis of rows.
-            KEPT: what a kernel keeps for its gradient, in an order of its own.
-            ITEMS: a list of tensors that are placed as `of`. If `of` is None, the list is still empty, and takes
-                tensors of the shape `counts`, in which -1 is any length. With detail ROW, a loop has put in one
-                tensor for each of a tower's rows.
-            PIECE: row splits of a ragged tensor that holds the tower's rows, or what leads to them.
-            PLACES: integers that number the tower's elements: 0, w, 2 w, … for its rows along `axis`; with detail
-                ROW, each plus a number below w. `counts` is (rows for each sample, w).
-            INDICES: vectors of integers, such as a sparse tensor's indices, whose first ones are placed as PLACES. They
-                lie along the last axis; along the first one of a matrix with rows along the second.
-        axis, blocks: see SHARD; `axis` also AXES and PLACES.
-        unit: what rows are counted by: `SAMPLES`; else the rows of the tensor of that name, or the values between
-            these row splits. How many of them a tower has depends on its data.
-        each: of a SHARD, how many rows per sample a block has; 0: not known. Placements are compared without it:
-            tensors that one op takes together have equally many.
-        op, detail: see PARTIAL; what else there is to say.
-        counts: see COUNTS, ITEMS and PLACES.
-        of: see AXES and ITEMS.
-    """
-
-    kind: Kind
-    axis: int = 0
-    blocks: int = 1
-    each: int = dataclasses.field(default=1, compare=False)
-    op: ReduceOp = "sum"
-    detail: Detail | None = None
-    counts: tuple[int, ...] = ()
-    of: "Placement | None" = None
-    unit: TensorName = SAMPLES
+    op: ReduceOp
 
     def __str__(self) -> str:
-        if self.kind is Kind.SHARD:
-            return f"Shard({self.axis})" if self.blocks < 2 else f"Shard({self.axis}, blocks={self.blocks})"
-        if self.kind is Kind.PARTIAL:
-            return f"Partial({self.op})"
-        return self.kind.value.capitalize()
+        return f"Partial({self.op})"
 
-    def at(self, axis: int) -> "Placement":
+
+@dataclasses.dataclass(frozen=True)
+class Rowed(Placement):
+    """It has rows, or counts them.
+
+    Attributes:
+        unit: what rows are counted by: `SAMPLES`; else the rows of the tensor of that name, or the values between
+            these row splits. How many of them a tower has depends on its data.
+    """
+
+    unit: TensorName = dataclasses.field(default=SAMPLES, kw_only=True)
+
+
+class Recomputed(Placement):
+    """It cannot be exchanged: it is computed again, of whole inputs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard(Rowed):
+    """It has the tower's rows of `axis`. Rows of another unit than samples lie in the order of these units.
+
+    Attributes:
+        blocks: of which that axis consists, one after the other, each with the same number of rows per sample.
+        each: how many rows per sample a block has; None: not known. Placements are compared without it: tensors that
+            one op takes together have equally many.
+        alike: whether all rows are: then their order does not matter, and they are one block.
+    """
+
+    axis: int = 0
+    blocks: int = 1
+    each: int | None = dataclasses.field(default=1, compare=False)
+    alike: bool = False
+
+    def __str__(self) -> str:
+        return f"Shard({self.axis})" if self.blocks < 2 else f"Shard({self.axis}, blocks={self.blocks})"
+
+    def at(self, axis: int) -> "Shard":
         """Return the placement of the same rows along another axis."""
         return dataclasses.replace(self, axis=axis)
 
-    def of_unit(self, unit: TensorName) -> "Placement":
-        """Return the placement of as many rows of another unit."""
-        rowed = self.kind in (Kind.SHARD, Kind.COUNTS, Kind.AXES)
-        return dataclasses.replace(self, unit=unit) if rowed and self.unit != unit else self
+    @property
+    def rows(self) -> int | None:
+        """Return how many rows per sample there are; None: not known."""
+        return self.each and self.each * self.blocks
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts(Rowed):
+    """Integers, a scalar or a vector, that count rows: the batch's are the sums of the towers'.
+
+    Attributes:
+        counts: for each element, how many for each sample; None where that is not known, and 0 for an element that
+            counts no rows and is the same on all towers.
+    """
+
+    counts: tuple[int | None, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class SummedAxes(Rowed, Recomputed):
+    """The axes over which the gradient, with rows along `axis`, of a broadcast operand, placed as `of`, is summed."""
+
+    of: Placement
+    axis: int
+
+
+class Local(Placement):
+    """Each tower's own; the batch has no such value. By agreement its mean by samples stands for it."""
+
+    def __str__(self) -> str:
+        return "Local"
+
+
+class Seeded(Local):
+    """By agreement what tower 0 has stands for the batch's value."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EachRow(Local):
+    """What one row has, in a loop over a tower's rows, as of `tf.map_fn`; `each`: how many a sample has, if known."""
+
+    each: int | None = dataclasses.field(default=1, compare=False)
+
+
+class Counter(Local):
+    """Which row it is, in a loop over a tower's rows."""
+
+
+class Kept(Recomputed):
+    """What a kernel keeps for its gradient, in an order of its own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ListOf(Placement):
+    """A list of tensors that are placed as `of`, or, if that is None, an empty one.
+
+    Attributes:
+        shape: of the tensors that an empty list takes, in which None is any length.
+        by_row: whether a loop has put in one tensor for each of a tower's rows.
+    """
+
+    of: Placement | None
+    shape: tuple[int | None, ...] = ()
+    by_row: bool = False
+
+
+class Piece(Recomputed):
+    """What divides a ragged tensor, or pieces of texts, into a tower's rows, or leads to that."""
+
+    def __str__(self) -> str:
+        return "Piece"
+
+
+class Part(enum.Enum):
+    """Name what there is of row splits."""
+
+    ALL = "all"
+    ENDS = "ends"  # where each row ends
+    BEGINS = "begins"  # where each row begins
+    LENGTH = "length"  # how many there are
+
+
+@dataclasses.dataclass(frozen=True)
+class Splits(Piece):
+    """Row splits, or a part of them; `unit`: of the values, if only the ends of rows are known as yet."""
+
+    part: Part = Part.ALL
+    unit: TensorName = SAMPLES
+
+
+@dataclasses.dataclass(frozen=True)
+class PiecesShape(Piece):
+    """The shape of the sparse tensor of the pieces that texts are split into, with `each` rows for each sample."""
+
+    each: int
+
+
+class Which(enum.Enum):
+    """Say which elements of a tower's rows integers number."""
+
+    FIRST = "first"  # the first of each row: 0, w, 2 w, …
+    ROW = "row"  # of each row one: its first plus a number below w
+    OWN = "own"  # any
+    LOOSE = "loose"  # any, as far as is known: the step looks whether they leave the tower's rows
+    EVERY = "every"  # each, in ascending order
+    MAP = "map"  # the places that the values of a sparse tensor get when empty rows are filled
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbers(Recomputed):
+    """Integers that number the elements of a tower's rows, w of each.
+
+    Attributes:
+        height, width: how many rows there are for each sample, None if that is open; w.
+        axis, each, unit: of the rows that these integers have themselves; see `Shard`.
+    """
+
+    height: int | None
+    width: int
+    which: Which = Which.OWN
+    axis: int = 0
+    each: int | None = dataclasses.field(default=1, compare=False)
+    unit: TensorName = SAMPLES
 
     @property
-    def whole(self) -> bool:
-        """Return whether every tower has the batch's value."""
-        return self.kind is Kind.REPLICATE
+    def count(self) -> int | None:
+        """Return how many elements there are per sample; None if that is open."""
+        return self.height and self.height * self.width
+
+    @property
+    def by(self) -> Shard:
+        """Return how these integers are placed once they number the batch's elements."""
+        return Shard(self.axis, each=self.each, unit=self.unit)
+
+    def moved(self, by: Shard, which: Which = Which.OWN, kind: "type[Numbers] | None" = None) -> "Numbers":
+        """Return the placement of numbers of the same elements, one for each of the rows that are placed `by`."""
+        return (kind or type(self))(self.height, self.width, which, by.axis, by.each, by.unit)
 
 
-REPLICATE = Placement(Kind.REPLICATE)
-LOCAL = Placement(Kind.LOCAL)
-SEEDED = Placement(Kind.LOCAL, detail=Detail.TOWER_0)
-EACH = Placement(Kind.LOCAL, detail=Detail.ROW)
-COUNTER = Placement(Kind.LOCAL, detail=Detail.COUNTER)
-SUM = Placement(Kind.PARTIAL, op="sum")
-MEAN = Placement(Kind.PARTIAL, op="mean")
-PIECE = Placement(Kind.PIECE)
-KEPT = Placement(Kind.KEPT)
+class Places(Numbers):
+    """One integer for each element."""
 
 
-def shard(axis: int = 0, blocks: int = 1, each: int = 1, unit: TensorName = SAMPLES) -> Placement:
-    """Return the placement of rows along `axis`; see `Placement`."""
-    return Placement(Kind.SHARD, axis=axis, blocks=blocks, each=each, unit=unit)
+class Indices(Numbers):
+    """Vectors of integers, such as a sparse tensor's indices, whose first ones number the elements.
+
+    They lie along the last axis; along the first one of a matrix with rows along the second.
+    """
 
 
-def partial(op: ReduceOp) -> Placement:
-    """Return the placement of parts that `op` reduces."""
-    return Placement(Kind.PARTIAL, op=op)
+REPLICATE, LOCAL, SEEDED, EACH, COUNTER = Replicate(), Local(), Seeded(), EachRow(), Counter()
+SUM, MEAN, KEPT, SPLITS = Partial("sum"), Partial("mean"), Kept(), Splits()
 
 
-def rows(counts: tuple[int, ...]) -> Placement:
+def rows(counts: tuple[int | None, ...]) -> Counts | Replicate:
     """Return the placement of counts of rows; REPLICATE if no element counts any."""
-    return Placement(Kind.COUNTS, counts=counts) if any(counts) else REPLICATE
+    return Counts(counts) if any(one != 0 for one in counts) else REPLICATE
 
 
-def axes(of: Placement, axis: int) -> Placement:
-    """Return the axes that an operand of this placement was broadcast along, to rows along `axis`."""
-    return Placement(Kind.AXES, of=of, axis=axis)
+def has_samples(placed: Placement) -> TypeGuard[Shard]:
+    """Return whether a tensor has the tower's samples along its first axis, in one block."""
+    return placed == Shard()
 
 
-def items(of: Placement | None, shape: tuple[int, ...] = ()) -> Placement:
-    """Return the placement of a list of such tensors, or of an empty one for tensors of a shape."""
-    return Placement(Kind.ITEMS, of=of, counts=shape)
+def only(placed: Iterable[Placement], *classes: type[Placement]) -> bool:
+    """Return whether all placements are of these classes."""
+    return all(isinstance(one, classes) for one in placed)
+
+
+def has(placed: Iterable[Placement], *classes: type[Placement]) -> bool:
+    """Return whether any of the placements is of these classes."""
+    return any(isinstance(one, classes) for one in placed)

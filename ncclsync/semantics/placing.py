@@ -31,11 +31,22 @@ from ncclsync.semantics.placements import (
     SAMPLES,
     SEEDED,
     SUM,
-    Kind,
+    Counts,
+    EachRow,
+    Kept,
+    ListOf,
+    Local,
+    Numbers,
+    Partial,
+    Piece,
     Placement,
-    items,
+    Replicate,
+    Rowed,
+    Shard,
+    SummedAxes,
+    has,
+    only,
     rows,
-    shard,
 )
 from ncclsync.semantics.rules import Call
 
@@ -65,7 +76,6 @@ REPEATABLE = rules.names("""
     PrintV2 ReadVariableOp ResourceGather ResourceGatherNd StatefulPartitionedCall VarHandleOp VarIsInitializedOp
     VariableShape While Empty EnsureShape TensorListPopBack StringFormat RngReadAndSkip
 """)
-NUMBERS = (Kind.PIECE, Kind.PLACES, Kind.INDICES)  # of what a tower has: its rows' differ
 PRINTS = frozenset({"Print", "PrintV2"})
 COMPUTED_WHOLE = "Exact, but every tower computes that op whole: {}"
 
@@ -177,64 +187,67 @@ class Placer(abc.ABC):
         made = self._place(call)
         for i, (output, placed) in enumerate(zip(call.op.outputs, made, strict=True)):
             lengths = output.shape.as_list() if output.shape.rank is not None else []
-            if placed.kind is Kind.SHARD:
+            if isinstance(placed, Shard):
                 made[i] = self._with_rows(output, placed, call)
                 del lengths[placed.axis : placed.axis + 1]
             if None in lengths:
                 self.axes.refine(output)
         return made
 
-    def _with_rows(self, output: tf.Tensor, placed: Placement, call: Call) -> Placement:
+    def _with_rows(self, output: tf.Tensor, placed: Shard, call: Call) -> Shard:
         """Return the placement with the number of rows for each sample, if it is known."""
         if placed.unit:
             return placed
-        blocks, sure = placed.blocks or 1, not self.stretched and _keeps_rows(call, output, placed.axis)
+        sure = not self.stretched and _keeps_rows(call, output, placed.axis)
         if not (placed.each and sure):
             count = self.axes.rows(output, placed.axis)
-            if not placed.each:
-                placed = dataclasses.replace(placed, each=0 if count % blocks else count // blocks)
-            self.stretched |= placed.each * blocks not in (0, count)
-        if placed.each and output.shape.rank and output.shape[placed.axis] is not None:
-            self.fixed[output.shape[placed.axis]] = placed.each * blocks
-        if placed.each and output.shape.rank:
-            self.axes.learn(output, placed.axis, placed.each * blocks, sure=sure)
+            if not placed.each and count and count % placed.blocks == 0:
+                placed = dataclasses.replace(placed, each=count // placed.blocks)
+            self.stretched |= placed.rows not in (None, count)
+        if placed.rows and output.shape.rank and output.shape[placed.axis] is not None:
+            self.fixed[output.shape[placed.axis]] = placed.rows
+        if placed.rows and output.shape.rank:
+            self.axes.learn(output, placed.axis, placed.rows, sure=sure)
         return placed
 
     def _place(self, call: Call) -> list[Placement]:
-        op, kinds = call.op, {placed.kind for placed in call.inputs}
+        op = call.op
         if op.type in rules.DRAWS:
             return self._draw(call)
-        begins = op.type in ("TensorListReserve", "EmptyTensorList") and kinds <= {Kind.REPLICATE, Kind.COUNTS}
-        if begins and not any(placed.unit for placed in call.inputs):
+        begins = op.type in ("TensorListReserve", "EmptyTensorList") and only(call.inputs, Replicate, Counts)
+        if begins and not any(isinstance(placed, Counts) and placed.unit for placed in call.inputs):
             return list(rules.RULES[op.type](call) or self.whole(call))
-        if self.row_by_row and kinds & {Kind.LOCAL, Kind.ITEMS}:
+        if self.row_by_row and has(call.inputs, Local, ListOf):
             return self._row_by_row(call)
         if op.type in ("OptionalNone", "OptionalFromValue") and len(op.inputs) < 2:
-            return [items(call.inputs[0] if call.inputs else None)]
-        if kinds <= {Kind.REPLICATE}:
+            return [ListOf(call.inputs[0] if call.inputs else None)]
+        if only(call.inputs, Replicate):
             return [REPLICATE] * len(op.outputs)
         if self.functions.runs(op):
             return self._function(call)
-        if Kind.LOCAL in kinds:
-            if kinds <= {Kind.LOCAL, Kind.REPLICATE, Kind.COUNTS}:
+        if has(call.inputs, Local):
+            if only(call.inputs, Local, Replicate, Counts):
                 if SEEDED in call.inputs:
                     # A tower's count of rows belongs to its rows, not to its random numbers.
-                    for i, placed in enumerate(call.inputs):
-                        if placed.kind is Kind.COUNTS:
-                            call.require(i, REPLICATE)
+                    call.make_whole(Counts)
                 return [local_of(call.inputs)] * len(op.outputs)
             call.count_local_as_whole()
         made = self._by_rule(call)
         # A list does not tell that some of its items are a tower's own.
-        if made is None or (call.local and any(placed.kind is Kind.ITEMS for placed in made)):
+        if made is None or (call.local and has(made, ListOf)):
             call.begin_anew()
             return self.whole(call)
-        alike = [placed for placed in call.given[1] if placed.kind is Kind.SHARD]
-        divided = [placed for placed in call.inputs if placed.kind in (Kind.SHARD, *NUMBERS)]
+        alike = [placed for placed in call.given[1] if isinstance(placed, Shard)]
+        divided = [placed for placed in call.inputs if isinstance(placed, (Shard, Piece, Numbers))]
         # If every sharded input has identical rows, so has the result, unless an ordinary sharded input was mixed in.
-        if alike and len(alike) == len(divided) and not call.local and not any(one.blocks for one in alike):
+        if alike and len(alike) == len(divided) and not call.local and all(one.alike for one in alike):
             each = alike[0].each
-            made = [shard(p.axis, 0, each) if p == shard(p.axis) and p.each == each > 0 else p for p in made]
+            made = [
+                dataclasses.replace(p, alike=True)
+                if isinstance(p, Shard) and p == Shard(p.axis) and p.each == each is not None
+                else p
+                for p in made
+            ]
         if call.local:
             local = local_of(call.given[1])
             made = [local if placed.whole else placed for placed in made]
@@ -242,45 +255,46 @@ class Placer(abc.ABC):
 
     def _by_rule(self, call: Call) -> Sequence[Placement] | None:
         kind = call.op.type
-        if any(placed.kind in NUMBERS for placed in call.inputs):
+        if has(call.inputs, Piece, Numbers):
             made = rules.NUMBERED[kind](call) if kind in rules.NUMBERED else None
             if made is not None:
                 return made
             call.loose = None  # numbers of the batch's own rows are nothing to look at
-            if any(placed.kind is Kind.PIECE for placed in call.inputs):
+            if has(call.inputs, Piece):
                 return None
             for i, placed in enumerate(call.inputs):  # numbers of a tower's own rows become those of the batch's
-                if (numbers := uneven.numbered(placed)) is not None:
-                    call.require(i, numbers)
-        units = {placed.unit for placed in call.inputs if placed.kind in (Kind.SHARD, Kind.COUNTS, Kind.AXES)}
+                if isinstance(placed, Numbers):
+                    call.require(i, placed.by)
+        units = {placed.unit for placed in call.inputs if isinstance(placed, Rowed)}
         if len(units) > 1 or (units - {SAMPLES} and kind not in uneven.OF_ANY_UNIT):
             return None
         call.unit = units.pop() if units else SAMPLES
         made = self._of_one_unit(call)
-        return made and [placed.of_unit(call.unit) if call.unit else placed for placed in made]
+        if made is None or not call.unit:
+            return made
+        return [dataclasses.replace(one, unit=call.unit) if isinstance(one, Rowed) else one for one in made]
 
     def _of_one_unit(self, call: Call) -> Sequence[Placement] | None:
         """Ask the rule of an op that takes rows of samples, or of another unit."""
         kind = call.op.type
-        if any(placed.kind is Kind.PARTIAL for placed in call.inputs):
+        if has(call.inputs, Partial):
             for output in call.op.outputs:
                 self.axes.refine(output)
             made = rules.LINEAR[kind](call) if kind in rules.LINEAR else None
             if made is not None:
                 return made
             for i, placed in enumerate(call.inputs):
-                if placed.kind is Kind.PARTIAL:
+                if isinstance(placed, Partial):
                     call.require(i, self.reduced(call.tensors[i]))
-        if any(placed.kind is Kind.COUNTS for placed in call.inputs):
-            compared = [one for placed in call.inputs[: rules.COMPARING.get(kind, 0)] for one in placed.counts or (0,)]
-            counts = kind in rules.COUNTING or (compared and all(compared))
+        if has(call.inputs, Counts):
+            compared = call.inputs[: rules.COMPARING.get(kind, 0)]
+            every = compared and all(isinstance(placed, Counts) and 0 not in placed.counts for placed in compared)
+            counts = kind in rules.COUNTING or every
             made = self._counted(call) if counts else None
             if made is not None:
                 return made
             if kind not in rules.TAKING_COUNTS:
-                for i, placed in enumerate(call.inputs):
-                    if placed.kind is Kind.COUNTS:
-                        call.require(i, REPLICATE)
+                call.make_whole(Counts)
         if all(placed.whole for placed in call.inputs):
             return [REPLICATE] * len(call.op.outputs)
         if kind not in rules.KEEPING_ALIKE:
@@ -292,7 +306,7 @@ class Placer(abc.ABC):
     def _counted(self, call: Call) -> list[Placement] | None:
         """Place arithmetic on counts of rows: compute it for several towers, `_TOWERS`, and compare."""
         fits = all(output.dtype in (tf.int32, tf.int64) for output in call.op.outputs)
-        if not fits or any(placed.kind not in (Kind.COUNTS, Kind.REPLICATE) for placed in call.inputs):
+        if not fits or not only(call.inputs, Counts, Replicate):
             return None
         given = []
         for tensor, placed in zip(call.op.inputs, call.inputs, strict=True):
@@ -305,13 +319,13 @@ class Placer(abc.ABC):
         found = self.axes.computed(call.op, given)
         if found is None or any(len({np.shape(value) for value in case}) > 1 for case in found):
             return None
-        counts = [[_count_of(*numbers) for numbers in zip(*map(np.ravel, case), strict=True)] for case in found]
-        return None if any(None in one for one in counts) else [rows(tuple(one)) for one in counts]  # type: ignore
+        counts = list(map(_counts_of, found))
+        return None if None in counts else [rows(one) for one in counts if one is not None]
 
     def _draw(self, call: Call) -> list[Placement]:
         """Place random numbers: of one seed, whole and alike; else each tower's own for its rows."""
         seeded = call.op.type in rules.SEEDED_DRAWS
-        if seeded and not any(placed.kind is Kind.LOCAL for placed in call.inputs):
+        if seeded and not has(call.inputs, Local):
             return self.whole(call)
         call.count_local_as_whole()
         made = rules.RULES[call.op.type](call)
@@ -324,12 +338,11 @@ class Placer(abc.ABC):
 
     def _function(self, call: Call) -> list[Placement]:
         """Place a loop, a branch or a call: by each tower's rows if all ops in it have rules, else whole."""
-        kinds = {placed.kind for placed in call.inputs}
-        if kinds & {Kind.AXES, Kind.KEPT}:
+        if has(call.inputs, SummedAxes, Kept):
             return self.whole(call)
         drawn, ran = len(self.draws), len(self.bodies)
         parts = [
-            i for i, p in enumerate(call.inputs) if p.kind is Kind.PARTIAL and call.tensors[i].dtype != tf.resource
+            i for i, p in enumerate(call.inputs) if isinstance(p, Partial) and call.tensors[i].dtype != tf.resource
         ]
         try:
             try:
@@ -350,9 +363,9 @@ class Placer(abc.ABC):
             logger.debug("%s %s is made whole: %s", call.op.type, call.op.name, reason)
             call.begin_anew()
             handles = any(
-                p.kind is Kind.LOCAL and t.dtype == tf.resource for p, t in zip(call.inputs, call.tensors, strict=True)
+                isinstance(p, Local) and t.dtype == tf.resource for p, t in zip(call.inputs, call.tensors, strict=True)
             )
-            if Kind.LOCAL in kinds and kinds <= {Kind.LOCAL, Kind.REPLICATE, Kind.COUNTS} and not handles:
+            if has(call.inputs, Local) and only(call.inputs, Local, Replicate, Counts) and not handles:
                 return [local_of(call.inputs)] * len(call.op.outputs)
             return self.whole(call)
 
@@ -363,20 +376,20 @@ class Placer(abc.ABC):
             for i, one in enumerate(placed):
                 if one == COUNTER:
                     continue
-                if one.kind is not Kind.ITEMS:
+                given = call.inputs[i]
+                if not isinstance(one, ListOf):
                     shape = self.axes.lengths(op.inputs[i])
-                    begins = call.inputs[i].whole and one.kind is Kind.SHARD
-                    # It has to be known to have all rows.
-                    if begins and (shape is None or shape[one.axis] in (None, 1, Rows(0))):
+                    unknown = isinstance(one, Shard) and (shape is None or shape[one.axis] in (None, 1, Rows(0)))
+                    if unknown and given.whole:  # it has to be known to have all rows
                         raise Refused(f"a loop's variable that becomes {one} begins with {shape}")
                     call.require(i, one)
                 elif _of_zeros(call, i) and one.of in (SUM, REPLICATE):
                     call.inputs[i] = one
-                elif call.inputs[i] != one and call.inputs[i].of is not None:
-                    raise Refused(f"a list begins as {call.inputs[i].of} and becomes {one.of}")
+                elif given != one and isinstance(given, ListOf) and given.of is not None:
+                    raise Refused(f"a list begins as {given.of} and becomes {one.of}")
             return after
         if op.type in BRANCHES:
-            if call.inputs[0].kind is Kind.LOCAL:
+            if isinstance(call.inputs[0], Local):
                 raise Refused("the condition of the branch is local to each tower")
             call.require(0, REPLICATE)
             names = self.functions.taken_by(op, call.constant(0))
@@ -391,18 +404,17 @@ class Placer(abc.ABC):
         """Place a loop's variables, while it runs and afterwards, so that their begins and the body's results agree."""
         op, placed = call.op, list(call.inputs)
         body, condition = op.get_attr("body").name, op.get_attr("cond").name
-        each = {one.of.each for one in placed if one.of == EACH}
+        each = {one.of.each for one in placed if isinstance(one, ListOf) and isinstance(one.of, EachRow)}
         if each:
             return self._loop_over_rows(call, body, condition, each)
         # Lists of weights' gradients that begin as zeros: what the body adds a part to has parts, others are whole.
         zeros = [i for i in range(len(placed)) if _of_zeros(call, i)]
-        for i in zeros:
-            placed[i] = items(REPLICATE, placed[i].counts)
+        placed = [_listed(REPLICATE, p) if i in zeros else p for i, p in enumerate(placed)]
         for _ in range(8):
             # A state that is whole when the loop begins may have to be divided: the body shows it.
             made = self._body(op, body, placed, lenient=True)
             if summed := self.summed.intersection(zeros):
-                placed = [items(SUM, one.counts) if i in summed else one for i, one in enumerate(placed)]
+                placed = [_listed(SUM, p) if i in summed else p for i, p in enumerate(placed)]
                 continue
             joined = [_joined(one, two) for one, two in zip(placed, made, strict=True)]
             if joined == placed:
@@ -414,13 +426,13 @@ class Placer(abc.ABC):
         raise Refused("the loop's variables are placed anew each time")
 
     def _loop_over_rows(
-        self, call: Call, body: str, condition: str, each: set[int]
+        self, call: Call, body: str, condition: str, each: set[int | None]
     ) -> tuple[list[Placement], list[Placement]]:
         """Place a loop that takes one of a tower's rows after the other, as `tf.map_fn` does, and its gradient."""
         op = call.op
         graph, _ = self.axes.body(op, body)
         stays = [passed_on(tensor) is given for tensor, given in zip(graph.outputs, graph.inputs, strict=True)]
-        if self.row_by_row or len(each) > 1 or each == {0}:
+        if self.row_by_row or len(each) > 1 or each == {None}:
             raise Refused("it is not known to be a loop over rows")
         placed = [
             COUNTER if p.whole and not stays[i] and np.array_equal(call.constant(i), 0) else p
@@ -431,11 +443,11 @@ class Placer(abc.ABC):
             made = self._body(op, body, placed, lenient, row_by_row=True)
             placed = [_joined(one, two) for one, two in zip(placed, made, strict=True)]
         goes_on = self._body(op, condition, placed, row_by_row=True)
-        counts = {one.counts for one in placed if one.kind is Kind.COUNTS}
+        counts = {one.counts for one in placed if isinstance(one, Counts)}
         if goes_on != [LOCAL] or counts != {(one,) for one in each}:
             raise Refused("the loop does not end with the last row")
         carried = [p for p, s in zip(placed, stays, strict=True) if not s]
-        if made != placed or any(p.whole or (p.kind is Kind.LOCAL and p != COUNTER) for p in carried):
+        if made != placed or any(p.whole or (isinstance(p, Local) and p != COUNTER) for p in carried):
             raise Refused("one row's results rest on the row before")
         return placed, [rows((*each,)) if p == COUNTER else p for p in placed]
 
@@ -465,7 +477,7 @@ def _keeps_rows(call: Call, output: tf.Tensor, axis: int) -> bool:
         rank is not None
         and call.op.type in rules.ELEMENTWISE
         and all(
-            (placed.kind is Kind.SHARD and not placed.unit)
+            (isinstance(placed, Shard) and not placed.unit)
             or (tensor.shape.rank is not None and tensor.shape.rank + axis < rank)
             for tensor, placed in zip(*call.given, strict=True)
         )
@@ -475,53 +487,61 @@ def _keeps_rows(call: Call, output: tf.Tensor, axis: int) -> bool:
 def _of_tower(values: Sequence[np.ndarray], placed: Placement, own: int, batch: int) -> np.ndarray:
     """Return the integers of a tower that has the rows of `BATCHES[own]`, of the batch `BATCHES[batch]`."""
     whole = values[batch]
-    if placed.kind is not Kind.COUNTS:
+    if not isinstance(placed, Counts):
         return whole
     rows, opened = BATCHES[own]
-    counts = np.reshape(placed.counts, whole.shape)
-    return np.where(counts == 0, whole, np.where(counts < 0, opened, counts) * rows).astype(whole.dtype)
+    counts = np.reshape([opened if one is None else one for one in placed.counts], whole.shape)
+    return np.where(counts == 0, whole, counts * rows).astype(whole.dtype)
 
 
-def _count_of(one: int, many: int, opened: int, *others: int) -> int | None:
-    """Return how many rows of each sample a number counts, given for `_TOWERS`: 0: none; -1: open; None: no count."""
-    if one == many and others[0] == others[1]:
-        return 0
-    if one <= 0 or many != one * BATCHES[1].rows or (one, many) != others:
-        return None
-    return int(one) if one == opened else -1
+def _counts_of(values: Sequence[np.ndarray]) -> tuple[int | None, ...] | None:
+    """Return how many rows of each sample numbers count, given for `_TOWERS`, as `Counts` has it; None: no count."""
+    counts: list[int | None] = []
+    for one, many, opened, *others in zip(*map(np.ravel, values), strict=True):
+        if one == many and others[0] == others[1]:
+            counts.append(0)
+        elif one <= 0 or many != one * BATCHES[1].rows or [one, many] != others:
+            return None
+        else:
+            counts.append(int(one) if one == opened else None)
+    return tuple(counts)
 
 
 def _of_zeros(call: Call, index: int) -> bool:
     """Return whether an input is a list of zeros: parts of zeros, and whole."""
     placed = call.inputs[index]
-    return placed.kind is Kind.ITEMS and placed.of in (SUM, REPLICATE) and rules.is_zero(call.op.inputs[index])
+    return isinstance(placed, ListOf) and placed.of in (SUM, REPLICATE) and rules.is_zero(call.op.inputs[index])
+
+
+def _listed(of: Placement, before: Placement) -> Placement:
+    """Return the placement of a list of such tensors."""
+    return ListOf(of, before.shape if isinstance(before, ListOf) else ())
 
 
 def _is_new(tensor: tf.Tensor, placed: Placement) -> bool:
     """Return whether a tensor is a list that has just been made, and is empty."""
     new = passed_on(tensor).op.type in ("EmptyTensorList", "TensorListReserve")
-    return new and placed.kind is Kind.ITEMS and placed.of is None
+    return new and isinstance(placed, ListOf) and placed.of is None
 
 
 def _joined(begin: Placement, made: Placement) -> Placement:
     """Return the placement of a loop variable that begins so, and that the body makes so."""
-    kinds = begin.kind, made.kind
-    if kinds == (Kind.ITEMS, Kind.ITEMS) and begin.of is not None and begin.of.whole:
+    if isinstance(begin, ListOf) and isinstance(made, ListOf) and begin.of is not None and begin.of.whole:
         return made
-    if begin.whole and made.kind in (Kind.SHARD, Kind.PARTIAL, Kind.LOCAL, Kind.ITEMS):
+    if begin.whole and isinstance(made, (Shard, Partial, Local, ListOf)):
         return made
     if both := rules.either(begin, made):
         return both
-    if begin.kind is Kind.LOCAL and made.whole:
+    if isinstance(begin, Local) and made.whole:
         return begin
     raise Refused(f"a loop's variable begins as {begin} and becomes {made}")
 
 
 def serves(before: Placement, after: Placement) -> bool:
     """Return whether a tensor of one placement is, as it stands, also of the other."""
-    if before.kind is after.kind is Kind.SHARD:
+    if isinstance(before, Shard) and isinstance(after, Shard):
         return before.axis == after.axis and rules.same_rows(before, after)
-    return before == after or (before.whole and after == MEAN) or after.kind is Kind.LOCAL
+    return before == after or (before.whole and after == MEAN) or isinstance(after, Local)
 
 
 def local_of(inputs: Sequence[Placement]) -> Placement:
@@ -541,7 +561,7 @@ def _either(one: Placement, two: Placement) -> Placement:
     """Return the placement of the result of two branches."""
     if both := rules.either(one, two):
         return both
-    if {one.kind, two.kind} <= {Kind.LOCAL, Kind.REPLICATE}:
+    if only((one, two), Local, Replicate):
         return local_of((one, two))
     raise Refused(f"branches give {one} and {two}")
 
@@ -567,11 +587,10 @@ class FunctionPlacer(Placer):
         op = call.op
         # A list that a row begins is that row's.
         inputs = [EACH if _is_new(t, p) else p for t, p in zip(op.inputs, call.inputs, strict=True)]
-        kinds = {placed.kind for placed in inputs}
         numbers = {passed_on(t).op.type for t, one in zip(op.inputs, inputs, strict=True) if one == COUNTER}
         if op.type != "Identity" and not numbers <= {"Placeholder", "TensorListPopBack"}:
             raise Refused(f"{op.type} {op.name} computes with the number of another row")
-        if Kind.ITEMS in kinds and op.type in rules.RULES:
+        if has(inputs, ListOf) and op.type in rules.RULES:
             made = rules.RULES[op.type](call)
             self._pops |= op.type == "TensorListPopBack"
             self._counts |= "Placeholder" in numbers and op.type != "TensorListPushBack"
@@ -583,7 +602,7 @@ class FunctionPlacer(Placer):
                 return [COUNTER]
             if op.type in ("Add", "AddV2") and inputs[0] == COUNTER and np.array_equal(call.constant(1), 1):
                 return [COUNTER]
-            if op.type == "Less" and inputs[0] == COUNTER and inputs[1].kind is Kind.COUNTS:
+            if op.type == "Less" and inputs[0] == COUNTER and isinstance(inputs[1], Counts):
                 return [LOCAL]
             raise Refused(f"{op.type} {op.name} computes with the number of a row")
         sums = [
@@ -599,7 +618,7 @@ class FunctionPlacer(Placer):
             raise Refused(f"{op.type} {op.name} draws for each row the same numbers")
         reads = runs and not tf_compat.written_handles(op)  # as a loop within the loop
         handles = not reads and any(tensor.dtype == tf.resource for tensor in op.inputs)
-        if not kinds <= {Kind.LOCAL, Kind.REPLICATE} or handles:
+        if not only(inputs, Local, Replicate) or handles:
             raise Refused(f"{op.type} {op.name} takes {', '.join(map(str, inputs))} in a loop over rows")
         result = EACH if EACH in inputs else LOCAL
         return [REPLICATE if output.dtype == tf.resource else result for output in op.outputs]
@@ -624,7 +643,7 @@ class FunctionPlacer(Placer):
                 made = self._write(call)
             elif op.type == "Assert":
                 made = []
-                if not (given[0].whole or given[0].kind is Kind.LOCAL or given[0] == rules.EVERY):
+                if not (given[0].whole or isinstance(given[0], Local) or given[0] == rules.EVERY):
                     raise Refused("an assertion is about rows")
             else:
                 if self.functions.hides_state(op, REPEATABLE | rules.DRAWS):
@@ -637,7 +656,7 @@ class FunctionPlacer(Placer):
         handle, values = call.inputs[0], call.inputs[1:]
         if self.row_by_row:
             raise Refused(f"{call.op.type} writes a variable for each row")
-        if handle.kind is Kind.LOCAL or all(one.whole for one in call.inputs):
+        if isinstance(handle, Local) or all(one.whole for one in call.inputs):
             return [REPLICATE] * len(call.op.outputs)
         if handle == SUM and call.op.type.startswith("Assign") and values[0] == SUM:
             return [REPLICATE] * len(call.op.outputs)

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -30,14 +30,20 @@ from ncclsync.semantics.placements import (
     REPLICATE,
     SAMPLES,
     SUM,
-    Detail,
-    Kind,
+    Counts,
+    EachRow,
+    ListOf,
+    Local,
+    Partial,
     Placement,
-    axes,
-    items,
-    partial,
+    Places,
+    Replicate,
+    Shard,
+    SummedAxes,
+    Which,
+    has_samples,
+    only,
     rows,
-    shard,
 )
 
 
@@ -70,12 +76,18 @@ class Call:
 
     def require(self, index: int, placement: Placement) -> None:
         """Give the op input `index` with that placement."""
-        if self.inputs[index] == placement or (index in self.local and placement.kind is not Kind.PARTIAL):
+        if self.inputs[index] == placement or (index in self.local and not isinstance(placement, Partial)):
             return
         before = self.given[1][index] if index in self.local else self.inputs[index]
         self.local.discard(index)
         self.tensors[index] = self.placer.convert(self.tensors[index], before, placement, self.op)
         self.inputs[index] = placement
+
+    def make_whole(self, classes: type[Placement] | tuple[type[Placement], ...], but: Any = ()) -> None:
+        """Give the op the batch's values of all inputs that are placed so, `but` those that are placed so."""
+        for i, placed in enumerate(self.inputs):
+            if isinstance(placed, classes) and not isinstance(placed, but):
+                self.require(i, REPLICATE)
 
     def constant(self, index: int) -> Any:
         """Return the value of input `index` if it is known now."""
@@ -87,7 +99,7 @@ class Call:
 
     def count_local_as_whole(self) -> None:
         """Let LOCAL inputs count as whole from now on."""
-        self.local = {i for i, placed in enumerate(self.inputs) if placed.kind is Kind.LOCAL}
+        self.local = {i for i, placed in enumerate(self.inputs) if isinstance(placed, Local)}
         for i in self.local:
             self.inputs[i] = REPLICATE
 
@@ -103,6 +115,7 @@ def names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+_Placed = TypeVar("_Placed", bound=Placement)
 Rule = Callable[[Call], Sequence[Placement] | None]
 RULES: dict[str, Rule] = {}
 LINEAR: dict[str, Rule] = {}
@@ -152,28 +165,28 @@ def _all(call: Call, placement: Placement) -> list[Placement]:
     return [placement] * len(call.op.outputs)
 
 
-def as_many_rows(one: Placement, other: Placement) -> bool:
+def as_many_rows(one: Shard, other: Shard) -> bool:
     """Return whether two shards have as many rows, as far as that is known."""
-    return len({placed.each * max(placed.blocks, 1) for placed in (one, other)} - {0}) < 2
+    return one.rows == other.rows or None in (one.rows, other.rows)
 
 
-def same_rows(one: Placement, other: Placement) -> bool:
+def same_rows(one: Shard, other: Shard) -> bool:
     """Return whether two shards have as many rows, of one unit and in the same order, along their axes."""
-    ordered = one.blocks == other.blocks or 0 in (one.blocks, other.blocks)
+    ordered = one.alike or other.alike or one.blocks == other.blocks
     return one.unit == other.unit and ordered and as_many_rows(one, other)
 
 
-def together(one: Placement, other: Placement) -> Placement | None:
+def together(one: Shard, other: Shard) -> Shard | None:
     """Return the placement of a tensor with the rows of both, along the first's axis; None if these rows differ."""
     if not same_rows(one, other):
         return None
-    chosen = one if one.blocks else other
+    chosen = other if one.alike else one
     return chosen.at(one.axis)
 
 
-def counted(placed: Placement) -> Placement:
-    """Return the placement of one block of rows for rows that are all alike; other placements as they are."""
-    return dataclasses.replace(placed, blocks=1) if placed.kind is Kind.SHARD and not placed.blocks else placed
+def counted(placed: _Placed) -> _Placed:
+    """Return the placement of rows in their order for rows that are all alike; other placements as they are."""
+    return dataclasses.replace(placed, alike=False) if isinstance(placed, Shard) and placed.alike else placed
 
 
 # The letters of a tensor's axes, from the first; of another tensor's they are `_OTHERS`.
@@ -194,13 +207,15 @@ def _by_letters(
         made: the same for each result, in which "-" is an axis of its own. None: a result that is whole.
         reduced: how a result is placed that has no axis for the rows. None: there is no such result.
     """
-    chosen, placed = "", REPLICATE
+    chosen, placed = "", Shard()  # as yet no input has rows
     rowed = [
         counted_by(one) if letters and letters[0] == "#" else one
         for letters, one in zip(given, call.inputs, strict=True)
     ]
     for i, (letters, one) in enumerate(zip(given, rowed, strict=True)):
-        letter = letters.lstrip("#")[one.axis : one.axis + 1] if letters and one.kind is Kind.SHARD else ""
+        if not letters or not isinstance(one, Shard):
+            continue
+        letter = letters.lstrip("#")[one.axis : one.axis + 1]
         if letter in ("", "-") or chosen not in ("", letter):
             continue
         if chosen:
@@ -216,11 +231,11 @@ def _by_letters(
             continue
         one, axis, lengths = rowed[i], letters.lstrip("#").find(chosen), lengths_of(call.op.inputs[i])
         if letters.startswith("#"):
-            if one.kind is not Kind.SHARD or one.axis != axis or not same_rows(one, placed):
+            if not isinstance(one, Shard) or one.axis != axis or not same_rows(one, placed):
                 return None
-        elif one.kind is Kind.ITEMS:  # which cannot be sent
+        elif isinstance(one, ListOf):  # which cannot be sent
             return None
-        elif one.kind is not Kind.SHARD or one.axis != axis:
+        elif not isinstance(one, Shard) or one.axis != axis:
             call.require(i, REPLICATE)  # of f[:, None] - f[None] one is whole, the other by rows
             if axis >= 0 and (lengths is None or lengths[axis] != 1):  # else it is broadcast
                 placed = counted(placed)  # whose rows are not alike
@@ -239,16 +254,16 @@ def _by_letters(
 
 def only_one(placed: Placement) -> Any:
     """Return the index of the only element of counts that counts rows; None if there are others, or none."""
-    found = [i for i, count in enumerate(placed.counts) if count and placed.kind is Kind.COUNTS]
+    found = [i for i, count in enumerate(placed.counts) if count != 0] if isinstance(placed, Counts) else []
     return found[0] if len(found) == 1 else None
 
 
 def counted_by(shape: Placement) -> Placement:
     """Return the placement, by rows all alike, of a tensor of this shape; the shape's own if it counts no rows."""
+    if not isinstance(shape, Counts):
+        return REPLICATE
     axis = only_one(shape)
-    if axis is None:
-        return shape if shape.kind is Kind.COUNTS else REPLICATE
-    return shard(axis, 0, max(shape.counts[axis], 0), shape.unit)
+    return shape if axis is None else Shard(axis, 1, shape.counts[axis], True, unit=shape.unit)
 
 
 # Element by element: each row of the result comes from the same row of each operand.
@@ -300,12 +315,12 @@ def _unary(call: Call) -> Sequence[Placement] | None:
 
 @rule_for(*BROADCASTING, *ALIKE)
 def _broadcast(call: Call) -> Sequence[Placement] | None:
-    if all(placed.kind is Kind.ITEMS for placed in call.inputs):  # lists that are added up, element by element
+    if only(call.inputs, ListOf):  # lists that are added up, element by element
         both: Placement | None = call.inputs[0]
         for other in call.inputs[1:]:
             both = both and either(both, other)
         return None if both is None else [both]
-    if call.inputs[0].kind is Kind.AXES:  # counted from the first one, in either way
+    if isinstance(call.inputs[0], SummedAxes):  # counted from the first one, in either way
         return call.inputs[:1] if call.op.type in ("AddV2", "FloorMod") and call.inputs[1].whole else None
     ranks = [rank_of(call, i) for i in range(len(call.inputs))]
     if call.op.type == "Select" and len(set(ranks)) > 1:
@@ -332,7 +347,7 @@ _LINEAR_IN |= {"StridedSliceGrad": 4}
 def _in_one_input(call: Call) -> Sequence[Placement] | None:
     kind, at = call.op.type, _LINEAR_IN[call.op.type]
     placed, before, after = call.inputs[at], call.op.inputs[at].dtype, call.op.outputs[0].dtype
-    if placed.kind is not Kind.PARTIAL or any(not one.whole for i, one in enumerate(call.inputs) if i != at):
+    if not isinstance(placed, Partial) or any(not one.whole for i, one in enumerate(call.inputs) if i != at):
         return None
     if kind in _PASSING | MOVING:
         return [placed]
@@ -347,24 +362,24 @@ def _in_one_input(call: Call) -> Sequence[Placement] | None:
 @_linear("ConcatV2", "Pack")
 def _joined_partial(call: Call) -> Sequence[Placement] | None:
     parts = call.inputs[: -1 if call.op.type == "ConcatV2" else None]
-    return [parts[0]] if parts[0].kind is Kind.PARTIAL and len(set(parts)) == 1 else None
+    return [parts[0]] if isinstance(parts[0], Partial) and len(set(parts)) == 1 else None
 
 
 @_linear("Add", "AddV2", "Sub", "AddN")
 def _add_partial(call: Call) -> Sequence[Placement] | None:
     shape = lengths_of(call.op.outputs[0])
-    if any(p.kind not in (Kind.PARTIAL, Kind.REPLICATE) for p in call.inputs) or shape is None or None in shape:
+    if not only(call.inputs, Partial, Replicate) or shape is None or None in shape:
         return None
-    ops = {p.op for p in call.inputs if p.kind is Kind.PARTIAL}
+    ops = {p.op for p in call.inputs if isinstance(p, Partial)}
     # A whole operand may be added to a mean on every tower, and to a sum on one.
     for i, placed in enumerate(call.inputs):
-        if placed.kind is Kind.PARTIAL and lengths_of(call.op.inputs[i]) != shape:
+        if isinstance(placed, Partial) and lengths_of(call.op.inputs[i]) != shape:
             return None
     if ops == {"mean"}:
         return [MEAN]
     if not ops <= {"sum", "mean"}:
         return None
-    parts = [i for i, placed in enumerate(call.inputs) if placed.kind is Kind.PARTIAL]
+    parts = [i for i, placed in enumerate(call.inputs) if isinstance(placed, Partial)]
     state = any(passed_on(call.op.inputs[i], "Cast").op.type == "ReadVariableOp" for i in parts)
     for i in range(len(call.inputs)):
         # Each tower's part of a gradient has its part of a regularisation; a count stays one, on tower 0.
@@ -376,36 +391,36 @@ def _add_partial(call: Call) -> Sequence[Placement] | None:
 
 @_linear("Mul", "RealDiv", "Div", "MulNoNan", "DivNoNan")
 def _scale_partial(call: Call) -> Sequence[Placement] | None:
-    one, other = call.inputs
     divides = call.op.type in ("RealDiv", "Div", "DivNoNan")
-    at = 0 if one.kind is Kind.PARTIAL else 1
-    if (at == 1 and divides) or (other if at == 0 else one).kind is not Kind.REPLICATE:
+    at = 0 if isinstance(call.inputs[0], Partial) else 1
+    placed, other = call.inputs[at], call.inputs[1 - at]
+    if (at == 1 and divides) or not isinstance(placed, Partial) or not other.whole:
         return None
     shape = lengths_of(call.op.inputs[at])
-    if not call.op.outputs[0].dtype.is_floating or call.inputs[at].op not in ("sum", "mean"):
+    if not call.op.outputs[0].dtype.is_floating or placed.op not in ("sum", "mean"):
         return None
     # Only if the product is no larger: the smallest of the tensors that could be exchanged is exchanged.
-    return [call.inputs[at]] if shape is not None and shape == lengths_of(call.op.outputs[0]) else None
+    return [placed] if shape is not None and shape == lengths_of(call.op.outputs[0]) else None
 
 
 def either(one: Placement, two: Placement) -> Placement | None:
     """Return the placement of a tensor, or a list, that is placed as one or the other; None: nothing covers both."""
     if one == two:
         return one
-    if one.kind is two.kind is Kind.SHARD and one.axis == two.axis:
+    if isinstance(one, Shard) and isinstance(two, Shard) and one.axis == two.axis:
         return together(one, two)
-    if one.kind is two.kind is Kind.ITEMS:
+    if isinstance(one, ListOf) and isinstance(two, ListOf):
         if None in (one.of, two.of):  # an empty list; what it lacks is taken for zeros
             return one if two.of is None else two
         of = one.of and two.of and either(one.of, two.of)
-        return items(of, one.counts) if of else None
+        return ListOf(of, one.shape) if of else None
     return None
 
 
 # Reductions: over the rows they leave a part of the batch's result, over other axes rows.
 
-EVERY, ANY = partial("min"), partial("max")  # of bools
-_REDUCED = {"Sum": SUM, "Mean": MEAN, "Max": partial("max"), "Min": partial("min"), "Prod": partial("prod")}
+EVERY, ANY = Partial("min"), Partial("max")  # of bools
+_REDUCED = {"Sum": SUM, "Mean": MEAN, "Max": Partial("max"), "Min": Partial("min"), "Prod": Partial("prod")}
 _REDUCED |= {"All": EVERY, "Any": ANY}
 
 
@@ -413,13 +428,12 @@ _REDUCED |= {"All": EVERY, "Any": ANY}
 def _reduce(call: Call) -> Sequence[Placement] | None:
     placed, summed = call.inputs
     rank = rank_of(call, 0)
-    if placed.kind is not Kind.SHARD:
+    if not isinstance(placed, Shard):
         return None
-    if summed.kind is Kind.AXES and call.op.type == "Sum":
+    if isinstance(summed, SummedAxes) and call.op.type == "Sum":
         if placed.axis != summed.axis:
             return None
-        kept = summed.of is not None and summed.of.kind is Kind.SHARD
-        return [placed if kept else SUM] if call.op.get_attr("keep_dims") else None
+        return [SUM if summed.of.whole else placed] if call.op.get_attr("keep_dims") else None
     over, dtype = call.constant(1), call.op.inputs[0].dtype
     # Of a single value all axes of length 1 count as broadcast, which no batch that is looked at has shown.
     if over is None or (call.unit and call.op.inputs[1].op.type == "BroadcastGradientArgs"):
@@ -480,7 +494,7 @@ def _along_axes(call: Call) -> Sequence[Placement] | None:
 @rule_for("L2Loss Bitcast")
 def _of_any_shape(call: Call) -> Sequence[Placement] | None:
     sizes = [tensor.dtype.size for tensor in (*call.op.inputs, *call.op.outputs)]
-    if call.inputs[0].kind is not Kind.SHARD or sizes[0] != sizes[1]:
+    if not isinstance(call.inputs[0], Shard) or sizes[0] != sizes[1]:
         return None
     return [SUM if call.op.type == "L2Loss" else call.inputs[0]]
 
@@ -636,12 +650,12 @@ def _space_to_batch(call: Call) -> Sequence[Placement] | None:
     """Place the batch of a dilated convolution: all samples for one offset, then for the next."""
     placed, plain = call.inputs[0], not call.op.type.endswith("ND")
     sizes = [call.op.get_attr("block_size")] * 2 if plain else call.constant(1)
-    if placed.kind is not Kind.SHARD or placed.axis or sizes is None or not all(p.whole for p in call.inputs[1:]):
+    if not isinstance(placed, Shard) or placed.axis or sizes is None or not all(p.whole for p in call.inputs[1:]):
         return None
     count = int(np.prod(sizes))
     if call.op.type.startswith("Space"):
-        return [shard(0, placed.blocks * count, placed.each)]
-    return [shard(0, placed.blocks // count, placed.each)] if placed.blocks % count == 0 else None
+        return [Shard(0, placed.blocks * count, placed.each)]
+    return [Shard(0, placed.blocks // count, placed.each)] if placed.blocks % count == 0 else None
 
 
 @rule_for("ReverseSequence")
@@ -656,14 +670,14 @@ def _reverse_sequence(call: Call) -> Sequence[Placement] | None:
 
 @rule_for("Shape", "ShapeN")
 def _shape_of(call: Call) -> Sequence[Placement] | None:
-    placed = []
+    placed: list[Placement] = []
     for one, tensor in zip(call.inputs, call.op.inputs, strict=True):
-        if one.kind is Kind.SHARD and tensor.shape.rank is not None:
-            count = one.each * one.blocks or call.axes.rows(tensor, one.axis) or -1
+        if isinstance(one, Shard) and tensor.shape.rank is not None:
+            count = one.rows or call.axes.rows(tensor, one.axis)
             placed.append(rows(tuple(count if axis == one.axis else 0 for axis in range(tensor.shape.rank))))
-        elif one.kind is Kind.AXES:  # a tower with one row counts that, too
+        elif isinstance(one, SummedAxes):  # a tower with one row counts that, too
             placed.append(LOCAL)
-        elif one.kind in (Kind.REPLICATE, Kind.PARTIAL):
+        elif isinstance(one, (Replicate, Partial)):
             placed.append(REPLICATE)
         else:
             return None
@@ -673,12 +687,12 @@ def _shape_of(call: Call) -> Sequence[Placement] | None:
 @rule_for("Size")
 def _size_of(call: Call) -> Sequence[Placement] | None:
     (one,), shape = call.inputs, lengths_of(call.op.inputs[0])
-    if one.kind is not Kind.SHARD:
-        return [REPLICATE] if one.kind is Kind.PARTIAL and shape is not None else None
+    if not isinstance(one, Shard):
+        return [REPLICATE] if isinstance(one, Partial) and shape is not None else None
     if shape is None:
         return None
     others = [length for axis, length in enumerate(shape) if axis != one.axis]
-    return [rows((-1 if None in others or not one.each else one.each * one.blocks * math.prod(others),))]
+    return [rows((None if None in others or one.rows is None else one.rows * math.prod(others),))]
 
 
 @rule_for("Rank")
@@ -703,8 +717,7 @@ COMPARING = {"Max": 1, "Min": 1, "Maximum": 2, "Minimum": 2}
 @rule_for("StridedSlice", counting=True)
 def _strided_slice(call: Call) -> Sequence[Placement] | None:
     placed = call.inputs[0]
-    total = placed.each * placed.blocks if placed.kind is Kind.SHARD else 0
-    blocks = _blocks_of_slice(call, placed.axis, placed.each, total)
+    blocks = _blocks_of_slice(call, placed.axis, placed.each, placed.rows) if isinstance(placed, Shard) else 0
     for i in (1, 2) if not blocks else ():
         call.require(i, REPLICATE)
     spec = slice_spec(call)
@@ -712,10 +725,12 @@ def _strided_slice(call: Call) -> Sequence[Placement] | None:
         return None
     operand, result = _letters_of_slice(spec)
     made = _by_letters(call, [operand, None, None, ""], [result])
-    return [dataclasses.replace(made[0], blocks=blocks)] if made and blocks else made
+    if made and blocks and isinstance(made[0], Shard):
+        return [dataclasses.replace(made[0], blocks=blocks)]
+    return made
 
 
-def _blocks_of_slice(call: Call, axis: int, each: int, total: int) -> int:
+def _blocks_of_slice(call: Call, axis: int, each: int | None, total: int | None) -> int:
     """Return how many blocks of rows a slice takes whose bounds count rows; 0 for any other slice.
 
     Args:
@@ -724,16 +739,18 @@ def _blocks_of_slice(call: Call, axis: int, each: int, total: int) -> int:
     spec, bounds = slice_spec(call), call.inputs[1:3]
     if spec is None or spec.count("rows") != 1 or sum(one != "new" for one in spec[: spec.index("rows")]) != axis:
         return 0
-    places = {only_one(one) for one in bounds if one.kind is Kind.COUNTS}
+    places = {only_one(one) for one in bounds if isinstance(one, Counts)}
     if len(places) != 1 or None in places:
         return 0
     (place,) = places
-    begin, end = (one.counts[place] if one.kind is Kind.COUNTS else 0 for one in bounds)
+    begin, end = (one.counts[place] if isinstance(one, Counts) else 0 for one in bounds)
     begin, end = (
         default if call.op.get_attr(mask) & (1 << place) else bound
         for mask, default, bound in (("begin_mask", 0, begin), ("end_mask", total, end))
     )
-    fits = each > 0 and 0 <= begin < end <= total and begin % each == end % each == total % each == 0
+    if not each or total is None or begin is None or end is None:
+        return 0
+    fits = 0 <= begin < end <= total and begin % each == end % each == total % each == 0
     return (end - begin) // each if fits else 0
 
 
@@ -759,17 +776,17 @@ def slice_spec(call: Call) -> list[Any] | None:
         else:
             plain = strides is not None and strides[i] == 1
             from_first, to_last = bits["begin"] & bit or _constant_element(call, 1, i) == 0, bits["end"] & bit
-            from_rows, to_rows = (one.kind is Kind.COUNTS and one.counts[i] for one in call.inputs[1:3])
+            from_rows, to_rows = (isinstance(one, Counts) and one.counts[i] != 0 for one in call.inputs[1:3])
             by_rows = (from_rows or to_rows) and (from_first or from_rows) and (to_last or to_rows)
             spec.append("some" if not plain else "rows" if by_rows else "all" if from_first and to_last else "some")
     spec += ["all"] * (rank - sum(one != "new" for one in spec))
     return spec
 
 
-def rows_of_first(call: Call) -> int:
+def rows_of_first(call: Call, placed: Shard) -> int:
     """Return how many of the first sample's rows an op takes of its first input; 0 if it may take other rows."""
-    op, placed = call.op, call.inputs[0]
-    if op.type != "StridedSlice" or placed.kind is not Kind.SHARD or placed.unit or placed.blocks != 1:
+    op = call.op
+    if op.type != "StridedSlice" or placed.unit or placed.blocks != 1:
         return 0
     bit, strides = 1 << placed.axis, call.constant(3)
     moved = (op.get_attr("ellipsis_mask") | op.get_attr("new_axis_mask")) & (2 * bit - 1)  # bits are other axes then
@@ -784,7 +801,7 @@ def rows_of_first(call: Call) -> int:
         begin = 0
     if begin is None or end is None or strides[placed.axis] < 1:
         return 0
-    return end if 0 <= begin < end <= placed.each else 0
+    return end if 0 <= begin < end <= (placed.each or 0) else 0
 
 
 def _letters_of_slice(spec: list[Any]) -> tuple[str, str]:
@@ -798,18 +815,18 @@ def _letters_of_slice(spec: list[Any]) -> tuple[str, str]:
 @rule_for("StridedSliceGrad", counting=True)
 def _strided_slice_back(call: Call) -> Sequence[Placement] | None:
     shape, *_, placed = call.inputs
-    axis = only_one(shape)
-    total = shape.counts[axis] if axis is not None and placed.kind is Kind.SHARD else 0
-    blocks = _blocks_of_slice(call, axis, placed.each, total)
+    of, blocks = counted_by(shape), 0
+    if isinstance(of, Shard) and isinstance(placed, Shard):
+        blocks = _blocks_of_slice(call, of.axis, placed.each, of.each)
     for i in (1, 2) if not blocks else ():
         call.require(i, REPLICATE)
     spec = slice_spec(call)
     if spec is None:
         return None
     operand, result = _letters_of_slice(spec)
-    if blocks:
-        fits = blocks == placed.blocks and result.find(operand[axis]) == placed.axis and call.inputs[3].whole
-        return [shard(axis, total // placed.each, placed.each)] if fits else None
+    if blocks and isinstance(of, Shard) and isinstance(placed, Shard) and of.each and placed.each:
+        fits = blocks == placed.blocks and result.find(operand[of.axis]) == placed.axis and call.inputs[3].whole
+        return [Shard(of.axis, of.each // placed.each, placed.each)] if fits else None
     return _by_letters(call, [f"#{operand}", "", "", "", result], [operand])
 
 
@@ -817,14 +834,15 @@ def _strided_slice_back(call: Call) -> Sequence[Placement] | None:
 def _concat(call: Call) -> Sequence[Placement] | None:
     at = len(call.inputs) - 1 if call.op.type == "ConcatV2" else 0
     indices = [i for i in range(len(call.inputs)) if i != at]
-    parts, axis, rank = [call.inputs[i] for i in indices], call.constant(at), rank_of(call, indices[0])
+    axis, rank = call.constant(at), rank_of(call, indices[0])
     if axis is None:
         return None
-    axis, each = int(axis) % rank, {one.each for one in parts}
-    if all(one.kind is Kind.SHARD and one.axis == axis for one in parts):
+    axis = int(axis) % rank
+    parts = [one for one in map(call.inputs.__getitem__, indices) if isinstance(one, Shard) and one.axis == axis]
+    if len(parts) == len(indices):
         # One batch after another: blocks of as many rows each.
-        like = len(each) == 1 and 0 not in each
-        return [shard(axis, sum(one.blocks for one in parts), parts[0].each)] if like else None
+        like = parts[0].each and len({one.each for one in parts}) == 1
+        return [Shard(axis, sum(one.blocks for one in parts), parts[0].each)] if like else None
     letters = _AXES[:rank].replace(_AXES[axis], "-")
     return _by_letters(call, [letters if i in indices else None for i in range(len(call.inputs))], [letters])
 
@@ -832,19 +850,20 @@ def _concat(call: Call) -> Sequence[Placement] | None:
 @rule_for("Slice", counting=True)
 def _slice(call: Call) -> Sequence[Placement] | None:
     placed, begin, size = call.inputs
-    if placed.kind is not Kind.SHARD:
+    if not isinstance(placed, Shard):
         return None
     axis, each = placed.axis, placed.each
     from_first = begin.whole and _constant_element(call, 1, axis) == 0
-    if size.kind is not Kind.COUNTS:
+    if not isinstance(size, Counts):
         return [placed] if from_first and size.whole and _constant_element(call, 2, axis) == -1 else None
     count = size.counts[axis]
-    if only_one(size) != axis or not each or count < 1 or count % each:
+    if only_one(size) != axis or not each or not count or count % each:
         return None
-    if count == each * placed.blocks:  # all of them, so that it begins with the first
+    if count == placed.rows:  # all of them, so that it begins with the first
         return [placed] if begin.whole else None
-    by_blocks = only_one(begin) == axis and begin.counts[axis] > 0 and begin.counts[axis] % each == 0
-    return [shard(axis, count // each, each)] if from_first or by_blocks else None
+    first = begin.counts[axis] if isinstance(begin, Counts) and only_one(begin) == axis else None
+    by_blocks = first is not None and first % each == 0
+    return [Shard(axis, count // each, each)] if from_first or by_blocks else None
 
 
 def _constant_element(call: Call, index: int, element: int) -> int | None:
@@ -869,15 +888,15 @@ def _count_rows(call: Call, index: int) -> None:
 @rule_for("BroadcastGradientArgs", counting=True)
 def _broadcast_axes(call: Call) -> Sequence[Placement] | None:
     """Say of each operand whether a gradient's rows are its own, or are added up since it has none."""
-    if any(placed.kind not in (Kind.COUNTS, Kind.REPLICATE) for placed in call.inputs):
+    if not only(call.inputs, Counts, Replicate):
         return None
     for i in range(len(call.inputs)):
         _count_rows(call, i)
     lengths = [(lengths_of(tensor) or [None])[0] for tensor in call.op.inputs]
     operands = list(map(counted_by, call.inputs))
-    if None in lengths or any(one.kind is Kind.COUNTS for one in operands):
+    if None in lengths or not only(operands, Shard, Replicate):
         return None
-    places = {one.axis - length for one, length in zip(operands, lengths, strict=True) if not one.whole}
+    places = {one.axis - n for one, n in zip(operands, lengths, strict=True) if isinstance(one, Shard)}
     if len(places) != 1:
         return None
     (place,) = places
@@ -885,32 +904,35 @@ def _broadcast_axes(call: Call) -> Sequence[Placement] | None:
         # It must be known whether it was broadcast along the rows.
         if one.whole and length + place >= 0 and _constant_element(call, i, length + place) != 1:
             return None
-    return [axes(operand, max(lengths) + place) for operand in operands]
+    return [SummedAxes(operand, max(lengths) + place) for operand in operands]
 
 
 @rule_for("DynamicStitch", counting=True)
 def _kept_shape(call: Call) -> Sequence[Placement] | None:
     """Place a gradient's shape, with ones for the axes over which it is summed."""
-    if len(call.inputs) != 4 or call.inputs[1].kind is not Kind.AXES or not call.inputs[0].whole:
+    if len(call.inputs) != 4 or not isinstance(call.inputs[1], SummedAxes) or not call.inputs[0].whole:
         return None
-    (_, summed, shape, _), of = call.inputs, call.inputs[1].of or REPLICATE
+    summed, shape = call.inputs[1], call.inputs[2]
     call.local.clear()  # the ones
-    return [REPLICATE if of.whole else shape] if only_one(shape) == summed.axis else None
+    return [REPLICATE if summed.of.whole else shape] if only_one(shape) == summed.axis else None
 
 
 @rule_for("Reshape", counting=True)
 def _reshape(call: Call) -> Sequence[Placement] | None:
-    made = _reshaped(call)
-    if made is None and call.inputs[0].kind is Kind.SHARD:
+    placed = call.inputs[0]
+    if not isinstance(placed, Shard):
+        return None
+    made = _reshaped(call, placed)
+    if made is None:
         _count_rows(call, 1)  # not at once: in [-1, rows] the rows are all that each row meets
-        made = _reshaped(call) or _reshaped_literally(call)
+        made = _reshaped(call, placed) or _reshaped_literally(call, placed)
     return made
 
 
-def _reshaped_literally(call: Call) -> Sequence[Placement] | None:
+def _reshaped_literally(call: Call, placed: Shard) -> Sequence[Placement] | None:
     """Place a reshape to a literal shape, which fits batches of one number of rows alone."""
-    placed, before, after = call.inputs[0], call.axes.lengths(call.op.inputs[0]), call.constant(1)
-    inner = _product(before[1:]) if before and placed == shard() and call.inputs[1].whole else None
+    before, after = call.axes.lengths(call.op.inputs[0]), call.constant(1)
+    inner = _product(before[1:]) if before and has_samples(placed) and call.inputs[1].whole else None
     if call.placer.within or not inner or not placed.each or after is None or not after.size or (after < 1).any():
         return None
     count, left = divmod(math.prod(after.tolist()), inner * placed.each)
@@ -920,16 +942,16 @@ def _reshaped_literally(call: Call) -> Sequence[Placement] | None:
     what = f"a reshape to that length, at {user_line(call.op.traceback)}"
     call.placer.declared.setdefault((int(after[0]), each), what)
     call.require(1, rows((each, *[0] * (after.size - 1))))
-    return [shard(0, 1, each)]
+    return [Shard(0, 1, each)]
 
 
-def _reshaped(call: Call) -> Sequence[Placement] | None:
-    placed, shape = call.inputs
+def _reshaped(call: Call, placed: Shard) -> Sequence[Placement] | None:
+    shape = call.inputs[1]
     before, after = call.axes.lengths(call.op.inputs[0]), call.axes.lengths(call.op.outputs[0])
-    if placed.kind is not Kind.SHARD or before is None or after is None:
+    if before is None or after is None:
         return None
     elements = call.axes.elements(call.op.inputs[1])
-    axis = only_one(shape) if shape.kind is Kind.COUNTS else elements.index(-1) if -1 in elements else None
+    axis = only_one(shape) if isinstance(shape, Counts) else elements.index(-1) if -1 in elements else None
     if axis is None:
         return None
     outer, ahead, length = _product(before[: placed.axis]), _product(after[:axis]), after[axis]
@@ -940,14 +962,14 @@ def _reshaped(call: Call) -> Sequence[Placement] | None:
     blocks, left = divmod(outer * placed.blocks, ahead)
     if left or blocks == 0 or length.each % blocks or (blocks > 1 and not length.each):
         return None
-    return [shard(axis, blocks, length.each // blocks)]
+    return [Shard(axis, blocks, length.each // blocks or None)]
 
 
-def _reshaped_length(placed: Placement, shape: Placement, axis: int, before: Any, after: Any) -> Rows | None:
+def _reshaped_length(placed: Shard, shape: Placement, axis: int, before: Any, after: Any) -> Rows | None:
     """Return how many rows for each of another unit than samples, which `Axes` knows nothing of, an axis is to have."""
-    if shape.kind is Kind.COUNTS:
-        return Rows(max(shape.counts[axis], 0))
-    inner = _product([*before[: placed.axis], *before[placed.axis + 1 :], placed.each * placed.blocks])
+    if isinstance(shape, Counts):
+        return Rows(shape.counts[axis] or 0)
+    inner = _product([*before[: placed.axis], *before[placed.axis + 1 :], placed.rows])
     others = _product([*after[:axis], *after[axis + 1 :]])
     return None if not inner or not others or inner % others else Rows(inner // others)
 
@@ -958,22 +980,20 @@ def _product(lengths: Sequence[Any]) -> int | None:
 
 @rule_for("Transpose", "ConjugateTranspose")
 def _transpose(call: Call) -> Sequence[Placement] | None:
-    placed, order = call.inputs[0], call.constant(1)
-    if order is None or placed.kind is not Kind.SHARD:
-        return None
-    return [placed.at(int(np.flatnonzero(order == placed.axis)[0]))]
+    order = call.constant(1)
+    return None if order is None else _by_letters(call, [_AXES[: len(order)], None], ["".join(_AXES[i] for i in order)])
 
 
 @rule_for("Split", "SplitV")
 def _split(call: Call) -> Sequence[Placement] | None:
     given, along = (1, 0) if call.op.type == "Split" else (0, 2)
     placed, axis, rank, count = call.inputs[given], call.constant(along), rank_of(call, given), len(call.op.outputs)
-    if axis is None or placed.kind is not Kind.SHARD:
+    if axis is None or not isinstance(placed, Shard):
         return None
     if int(axis) % rank == placed.axis:
         if call.op.type == "SplitV" or placed.blocks % count:
             return None
-        placed = shard(placed.axis, placed.blocks // count, placed.each)
+        placed = Shard(placed.axis, placed.blocks // count, placed.each)
     return _all(call, placed)
 
 
@@ -1000,12 +1020,14 @@ def _broadcast_to(call: Call) -> Sequence[Placement] | None:
 def _tile(call: Call) -> Sequence[Placement] | None:
     placed, times = call.inputs
     before = lengths_of(call.op.inputs[0])
-    if times.kind is Kind.COUNTS:
+    if isinstance(times, Counts):
         made = counted_by(times)
-        fits = made.kind is Kind.SHARD and placed.whole and before is not None and before[made.axis] == 1
+        fits = isinstance(made, Shard) and placed.whole and before is not None and before[made.axis] == 1
         return [made] if fits else None
-    count = _constant_element(call, 1, placed.axis) if placed.kind is Kind.SHARD else None
-    return [shard(placed.axis, placed.blocks * count, placed.each)] if count and (count == 1 or placed.each) else None
+    if not isinstance(placed, Shard):
+        return None
+    count = _constant_element(call, 1, placed.axis)
+    return [Shard(placed.axis, placed.blocks * count, placed.each)] if count and (count == 1 or placed.each) else None
 
 
 @rule_for("Gather GatherV2")
@@ -1036,10 +1058,10 @@ def _found(call: Call) -> Sequence[Placement] | None:
 def _range(call: Call) -> Sequence[Placement] | None:
     begin, end, step = call.inputs
     width, plain = call.constant(2), call.constant(0) == 0 and begin.whole and step.whole
-    if end.kind is not Kind.COUNTS or not plain or width is None or width < 1 or end.counts[0] % width:
+    if not isinstance(end, Counts) or not plain or width is None or width < 1 or (end.counts[0] or 1) % width:
         return None
-    each = end.counts[0] // int(width)
-    return [Placement(Kind.PLACES, counts=(each, int(width)), each=max(each, 0))]
+    each = end.counts[0] and end.counts[0] // int(width)
+    return [Places(each, int(width), Which.FIRST, each=each)]
 
 
 @rule_for("TensorScatterAdd", "TensorScatterSub", "TensorScatterUpdate", "TensorScatterMax", "TensorScatterMin")
@@ -1053,8 +1075,8 @@ def _tensor_scatter(call: Call) -> Sequence[Placement] | None:
     return _by_letters(call, given, given[:1])
 
 
-SEGMENTS = {"UnsortedSegmentSum": SUM, "UnsortedSegmentProd": partial("prod")}
-SEGMENTS |= {"UnsortedSegmentMax": partial("max"), "UnsortedSegmentMin": partial("min")}
+SEGMENTS = {"UnsortedSegmentSum": SUM, "UnsortedSegmentProd": Partial("prod")}
+SEGMENTS |= {"UnsortedSegmentMax": Partial("max"), "UnsortedSegmentMin": Partial("min")}
 
 
 @rule_for(*SEGMENTS, counting=True)
@@ -1070,7 +1092,7 @@ def _bincount(call: Call) -> Sequence[Placement] | None:
     if rank != 1 and not (rank == 2 and dense):
         return None
     weights = "" if lengths_of(call.op.inputs[2]) == [0] else "a"
-    reduced = partial("max") if dense and call.op.get_attr("binary_output") else SUM
+    reduced = Partial("max") if dense and call.op.get_attr("binary_output") else SUM
     return _by_letters(call, ["a", "", weights], ["a" if rank == 2 else "-"], reduced)
 
 
@@ -1078,7 +1100,7 @@ def _bincount(call: Call) -> Sequence[Placement] | None:
 def _ensure_shape(call: Call) -> Sequence[Placement] | None:
     placed = call.inputs[0]
     expected = tf.TensorShape(call.op.get_attr("shape"))
-    open_rows = expected.rank is None or (placed.kind is Kind.SHARD and expected[placed.axis] is None)
+    open_rows = expected.rank is None or (isinstance(placed, Shard) and expected[placed.axis] is None)
     return [placed] if open_rows else None
 
 
@@ -1154,43 +1176,45 @@ SAME_SHAPE = names("""
 @rule_for("TensorListFromTensor")
 def _list_from(call: Call) -> Sequence[Placement] | None:
     placed = call.inputs[0]
-    if placed.kind is not Kind.SHARD or (placed.axis == 0 and placed.blocks != 1):
+    if not isinstance(placed, Shard) or (placed.axis == 0 and placed.blocks != 1):
         return None
     # A list of rows is for a loop over them.
-    return [items(placed.at(placed.axis - 1) if placed.axis else dataclasses.replace(EACH, each=placed.each))]
+    return [ListOf(placed.at(placed.axis - 1) if placed.axis else EachRow(placed.each))]
 
 
 @rule_for("TensorListStack", counting=True)
 def _list_stack(call: Call) -> Sequence[Placement] | None:
     placed = call.inputs[0]
-    of = placed.of or REPLICATE
-    if placed.kind is not Kind.ITEMS or not _shapes_item(call, 1, of) or placed.detail is Detail.ROW:
+    if not isinstance(placed, ListOf) or placed.by_row:
         return None
-    if of.kind is Kind.SHARD:
+    of = placed.of or REPLICATE
+    if not _shapes_item(call, 1, of):
+        return None
+    if isinstance(of, Shard):
         return [of.at(of.axis + 1)]
-    if of == EACH:
-        return [shard(0, 1, of.each)]
-    return [of] if of.kind in (Kind.PARTIAL, Kind.REPLICATE) else None
+    if isinstance(of, EachRow):
+        return [Shard(0, 1, of.each)]
+    return [of] if isinstance(of, (Partial, Replicate)) else None
 
 
 @rule_for("TensorListReserve", "EmptyTensorList", counting=True)
 def _list_begin(call: Call) -> Sequence[Placement] | None:
     shape, length = call.inputs
-    if shape.kind not in (Kind.COUNTS, Kind.REPLICATE):
+    if not isinstance(shape, (Counts, Replicate)):
         return None
-    if length.kind is Kind.COUNTS and call.op.type == "TensorListReserve":  # one for each row
-        return [items(dataclasses.replace(EACH, each=max(length.counts[0], 0)))]
+    if isinstance(length, Counts) and call.op.type == "TensorListReserve":  # one for each row
+        return [ListOf(EachRow(length.counts[0]))]
     call.require(1, REPLICATE)
     known = call.constant(0)
-    return [items(None, () if known is None else tuple(int(one) for one in np.ravel(known)))]
+    return [ListOf(None, () if known is None else tuple(None if n < 0 else int(n) for n in np.ravel(known)))]
 
 
 def _shapes_item(call: Call, index: int, of: Placement) -> bool:
     """Return whether input `index`, the shape of a list's items, is that of a tower's rows or open."""
     shape = call.inputs[index]
-    if of.kind is not Kind.SHARD:
+    if not isinstance(of, Shard):
         return shape.whole
-    if shape.kind is Kind.COUNTS:
+    if isinstance(shape, Counts):
         return only_one(shape) == of.axis
     known = call.constant(index)
     return known is not None and (known.ndim == 0 or known[of.axis] == -1)
@@ -1198,10 +1222,9 @@ def _shapes_item(call: Call, index: int, of: Placement) -> bool:
 
 @rule_for("TensorListGetItem", "TensorListPopBack", counting=True)
 def _list_get(call: Call) -> Sequence[Placement] | None:
-    placed = call.inputs[0]
-    of = placed.of or REPLICATE
-    pops = call.op.type == "TensorListPopBack"
-    if placed.kind is not Kind.ITEMS or not _shapes_item(call, 1 if pops else 2, of):
+    placed, pops = call.inputs[0], call.op.type == "TensorListPopBack"
+    of = isinstance(placed, ListOf) and (placed.of or REPLICATE)
+    if not of or not _shapes_item(call, 1 if pops else 2, of):
         return None
     if pops:
         return [placed, of]
@@ -1217,25 +1240,25 @@ def _list_get(call: Call) -> Sequence[Placement] | None:
 def _list_set(call: Call) -> Sequence[Placement] | None:
     at = 2 if call.op.type == "TensorListSetItem" else 1
     placed, item = call.inputs[0], call.inputs[at]
-    if item.kind is Kind.PARTIAL and not call.placer.within:
+    if not isinstance(placed, ListOf) or (isinstance(item, Partial) and not call.placer.within):
         return None
     if call.placer.row_by_row and at == 1:
-        made = dataclasses.replace(items(item), detail=Detail.ROW)
+        made = ListOf(item, by_row=True)
         return [made] if placed.of is None or placed == made else None
     if call.placer.row_by_row:
-        return [items(EACH)] if placed.of in (None, EACH) and call.inputs[1] == COUNTER else None
-    if placed.kind is not Kind.ITEMS or (at == 2 and not call.inputs[1].whole):
+        return [ListOf(EACH)] if placed.of in (None, EACH) and call.inputs[1] == COUNTER else None
+    if at == 2 and not call.inputs[1].whole:
         return None
-    if item.kind is Kind.SHARD and item.axis < len(placed.counts) and placed.counts[item.axis] >= 0:
+    if isinstance(item, Shard) and item.axis < len(placed.shape) and placed.shape[item.axis] is not None:
         return None  # it takes tensors of so many rows alone
     if placed.of is not None and placed.of.whole and call.placer.lenient:
-        return [items(item)]
-    if both := either(placed, items(item)):
+        return [ListOf(item)]
+    if both := either(placed, ListOf(item)):
         return [both]
     of = placed.of or REPLICATE
-    if not {item.kind, of.kind} <= {Kind.SHARD, Kind.PARTIAL, Kind.REPLICATE}:
+    if not only((item, of), Shard, Partial, Replicate):
         return None
-    if item.whole and of.kind is Kind.SHARD and not call.axes.rows(call.op.inputs[at], of.axis):
+    if item.whole and isinstance(of, Shard) and not call.axes.rows(call.op.inputs[at], of.axis):
         return None  # it takes tensors of any number of rows
     call.require(at, of)
     return [placed]
@@ -1244,16 +1267,16 @@ def _list_set(call: Call) -> Sequence[Placement] | None:
 @rule_for("TensorListResize")
 def _list_resize(call: Call) -> Sequence[Placement] | None:
     placed, size = call.inputs
-    return [placed] if placed.kind is Kind.ITEMS and placed.of != EACH and size.whole else None
+    return [placed] if isinstance(placed, ListOf) and placed.of != EACH and size.whole else None
 
 
 @rule_for("TensorListLength", "TensorListElementShape", counting=True)
 def _list_length(call: Call) -> Sequence[Placement] | None:
     placed = call.inputs[0]
-    if placed.kind is not Kind.ITEMS:
+    if not isinstance(placed, ListOf):
         return None
-    if call.op.type == "TensorListLength" and placed.of == EACH:
-        return [rows((placed.of.each or -1,))]
+    if call.op.type == "TensorListLength" and isinstance(placed.of, EachRow):
+        return [rows((placed.of.each,))]
     # An element's shape is asked for to make another list alone, which has the rows that this one has.
     return [REPLICATE]
 
@@ -1261,6 +1284,6 @@ def _list_length(call: Call) -> Sequence[Placement] | None:
 @rule_for("OptionalGetValue", "OptionalHasValue")
 def _optional(call: Call) -> Sequence[Placement] | None:
     placed = call.inputs[0]
-    if placed.kind is not Kind.ITEMS or len(call.op.outputs) > 1:
+    if not isinstance(placed, ListOf) or len(call.op.outputs) > 1:
         return None
     return [REPLICATE if call.op.type == "OptionalHasValue" else placed.of or REPLICATE]

@@ -9,7 +9,7 @@ import tensorflow as tf
 from ncclsync import NcclSyncError
 from ncclsync.semantics import rules
 from ncclsync.semantics.draws import check_draws
-from ncclsync.semantics.placements import KEPT, REPLICATE, SUM, shard
+from ncclsync.semantics.placements import KEPT, REPLICATE, SUM, Shard
 
 TIME, ROWS, FEATURES, UNITS = 4, 7, 3, 2
 SIZES = 3, 2, 2
@@ -84,7 +84,7 @@ def test_rows_of_cudnns_lstm(time_major, which):
     op, run, given = ops_of(time_major)[which], (lstm, lstm_back)[which], operands(time_major)
     given = given if which else given[:5]
     spare = [KEPT] * (len(op.inputs) - len(given))
-    rows = shard(1 if time_major else 0)
+    rows = Shard(1 if time_major else 0)
     taken, made = rule_of(op, [rows, *[REPLICATE] * (len(given) - 1), *spare])
     assert [i for i, one in enumerate(taken) if one == REPLICATE] == [3]  # the weights
     parts = []
@@ -107,10 +107,10 @@ def test_rows_of_cudnns_gru():
         made = tf.raw_ops.CudnnRNNV3(
             input=x, input_h=h, input_c=0.0, params=[1.0], sequence_lengths=lengths, rnn_mode="gru", time_major=False
         )
-    taken, placed = rule_of(made[0].op, [shard(0), *[REPLICATE] * 4])
-    assert taken == [shard(0), shard(0), REPLICATE, REPLICATE, shard(0)]
-    assert placed == [shard(0), shard(0), REPLICATE, KEPT, KEPT]
-    assert rule_of(made[0].op, [shard(1), *[REPLICATE] * 4])[1] is None
+    taken, placed = rule_of(made[0].op, [Shard(0), *[REPLICATE] * 4])
+    assert taken == [Shard(0), Shard(0), REPLICATE, REPLICATE, Shard(0)]
+    assert placed == [Shard(0), Shard(0), REPLICATE, KEPT, KEPT]
+    assert rule_of(made[0].op, [Shard(1), *[REPLICATE] * 4])[1] is None
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])

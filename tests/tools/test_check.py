@@ -19,7 +19,7 @@ from ncclsync.program import cut
 from ncclsync.program.partition import Partition
 from ncclsync.program.trace import trace
 from ncclsync.semantics import rules
-from ncclsync.semantics.placements import MEAN, REPLICATE, SUM, Kind
+from ncclsync.semantics.placements import MEAN, REPLICATE, SUM, Partial, Shard
 from ncclsync.sharding.normalization import moments_of_layers
 from ncclsync.sharding.roles import DECLARED
 from ncclsync.sharding.shards import open_specs
@@ -190,7 +190,7 @@ def kept_by_all(convert):
 def not_made_whole(kind):
     def method(made_whole):
         def wrong(self, tensor, before, op):
-            return tensor if before.kind is kind else made_whole(self, tensor, before, op)
+            return tensor if isinstance(before, kind) else made_whole(self, tensor, before, op)
 
         return wrong
 
@@ -253,11 +253,8 @@ SABOTAGES = {
     ),
     "rows are counted by each tower": (of_rule("Size", said(REPLICATE)), lambda: regression(sized)),
     "the batch's rows are counted wrong": (share_with(total=lambda share: share.rows), lambda: regression(counted)),
-    "a gather is left out": (partition_with("_made_whole", not_made_whole(Kind.SHARD)), running),
-    "a reduction is left out": (
-        partition_with("_made_whole", not_made_whole(Kind.PARTIAL)),
-        lambda: regression(squared),
-    ),
+    "a gather is left out": (partition_with("_made_whole", not_made_whole(Shard)), running),
+    "a reduction is left out": (partition_with("_made_whole", not_made_whole(Partial)), lambda: regression(squared)),
     "own rows begin elsewhere": (share_with(begin=earlier), noisy),
     "what all hold is added up": (
         partition_with("_convert", kept_by_all),
@@ -275,10 +272,7 @@ SABOTAGES = {
         of_rule("RealDiv", said(MEAN), "LINEAR"),
         lambda: (lambda batch: tf.reduce_sum(tf.square(batch[0])) / 35000.0, numbers(3)),
     ),
-    "rows of two copies are taken for rows": (
-        of_rule("ConcatV2", said(rules.shard(0, 1, 2))),
-        lambda: regression(doubled),
-    ),
+    "rows of two copies are taken for rows": (of_rule("ConcatV2", said(Shard(0, 1, 2))), lambda: regression(doubled)),
 }
 
 

@@ -25,7 +25,7 @@ from ncclsync.program.cut import place
 from ncclsync.program.partition import Fault, Partition
 from ncclsync.program.program import Results
 from ncclsync.program.trace import Site, Trace
-from ncclsync.semantics.placements import Kind, Placement
+from ncclsync.semantics.placements import Partial, Placement, Shard
 from ncclsync.semantics.placing import PRINTS, is_unrepeatable
 from ncclsync.semantics.rules import names
 from ncclsync.sharding.roles import Role
@@ -218,31 +218,31 @@ class _Check:
         if values is None or not self._is_due(name):
             return False
         expected, *each = values
-        if placed.kind is Kind.REPLICATE and not any(_differ(each[0], one, 0.0) for one in each[1:]):
+        if placed.whole and not any(_differ(each[0], one, 0.0) for one in each[1:]):
             counts = expected.dtype.is_integer and not self._counts_towers.isdisjoint(traced)
             if counts or each[0].shape != expected.shape:
                 self._counts_towers.add(name)
                 return False
         scale = self._scale_of(op, values, traced)
-        if placed.kind is Kind.PARTIAL:
+        if isinstance(placed, Partial):
             self._scales[name] = scale
         allowed = _TOLERANCES[self._dtype] * scale
         wholes = self._wholes(each, placed)
         if any(_differ(expected, whole, allowed) for whole in wholes):
             return True
-        if placed.kind is Kind.REPLICATE:
+        if placed.whole:
             self._values[name] = [expected] * len(values)
-        elif placed.kind is Kind.SHARD and wholes:
+        elif isinstance(placed, Shard) and wholes:
             self._values[name] = [expected, *_parts_like(each, expected, placed)]
         return False
 
     def _wholes(self, each: list[Any], placed: Placement) -> list[Any]:
         """Return the batch's value, by each tower that has it; [] if it cannot be compared."""
-        if placed.kind is Kind.REPLICATE:
+        if placed.whole:
             return each
-        if placed.kind is Kind.PARTIAL and each[0].dtype != tf.bool:
+        if isinstance(placed, Partial) and each[0].dtype != tf.bool:
             return [_join(each, Collective(CollectiveKind.ALL_REDUCE, placed.op), self._shares[1:])]
-        if placed.kind is Kind.SHARD:
+        if isinstance(placed, Shard):
             with contextlib.suppress(tf.errors.InvalidArgumentError):
                 columns = zip(*[tf.split(value, placed.blocks, placed.axis) for value in each], strict=True)
                 return [tf.concat([one for column in columns for one in column], placed.axis)]
@@ -280,7 +280,7 @@ class _Check:
         return ""
 
 
-def _parts_like(each: Sequence[Any], whole: Any, placed: Placement) -> list[Any]:
+def _parts_like(each: Sequence[Any], whole: Any, placed: Shard) -> list[Any]:
     """Return the rows of one device's tensor that each tower has: the inverse of `_Check._wholes`."""
     sizes = [value.shape[placed.axis] // placed.blocks for value in each]
     blocks = [tf.split(block, sizes, placed.axis) for block in tf.split(whole, placed.blocks, placed.axis)]

@@ -157,7 +157,7 @@ def losses_of(
         step_s += computed_s + sent_s + calls_s
     else:  # gradients travel while the towers compute
         step_s = max(computed_s, sent_s)
-    step_s += received_s
+    step_s = step_s + received_s or 1.0  # of a step without work nothing is lost
     places = [
         Loss(
             place,

@@ -100,11 +100,11 @@ def own_place(op: tf.Operation) -> tuple[str, str]:
 def first_difference(opened: tf.Graph, known: tf.Graph) -> str:
     """Return the line whose ops compute otherwise in a trace that knows a length; "" if there is none.
 
-    It is the user's, or that of an installed package which is neither TensorFlow nor Keras.
-    Ops are compared by the line and by what it calls of a library. A library may do more where a length is open (look
-    at it while the step runs, transpose by nothing); most ops are then the same number. Where that changes, or ops
-    are missing, the line does something else. Not told are gradients, and what TensorFlow makes of a length that it
-    knows: integers, shapes, and their casts to numbers.
+    It is the user's, or that of an installed package which is neither TensorFlow nor Keras. Ops are compared by the
+    line and by what it calls of a library. A library may do more where a length is open (look at it while the step
+    runs, transpose by nothing); most ops are then the same number. Where that changes, or ops are missing, the line
+    does something else. Not told are gradients, and what TensorFlow makes of a length that it knows: integers, shapes,
+    and their casts to numbers.
     """
     found, others = _computed(opened), _computed(known)
     for line, called in sorted(found.keys() | others.keys()):
@@ -121,9 +121,7 @@ def first_difference(opened: tf.Graph, known: tf.Graph) -> str:
 def _computed(graph: tf.Graph) -> dict[tuple[str, str], tuple[collections.Counter[str], collections.Counter[str]]]:
     """Return, for each line outside TensorFlow and Keras and what it calls there, its constants and its ops' types.
 
-    Ops count that compute floats or write.
-
-    Integers count where the line itself writes a variable.
+    Ops count that compute floats or write; integers where the line itself writes a variable.
     """
     count = collections.Counter[str]
     found = collections.defaultdict[tuple[str, str], Any](lambda: (count(), count()))

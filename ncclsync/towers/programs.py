@@ -202,7 +202,12 @@ class Programs:
         source = self._step.source(ungrouped(specs))
         if source.jit_compile and not self.towers.session.lets_xla_compile():
             source = dataclasses.replace(source, jit_compile=False)
-        traced = self._converted(source, specs, alone)
+        built = PythonState(self._step.model)
+        try:
+            traced = self._converted(source, specs, alone)
+        except Exception:  # of any kind; raised again
+            built.restore()  # the step may be traced for other specs, and that trace counts
+            raise
         if source.twice and traced.before.is_changed:
             before.restore(since=traced.before)
             self._trace(source, specs)

@@ -199,6 +199,7 @@ class _StepOfModel:
         self.run_eagerly, self.jit_compile = model.run_eagerly, bool(model.jit_compile)
         self._step = None if name == "predict_step" else getattr(model, name)
         self.model, self._towers, self._name = model, towers, name
+        self._twice = self._failed = False  # whether the last trace is the first of two; whether it has failed
 
     @property
     def function(self) -> Callable[[Any], Any]:
@@ -207,8 +208,9 @@ class _StepOfModel:
 
     def source(self, specs: Any) -> Source:
         """See `Traceable`; the variables that the step needs are built first."""
-        twice = _build_state(self.model, self._name, specs)
-        return Source(self.function, Results.COMBINED, self.jit_compile, twice=twice)
+        self._twice = _build_state(self.model, self._name, specs) or (self._failed and self._twice)
+        self._failed = False
+        return Source(self.function, Results.COMBINED, self.jit_compile, twice=self._twice)
 
     def find_inexact(self) -> Sequence[Inexact]:
         """See `Traceable`."""
@@ -216,6 +218,7 @@ class _StepOfModel:
 
     def forget_failed(self) -> None:
         """See `Traceable`."""
+        self._failed = True
         keras_compat.forget_failed_builds(self.model)
 
 

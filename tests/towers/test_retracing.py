@@ -230,7 +230,15 @@ class CountingUpdates(keras.optimizers.Adam):
         super().update_step(gradient * self.count * self.built_times, variable, learning_rate)
 
 
-@pytest.mark.parametrize("layer", [Counting, Drawing])
+class CountingRows(Counting):
+    """Has another program where it does not know the number of rows."""
+
+    def call(self, x):
+        """Scale by the number, and by the rows."""
+        return super().call(x) / (x.shape[0] or 1)
+
+
+@pytest.mark.parametrize("layer", [Counting, CountingRows, Drawing])
 def test_a_trace_leaves_python_as_keras_does(layer):
     """Keras traces a step that creates variables twice. One trace is enough, unless Python's state changes by it."""
 

@@ -53,6 +53,11 @@ def shown(value: Any) -> str:
         text = f"{type(value).__name__} of {len(value)}: {', '.join(map(shown, value[:4]))}"
     else:
         text = repr(value)
+    return shorter(text)
+
+
+def shorter(text: str) -> str:
+    """Return a text, or its begin if it is too long for a message."""
     return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}..."
 
 

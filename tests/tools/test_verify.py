@@ -68,6 +68,31 @@ def test_a_train_step_is_given_what_fit_gives():
     assert check(build).ok
 
 
+def test_what_one_device_cannot_do_is_told():
+    """A model whose train_step has its own loss cannot be evaluated, and this one predicts nothing: its steps are compared."""
+
+    class Own(keras.Sequential):
+        def train_step(self, batch):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(self(batch[0], training=True) ** 2)
+            self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+            return {"loss": loss}
+
+        def predict_step(self, batch):
+            raise NotImplementedError("only to train")
+
+    def build():
+        model = Own([keras.Input((12,)), layers.Dense(5)])
+        model.compile("sgd")
+        return model
+
+    report = verify(build, (X, TARGETS), towers=2, steps=1, batch_size=5)
+    assert report.ok and {one.kind for one in report.differences} == {"weight", "optimizer", "log"}
+    assert [one.where for one in report.reasons] == ["evaluate", "predict"]
+    assert "evaluate: is not compared, since one device cannot do it: ValueError: No loss to compute" in str(report)
+    assert "NotImplementedError: " in report.reasons[1].reason and "only to train" in report.reasons[1].reason
+
+
 class Batches(keras.utils.PyDataset):
     """Four batches of ten rows."""
 
@@ -758,9 +783,9 @@ def test_progress(capsys, monkeypatch):
     assert names == ["own/first/kernel", "own/first/bias", "own/second/kernel", "own/second/bias"]
     printed = capsys.readouterr()
     assert "building the model on 2 towers\n" in printed.err and printed.out == ""
-    assert "step 1 of 1, on one device and on 2 towers: traces it first\n" in printed.err
+    assert "one device and 2 towers: step 1 of 1, traced first\n" in printed.err
     verify(build, (x, y), 2, 2)
-    assert "step 2 of 2, on one device and on 2 towers, equal so far\n" in capsys.readouterr().err
+    assert "one device and 2 towers: step 2 of 2, equal so far\n" in capsys.readouterr().err
     verify(build, (x, y), 2, 1, progress=False)
     assert "step 1" not in capsys.readouterr().err
 

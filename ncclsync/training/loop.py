@@ -226,9 +226,20 @@ class Towers(TowerState):
 
 @runtime_checkable
 class HasTowers(Protocol):
-    """Let type checkers know `model.towers`: `assert isinstance(model, ncclsync.HasTowers)`."""
+    """Let type checkers know `model.towers`: `assert isinstance(model, ncclsync.HasTowers)`.
+
+    Keras has no types, so that to them a model is this protocol and nothing else: they are told that it has more.
+    """
 
     towers: Towers
+
+    if TYPE_CHECKING:  # else `isinstance` would look for these
+
+        def __getattr__(self, name: str) -> Any: ...
+
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 def towers_of(model: keras.Model) -> Towers | None:

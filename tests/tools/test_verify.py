@@ -20,6 +20,7 @@ from ncclsync.tools import cli, factories
 from ncclsync.tools.verify import verification
 from ncclsync.tools.verify.batches import rows_at, take_batches
 from ncclsync.tools.verify.report import Difference, Report, measure
+from ncclsync.towers.printed import show
 from ncclsync.training.random_data import random_data
 
 X, Y = data(rows=40)
@@ -69,7 +70,7 @@ def test_a_train_step_is_given_what_fit_gives():
 
 
 def test_what_one_device_cannot_do_is_told():
-    """A model whose train_step has its own loss cannot be evaluated, and this one predicts nothing: its steps are compared."""
+    """A model whose train_step has its own loss cannot be evaluated, and this one predicts nothing."""
 
     class Own(keras.Sequential):
         def train_step(self, batch):
@@ -399,7 +400,7 @@ def test_first_variable_and_step():
 
 @pytest.mark.slow
 def test_table():
-    """The report is its text wherever it is shown: verdict, one row per variable, at most 110 columns."""
+    """The report is its text wherever it is shown: verdict, one row per variable, sentences in at most 110 columns."""
     report = check(lambda: sequential(layers.BatchNormalization(), layers.Dense(7, name="seven")))
     text = str(report)
     assert text == repr(report) == f"{report}"
@@ -421,6 +422,22 @@ def test_long_table_shows_what_differs_most():
     assert len(report.largest) > 20
     assert f"{len(report.largest) - 20} more differ less, 0 of these out of the tolerance." in str(report)
     assert sum("dense" in line or "output" in line for line in str(report).splitlines()) <= 20
+
+
+@pytest.mark.parametrize("columns", [20, 60, 200])
+def test_numbers_are_not_cut(columns, monkeypatch, capsys):
+    """Neither in plain text nor on a narrow terminal, however long a name is."""
+    one = Difference(1, "optimizer", "the/" * 40 + "end", 1.234e-10, 5.678e-11, ok=False, nan=False)
+    report = Report(False, 1e-5, ("CPU:0",) * 2, (8, 8), (one,), ())
+    monkeypatch.setenv("COLUMNS", str(columns))
+    row = next(line for line in str(report).splitlines() if "1.2e-10" in line)
+    assert row.split() == ["optimizer", one.name, "1.2e-10", "5.7e-11", "step", "1", "from", "step", "1"]
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    show(report)
+    printed = capsys.readouterr().out
+    for text in ("1.2e-10", "5.7e-11", "from step 1", "absolute", "relative", "tolerance", "optimizer"):
+        assert text in printed, printed
 
 
 def test_what_left_the_tolerance_first_is_in_the_table():

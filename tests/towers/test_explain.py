@@ -95,9 +95,14 @@ def test_an_exchange_is_of_the_variable_of_its_shape_that_rests_on_it_next(optim
 
 
 def test_names_are_not_broken():
-    """Where the table is narrow, other columns are."""
+    """Nor is any other word; long texts are, at spaces."""
     row = VariableRow("adam/" + "a_long_name_" * 7, 4, "same", "a rule in several words " * 5, None)
-    assert row.name in str(Explanation(1, (row,), (), ()))
+    cut = CutRow(
+        1, "other; all-gather: the rows of all towers", 1, 8, f"/{'a_folder/' * 20}file.py:1 (a line " + "of words)" * 9
+    )
+    words = str(Explanation(1, (row,), (cut,), ())).split()
+    assert {*row.name.split(), *row.rule.split(), *cut.what.split(), *cut.line.split()} <= {*words}
+    assert max(len(line) for line in str(Explanation(1, (row,), (), ())).splitlines()) < 200
 
 
 def test_sizes_that_no_shape_tells_are_not_zero():

@@ -1,6 +1,7 @@
 """`model.towers.explain()`: what towers do with a step, before it is trained and after."""
 
 import pathlib
+import re
 
 import keras
 import numpy as np
@@ -92,6 +93,22 @@ def test_an_exchange_is_of_the_variable_of_its_shape_that_rests_on_it_next(optim
     exchanged = {row.name.split("/", 1)[1]: row.rule for row in found.variables if row.bucket}
     rows = "all-gather: the rows of all towers"
     assert exchanged == {"student_last/kernel": PARTS, "student_last/bias": PARTS, "queue": rows}
+
+
+def test_keras_own_exchanges_name_a_layer_or_a_line():
+    """Those of no variable, such as statistics and norms; an op that no layer's name tells is Keras' line."""
+
+    def make():
+        layers = [keras.layers.Dense(3, name="one"), keras.layers.BatchNormalization(name="norm")]
+        model = keras.Sequential([keras.Input((6,)), *layers])
+        model.compile("sgd", "mse")
+        return model
+
+    found = nccl_parallel(towers=2, exact=True)(make)().towers.explain(4)
+    lines = {cut.line for cut in found.cuts if "other" in cut.what}
+    assert any("Keras' own step, the layer" in line and "norm" in line for line in lines)
+    assert any(re.search(r"Keras' own step, keras\S+normalization\S+py:\d+ \(", line) for line in lines), lines
+    assert not any("IdentityN" in line for line in lines)
 
 
 def test_names_are_not_broken():

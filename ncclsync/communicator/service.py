@@ -490,7 +490,7 @@ class _Search:
             is_there = go_on(slice_s)
             if not is_there and not self._has_said and time.monotonic() - self._began > _SAID_S:
                 self._has_said = True
-                logger.error("Process 0 is waited for: %s", self._words())
+                logger.error("Process 0 is waited for: %s. %s", self._words(), self._by.if_left_over)
             return is_there
 
         timeouts.wait(

@@ -59,6 +59,7 @@ def wait(
     arrived: Callable[[], str],
     check: Callable[[str], None] | None = None,
     then: str = "",
+    warn_after_s: float | None = None,
 ) -> None:
     """Wait until something has ended; raise NcclTimeoutError if it has not within the limit.
 
@@ -72,7 +73,9 @@ def wait(
         arrived: says which ranks have arrived, for messages.
         check: raises if waiting has become futile; its argument is `what()`.
         then: what the caller does after the limit, for messages.
+        warn_after_s: when to warn; None: after `WARN_AFTER_S`.
     """
+    warn_after_s = WARN_AFTER_S if warn_after_s is None else warn_after_s
     limit_s = math.inf if timeout_s is None else timeout_s
     slice_s = min(SLICE_S, limit_s)
     began = time.monotonic()
@@ -88,7 +91,7 @@ def wait(
         interrupts = _active
         if interrupts is not None and interrupts.has_come():
             raise NcclSyncError(f"Expected {what()} to end. Received: an interrupt (Ctrl-C) after {waited_s:.1f} s")
-        if waited_s >= WARN_AFTER_S and not has_warned:
+        if waited_s >= warn_after_s and not has_warned:
             has_warned = True
             warn_of_pending(what(), arrived(), waited_s, timeout_s)
         is_done = go_on(min(SLICE_S, limit_s - waited_s))

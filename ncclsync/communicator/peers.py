@@ -110,9 +110,8 @@ class Peers:
         self.failures = [0] * size
         self.begun = 0
         self.files = [(0, 0)] * size
-        self._advice = (
-            f". Each has to make towers, and to do so in time. {if_left_over}".rstrip()
-        )  # until all have joined
+        # Until all have joined.
+        self._advice = f". Each has to make towers, and to do so in time. {if_left_over}".rstrip(". ")
         self._words = [""] * size  # of the last failure
         self._ended = [""] * size  # of those that have, why
         self._know_end = {0}  # the processes that have heard of process 0's end
@@ -171,8 +170,14 @@ class Peers:
                 return f"{late} not arrived{'' if self.hosts[0] else self._advice}"
 
             try:
-                limits = {"timeout_s": timeout_s, "warn_after_s": None if self.hosts[0] else LATE_S}
-                timeouts.wait(go_on, call="exchange", what=lambda: what, arrived=missing, **limits)
+                timeouts.wait(
+                    go_on,
+                    call="exchange",
+                    what=lambda: what,
+                    timeout_s=timeout_s,
+                    arrived=missing,
+                    warn_after_s=None if self.hosts[0] else LATE_S,
+                )
                 received = [messages.read(one) for one in awaited.value]
             except NcclSyncError as error:
                 # This process has lost count of the exchanges; only a new start of all processes mends that.

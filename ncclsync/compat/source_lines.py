@@ -92,9 +92,8 @@ def own_place(op: tf.Operation) -> tuple[str, str]:
             return _text_of(frame), op.type
     scopes = op.name.removeprefix(_OF_TAPES).split("/")[:-1]
     if not scopes:
-        return next(
-            (_text_of(one)[len(_SITE) :] for one in reversed(op.traceback) if _is_keras(one)), _UNKNOWN
-        ), op.type
+        lines = (_text_of(one).removeprefix(_SITE) for one in reversed(op.traceback) if _is_keras(one))
+        return next(lines, _UNKNOWN), op.type
     kinds = {"compile_loss": "the loss", "compile_metrics": "the metric"}
     place = f"{kinds[scopes[0]]} {scopes[-1]}" if scopes[0] in kinds else f"the layer {'/'.join(scopes)}"
     return place, op.type
@@ -103,7 +102,8 @@ def own_place(op: tf.Operation) -> tuple[str, str]:
 def _is_keras(frame: stack.FrameSummary) -> bool:
     """Return whether a line is of Keras' layers, metrics or optimizers, not of what each of these calls."""
     within = frame.filename.removeprefix(_LIBRARIES[1])
-    return within != frame.filename and not within.startswith(("src/backend/", "src/ops/", "src/utils/"))
+    called = within.startswith(("src/backend/", "src/ops/", "src/utils/")) and not within.endswith("/trainer.py")
+    return within != frame.filename and not called
 
 
 def first_difference(opened: tf.Graph, known: tf.Graph) -> str:

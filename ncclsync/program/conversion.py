@@ -144,8 +144,11 @@ class Conversions(Placer):
         shape = collective.shape(sent.shape if axis is None else opened(sent.shape, axis))
         with self.traced.tf_graph.as_default(), tf.name_scope(""):
             result = tf.compat.v1.placeholder(sent.dtype, shape, name=f".exchange_{len(self.exchanges)}")
-        line = self.marks[op.name].line if op.name in self.marks else user_line(op.traceback)
-        place = f"{KERAS_STEP}, {own_place(op)[0]}" if line == KERAS_STEP else line
+        mark = self.marks.get(op.name)
+        line = place = user_line(op.traceback) if mark is None else mark.line
+        if line == KERAS_STEP:
+            asks = op.graph.get_operation_by_name(mark.of) if mark is not None and mark.of else op
+            place = f"{KERAS_STEP}, {own_place(asks)[0]}"
         self.exchanges[result.name] = Exchange(sent.name, result.name, wire, shape, sent.dtype, when, line, place)
         if collective.differs:
             self.differing.add(result.name)

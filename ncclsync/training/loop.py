@@ -151,6 +151,12 @@ class Towers(TowerState):
         with self.telling():
             if not callable(step):
                 raise TypeError(f"Expected a function of a batch. Received: {step!r}")
+            method = getattr(step, "__name__", "")
+            if isinstance(getattr(step, "__self__", None), keras.Model) and method in _WITH_STEPS:
+                raise TypeError(
+                    f"Expected a step, a function of a batch. Received: model.{method}, which runs steps itself. Write "
+                    f"model.{method}(...), of a model that a decorated factory has returned"
+                )
             self.session.require_eager("Towers.run")
             results = Results.EACH if per_tower else Results.COMBINED
             key = (step if isinstance(step, Hashable) else id(step), results)  # which the step of that key keeps alive
@@ -222,6 +228,10 @@ class Towers(TowerState):
                 _TRACES_BEFORE_WARNING,
                 name,
             )
+
+
+# Methods of a model that run steps.
+_WITH_STEPS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 
 
 @runtime_checkable

@@ -906,6 +906,7 @@ def write_factories(folder):
     [
         (["mine:number"], "Expected mine:number to be a function. Received: 3"),
         (["mine:missing"], "Expected mine to have missing"),
+        (["mine.py:buld"], "Expected mine.py to have buld. Received: none of that name there. Write mine.py:build"),
         (["nowhere:build"], "Expected an importable module. Received: nowhere"),
         (["nowhere.py:build"], "Expected a file nowhere.py"),
         (["mine"], "Expected module:function or file.py:function. Received: mine"),

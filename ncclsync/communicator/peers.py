@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from ncclsync.communicator.service import Service
 
 SILENCE_S = 10.0  # after which a process that says nothing counts as dead
-LATE_S = 10.0  # after which those that have not joined are named
 MOST_TEXT = 600  # bytes of what is reported
 _COUNT_BITS = 32  # of `begun`, for exchanges of a generation
 _PULSE_S = 1.0
@@ -170,14 +169,8 @@ class Peers:
                 return f"{late} not arrived{'' if self.hosts[0] else self._advice}"
 
             try:
-                timeouts.wait(
-                    go_on,
-                    call="exchange",
-                    what=lambda: what,
-                    timeout_s=timeout_s,
-                    arrived=missing,
-                    warn_after_s=None if self.hosts[0] else LATE_S,
-                )
+                call = "exchange" if self.hosts[0] else timeouts.JOIN
+                timeouts.wait(go_on, call=call, what=lambda: what, timeout_s=timeout_s, arrived=missing)
                 received = [messages.read(one) for one in awaited.value]
             except NcclSyncError as error:
                 # This process has lost count of the exchanges; only a new start of all processes mends that.

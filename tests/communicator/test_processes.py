@@ -181,7 +181,7 @@ def test_who_has_not_joined_is_soon_said(monkeypatch, caplog):
     monkeypatch.setattr(hub, "give", lambda number, value: service.Awaited())
     monkeypatch.setattr(hub, "check_reached", lambda silence_s: None, raising=False)
     monkeypatch.setattr(hub, "numbers", ())
-    monkeypatch.setattr("ncclsync.communicator.peers.LATE_S", 0.1)
+    monkeypatch.setattr("ncclsync.communicator.timeouts.LATE_S", 0.1)
     with pytest.raises(NcclTimeoutError):
         Peers(hub, 1, 2, 0.5, process.if_left_over)
     (said,) = [one.getMessage() for one in caplog.records]

@@ -242,7 +242,7 @@ class _Run:
         except Exception as error:  # of whatever kind: it is the user's method, and towers need not do better
             reason = f"is not compared, since one device cannot do it: {type(error).__name__}: "
             remedy = "none is needed to train; to compare it, let it work on one device"
-            self._refused[what] = Inexact(what, reason + shorter(" ".join(str(error).split())), remedy)
+            self._refused[what] = Inexact(what, reason + shorter(" ".join(str(error).split())).rstrip("."), remedy)
         return None
 
     def _create_state(self, model: keras.Model) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import functools
+import inspect
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -17,14 +19,14 @@ _MOST_LETTERS = 300  # of a value in a message
 # What stands here for the names of Horovod, tf.distribute, PyTorch and Lightning.
 _ELSEWHERE = {
     **dict.fromkeys(
-        ("init", "shutdown", "init_process_group", "is_initialized"), "nothing: one process drives all GPUs"
+        ("init", "shutdown", "init_process_group", "is_initialized"), "Delete it: one process drives all GPUs"
     ),
     **dict.fromkeys(
         ("size", "local_size", "world_size", "num_replicas_in_sync", "get_world_size"), "len(model.towers)"
     ),
     **dict.fromkeys(("rank", "local_rank", "global_rank", "get_rank"), "model.towers.is_chief"),
     **dict.fromkeys(("DistributedOptimizer", "DistributedGradientTape"), "the optimizer or the tape as it is"),
-    **dict.fromkeys(("broadcast_variables", "broadcast_parameters", "callbacks"), "nothing: towers start equal"),
+    **dict.fromkeys(("broadcast_variables", "broadcast_parameters", "callbacks"), "Delete it: towers start equal"),
     **dict.fromkeys(("MirroredStrategy", "Strategy", "strategy", "scope"), "nccl_parallel(towers=4)(build_model)()"),
     **dict.fromkeys(("DistributedDataParallel", "DDP", "DataParallel"), "nccl_parallel(towers=4)(build_model)()"),
     **dict.fromkeys(("Trainer", "Fabric", "multi_gpu_model"), "nccl_parallel(towers=4)(build_model)()"),
@@ -42,7 +44,9 @@ _ELSEWHERE = {
 def elsewhere(name: str) -> str:
     """Return what stands for a name of another library's, to follow an error; "" for any other name."""
     instead = _ELSEWHERE.get(name)
-    return "" if instead is None else f". In its place stands {instead}. See examples/coming_from.md"
+    if instead is None:
+        return ""
+    return f". {'' if instead.startswith('Delete') else 'In its place stands '}{instead}. See examples/coming_from.md"
 
 
 def shown(value: Any) -> str:
@@ -53,11 +57,16 @@ def shown(value: Any) -> str:
         text = f"{type(value).__name__} of {len(value)}: {', '.join(map(shown, value[:4]))}"
     else:
         text = repr(value)
+    return shorter(text)
+
+
+def shorter(text: str) -> str:
+    """Return a text, or its begin if it is too long for a message."""
     return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}..."
 
 
 def remedied(words: str) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
-    """Let Python's error of arguments that a function does not take say what to write."""
+    """Let Python's error of arguments that a function does not take say what to write: the near name, or `words`."""
 
     def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         @functools.wraps(function)
@@ -67,7 +76,11 @@ def remedied(words: str) -> Callable[[Callable[Arguments, Result]], Callable[Arg
             except TypeError as error:
                 if error.__traceback__ is None or error.__traceback__.tb_next is not None:
                     raise  # within the function
-                raise TypeError(f"{error}. {words}") from None
+                text = str(error).replace("TowerState.", "Towers.").replace(".__init__", "")
+                unknown = next((name for name in kwargs if f"argument '{name}'" in text), "")
+                near = difflib.get_close_matches(unknown, inspect.signature(function).parameters, 1, 0.8)
+                write = f"Write {near[0]}={shown(kwargs[unknown])}" if near else words
+                raise TypeError(f"{text}. {write}") from None
 
         return called
 

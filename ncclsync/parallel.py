@@ -7,7 +7,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, NoReturn, ParamSpec, TypeVar, overload
 
 import keras
 import tensorflow as tf
@@ -178,7 +178,16 @@ def _decorate(options: ModelOptions, factory: Any) -> Any:
     # `verify` and `plan` take over these options, and choose other towers.
     decorated: Any = functools.wraps(factory)(build)
     decorated.nccl_parallel_options = {"bucket_bytes": options.bucket_bytes, "exact": options.exact}
+    for name in ("fit", "evaluate", "predict"):
+        setattr(decorated, name, functools.partial(_raise_of_factory, name))
     return decorated
+
+
+def _raise_of_factory(name: str, *_: Any, **__: Any) -> NoReturn:
+    raise TypeError(
+        f"Expected {name} of a model. Received: {name} of the decorated factory. Call that first: "
+        f"model = build_model(); model.{name}(...)"
+    )
 
 
 class Undecorated:
@@ -266,8 +275,8 @@ def _warn_of_training(make: Callable[..., Any], model: keras.Model, *args: Any, 
             idle.session.warn_once(f"{model.name} {_WITHIN_WITH}", about=_ONE_DEVICE)
         elif vars(model).pop(_COPIED, False):
             logger.warning(
-                "A model that was loaded, copied or made of a configuration trains on one device. To go on on towers, "
-                "let a factory return it that is decorated with your options, as by towers=2: "
+                "A model that was loaded, copied or made of a configuration trains on one device. To train it on "
+                "towers, return it from a decorated factory: "
                 "nccl_parallel(towers=2)(lambda: keras.models.load_model(path))(), or "
                 "nccl_parallel(towers=2)(lambda: model)()"
             )

@@ -34,6 +34,19 @@ model = bare(3)
 assert isinstance(model, ncclsync.HasTowers)
 reveal_type(model.towers)
 reveal_type(model.fit(1))
+
+import keras.untyped  # as all of Keras is without types of its own
+
+@nccl_parallel(towers=2)
+def of_untyped() -> keras.untyped.Model:
+    return keras.untyped.Model()
+
+other = of_untyped()
+assert isinstance(other, ncclsync.HasTowers)
+reveal_type(other.towers)
+reveal_type(other.fit(1))
+reveal_type(other(1))
+other.stop_training = True
 """
 # As much of Keras as the script uses: without a py.typed of its own, mypy would take it for Any.
 KERAS = """
@@ -60,6 +73,9 @@ FOUND = [
     'Unexpected keyword argument "tower" for overloaded function "nccl_parallel"',
     'Revealed type is "ncclsync.training.loop.Towers"',
     'Revealed type is "str"',
+    'Revealed type is "ncclsync.training.loop.Towers"',
+    'Revealed type is "Any"',
+    'Revealed type is "Any"',
 ]
 
 
@@ -70,6 +86,7 @@ def test_a_users_script(tmp_path):
     (tmp_path / "mine.py").write_text(SCRIPT)
     (tmp_path / "keras").mkdir()
     (tmp_path / "keras" / "__init__.pyi").write_text(KERAS)
+    (tmp_path / "keras" / "untyped.pyi").write_text("from typing import Any\nModel: Any\n")
     (tmp_path / "mypy.ini").write_text(CONFIG)
     root = pathlib.Path(__file__).parent.parent
     command = [sys.executable, "-m", "mypy", "--config-file", str(tmp_path / "mypy.ini"), str(tmp_path / "mine.py")]

@@ -73,6 +73,7 @@ class Introduction(NamedTuple):
         port: at which process 0 is to listen; 0: any.
         key: what all know already; "": process 0 makes it.
         forget: removes what was told, when all have joined, or this process has given up.
+        if_left_over: what to do if the other processes were not started, for messages.
     """
 
     tell: Callable[[Told], None]
@@ -81,6 +82,7 @@ class Introduction(NamedTuple):
     port: int = 0
     key: str = ""
     forget: Callable[[], None] = lambda: None
+    if_left_over: str = ""
 
 
 def introduction(process: Process) -> Introduction:

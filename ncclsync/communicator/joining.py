@@ -36,11 +36,11 @@ def peers_of(process: Process, timeout_s: float | None) -> Peers:
         try:
             if process not in _services:  # kept if the others do not come in time, and it is tried again
                 _services[process] = _service(process, timeout_s)
-            found = Peers(_services[process], process.rank, process.size, timeout_s)
+            found = Peers(_services[process], process.rank, process.size, timeout_s, process.if_left_over)
         except MessageError:
             raise
         except NcclTimeoutError as error:
-            words = f"{error.last_error}. {process.if_left_over}"
+            words = f"{error.last_error.removesuffix(process.if_left_over).rstrip('. ')}. {process.if_left_over}"
             raise NcclTimeoutError(error.status, error.call, words, error.status_name, error.during) from error
         except NcclSyncError as error:
             raise NcclSyncError(f"{str(error).rstrip('.')}. {process.if_left_over}") from error
@@ -63,7 +63,8 @@ def _service(process: Process, timeout_s: float | None) -> Service:
             f"Expected pyzmq, by which {process.size} processes are joined. Received: none ({error}). Install it on "
             f"all hosts: {install('hosts')}"
         ) from None
-    return Service(process.rank, process.size, introduction(process), join_s=timeout_s)
+    by = introduction(process)._replace(if_left_over=process.if_left_over)
+    return Service(process.rank, process.size, by, join_s=timeout_s)
 
 
 def _let_mpirun_end(peers: Peers) -> None:

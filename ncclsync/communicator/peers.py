@@ -91,8 +91,11 @@ class Peers:
             the others, and how many files it has written since, or left to process 0.
     """
 
-    def __init__(self, service: Service, rank: int, size: int, timeout_s: float | None) -> None:
-        """Learn the others' names, by the service that has joined them. Collective; `timeout_s` limits it."""
+    def __init__(self, service: Service, rank: int, size: int, timeout_s: float | None, if_left_over: str = "") -> None:
+        """Learn the others' names, by the service that has joined them. Collective; `timeout_s` limits it.
+
+        `if_left_over`: what to do if the others were not started, for messages.
+        """
         self.rank, self.size = rank, size
         self.hosts = [""] * size
         self.failure: ProcessError | None = None
@@ -106,6 +109,8 @@ class Peers:
         self.failures = [0] * size
         self.begun = 0
         self.files = [(0, 0)] * size
+        # Until all have joined.
+        self._advice = f". Each has to make towers, and to do so in time. {if_left_over}".rstrip(". ")
         self._words = [""] * size  # of the last failure
         self._ended = [""] * size  # of those that have, why
         self._know_end = {0}  # the processes that have heard of process 0's end
@@ -160,11 +165,12 @@ class Peers:
 
             def missing() -> str:
                 here = self.service.who(number, _WHO_S)
-                advice = "" if self.hosts[0] else ". Each has to make towers, and to do so in time"
-                return f"{self.names({*range(self.size)} - {*here, self.rank})} not arrived{advice}"
+                late = self.names({*range(self.size)} - {*here, self.rank})
+                return f"{late} not arrived{'' if self.hosts[0] else self._advice}"
 
             try:
-                timeouts.wait(go_on, call="exchange", what=lambda: what, timeout_s=timeout_s, arrived=missing)
+                call = "exchange" if self.hosts[0] else timeouts.JOIN
+                timeouts.wait(go_on, call=call, what=lambda: what, timeout_s=timeout_s, arrived=missing)
                 received = [messages.read(one) for one in awaited.value]
             except NcclSyncError as error:
                 # This process has lost count of the exchanges; only a new start of all processes mends that.

@@ -41,7 +41,6 @@ _CHUNK = 1 << 22  # bytes of a frame
 _BEAT_S = 1.0
 _PING_MS, _MUTE_MS = 250, 3000  # between what ZeroMQ sends on a pulse; after which it closes a mute one
 _CUT_MS = 10_000  # after which TCP gives up a connection that takes nothing
-_SAID_S = 9.0  # after which a process that waits for process 0 says so
 _AGAIN_S = 0.5  # until process 0 is looked for, and greeted, again
 _SHOWN = 3  # addresses in a message
 _LINGER_S = 1.0  # for what is to be sent yet when a process ends
@@ -423,7 +422,7 @@ class _Search:
         self._endpoints: list[str] = []
         self._unknown = ""
         self._error: NcclSyncError | None = None
-        self._began, self._has_said = time.monotonic(), False
+        self._began = time.monotonic()
         self._stop = threading.Event()
 
     def __enter__(self) -> _Search:
@@ -485,17 +484,9 @@ class _Search:
 
     def wait(self, go_on: Callable[[float], bool], join_s: float | None) -> None:
         """Wait, up to so many seconds from the begin; say after some that process 0 is waited for, and why."""
-
-        def saying(slice_s: float) -> bool:
-            is_there = go_on(slice_s)
-            if not is_there and not self._has_said and time.monotonic() - self._began > _SAID_S:
-                self._has_said = True
-                logger.error("Process 0 is waited for: %s", self._words())
-            return is_there
-
         timeouts.wait(
-            saying,
-            call="join",
+            go_on,
+            call=timeouts.JOIN,
             what=lambda: "the joining of processes",
             timeout_s=join_s and max(1e-3, join_s - (time.monotonic() - self._began)),
             arrived=lambda: f"process 0 not arrived. Each has to make towers, and to do so in time. {self._words()}",
@@ -504,7 +495,8 @@ class _Search:
     def _words(self) -> str:
         """Return what is found where process 0 was looked for."""
         found = [self._unknown] if self._unknown else []
-        return "; ".join([*found, *map(_found_at, self._endpoints[:_SHOWN])])
+        found += map(_found_at, self._endpoints[:_SHOWN])
+        return ". ".join(filter(None, ["; ".join(found), self._by.if_left_over]))
 
 
 def _found_at(endpoint: str) -> str:

@@ -25,6 +25,7 @@ logger = logging.getLogger("ncclsync")
 
 DEFAULT_TIMEOUT_S = 600.0
 WARN_AFTER_S = 60.0
+JOIN, LATE_S = "join", 10.0
 SLICE_S = 0.1  # how long Ctrl-C may go unnoticed
 
 
@@ -66,13 +67,14 @@ def wait(
 
     Args:
         go_on: waits for so many seconds; returns whether it has ended. Its first call may begin it.
-        call: NCCL's, for messages.
+        call: NCCL's, for messages; or `JOIN`, of processes, of which late ones are named sooner.
         what: says what it is, for messages.
         timeout_s: the limit; None for none.
         arrived: says which ranks have arrived, for messages.
         check: raises if waiting has become futile; its argument is `what()`.
         then: what the caller does after the limit, for messages.
     """
+    warn_after_s = LATE_S if call == JOIN else WARN_AFTER_S
     limit_s = math.inf if timeout_s is None else timeout_s
     slice_s = min(SLICE_S, limit_s)
     began = time.monotonic()
@@ -83,12 +85,12 @@ def wait(
             check(what())
         waited_s = time.monotonic() - began
         if waited_s >= limit_s:
-            words = f"it has not within {timeout_s:g} s: {arrived()}{then}"
+            words = f"it has not within {round(timeout_s, 3):g} s: {arrived()}{then}"
             raise NcclTimeoutError(native.TIMEOUT, call, words, "ncclTimeout", what())
         interrupts = _active
         if interrupts is not None and interrupts.has_come():
             raise NcclSyncError(f"Expected {what()} to end. Received: an interrupt (Ctrl-C) after {waited_s:.1f} s")
-        if waited_s >= WARN_AFTER_S and not has_warned:
+        if waited_s >= warn_after_s and not has_warned:
             has_warned = True
             warn_of_pending(what(), arrived(), waited_s, timeout_s)
         is_done = go_on(min(SLICE_S, limit_s - waited_s))
@@ -96,7 +98,7 @@ def wait(
 
 def warn_of_pending(what: str, arrived: str, waited_s: float, timeout_s: float | None) -> None:
     """Log that something has been pending for so many seconds."""
-    limit = "there is no limit" if timeout_s is None else f"it is given up after {timeout_s:g} s"
+    limit = "there is no limit" if timeout_s is None else f"it is given up after {round(timeout_s, 3):g} s"
     logger.warning("%s has been pending for %.0f s: %s; %s", what, waited_s, arrived, limit)
 
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 from ncclsync.errors import causes_of
 
 _UNKNOWN = "a line that could not be found"
-_KERAS = "Keras' own step"
+KERAS_STEP = "Keras' own step"
 _OWN = str(pathlib.Path(__file__).parent.parent)
 _PLUGINS = os.path.join(os.path.dirname(os.path.dirname(tf.__file__)), "tensorboard")  # writes what tf.summary is given
 _PYTHON = os.path.join(os.path.dirname(os.__file__), "")
@@ -23,6 +23,7 @@ _PYTHON = os.path.join(os.path.dirname(os.__file__), "")
 _LIBRARIES = tuple(
     os.path.join(one, "") for one in (os.path.dirname(tf.__file__), os.path.dirname(keras.__file__), _OWN, _PLUGINS)
 )
+_SITE = os.path.join(os.path.dirname(os.path.dirname(keras.__file__)), "")
 _TRACE = os.path.join(_OWN, "program", "trace.py")  # calls a step
 _OF_TAPES = "gradient_tape/"
 _SOURCES = frozenset({"Const", "Placeholder", "ReadVariableOp"})
@@ -59,7 +60,7 @@ def user_line(traceback: Any = None) -> str:
     for frame in reversed(traceback):
         name = frame.filename
         if name == _TRACE:
-            return _text_of(installed) if installed else _KERAS
+            return _text_of(installed) if installed else KERAS_STEP
         if "__autograph_generated_file" in name or name.startswith(_LIBRARIES) or not os.path.exists(name):
             continue
         if "site-packages" not in name and not name.startswith(_PYTHON):
@@ -69,7 +70,7 @@ def user_line(traceback: Any = None) -> str:
 
 
 def own_place(op: tf.Operation) -> tuple[str, str]:
-    """Name the user's line from which an op of a step's trace comes; without such a line, the layer or loss.
+    """Name the user's line from which an op of a step's trace comes; without it, the layer or loss, or Keras' line.
 
     Lines that run the step, such as `fit`'s, do not count, nor do installed libraries. A gradient's line is that of the
     op whose gradient it is.
@@ -91,10 +92,18 @@ def own_place(op: tf.Operation) -> tuple[str, str]:
             return _text_of(frame), op.type
     scopes = op.name.removeprefix(_OF_TAPES).split("/")[:-1]
     if not scopes:
-        return _UNKNOWN, op.type
+        lines = (_text_of(one).removeprefix(_SITE) for one in reversed(op.traceback) if _is_keras(one))
+        return next(lines, _UNKNOWN), op.type
     kinds = {"compile_loss": "the loss", "compile_metrics": "the metric"}
     place = f"{kinds[scopes[0]]} {scopes[-1]}" if scopes[0] in kinds else f"the layer {'/'.join(scopes)}"
     return place, op.type
+
+
+def _is_keras(frame: stack.FrameSummary) -> bool:
+    """Return whether a line is of Keras' layers, metrics or optimizers, not of what each of these calls."""
+    within = frame.filename.removeprefix(_LIBRARIES[1])
+    called = within.startswith(("src/backend/", "src/ops/", "src/utils/")) and not within.endswith("/trainer.py")
+    return within != frame.filename and not called
 
 
 def first_difference(opened: tf.Graph, known: tf.Graph) -> str:

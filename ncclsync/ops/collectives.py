@@ -6,6 +6,7 @@ they return the tensor itself, since a reduction over one tower is the identity.
 
 import contextlib
 import dataclasses
+import difflib
 import enum
 import threading
 from collections.abc import Iterator, Sequence
@@ -223,7 +224,9 @@ def all_reduce(tensors: Any, op: str = "mean") -> Any:
             cut.
     """
     if op not in REDUCE_OPS:
-        raise ValueError(f"Expected op to be one of {REDUCE_OPS}. Received: op={op!r}")
+        near = ["mean"] if op in ("avg", "average") else difflib.get_close_matches(str(op), REDUCE_OPS, 1)
+        write = f'. Write op="{near[0]}"' if near else ""
+        raise ValueError(f"Expected op to be one of {REDUCE_OPS}. Received: op={op!r}{write}")
     return _map_collective(tensors, Collective(CollectiveKind.ALL_REDUCE, op))
 
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 from ncclsync.communicator import native
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.names import OpName, TensorName, op_name
-from ncclsync.compat.source_lines import user_line
+from ncclsync.compat.source_lines import KERAS_STEP, own_place, user_line
 from ncclsync.costs.cost import Costs
 from ncclsync.costs.roofline import Size, product
 from ncclsync.errors import NcclSyncError
@@ -159,8 +159,12 @@ class Conversions(Placer):
         shape = collective.shape(sent.shape if axis is None else opened(sent.shape, axis))
         with self.traced.tf_graph.as_default(), tf.name_scope(""):
             result = tf.compat.v1.placeholder(sent.dtype, shape, name=f".exchange_{len(self.exchanges)}")
-        line = self.marks[op.name].line if op.name in self.marks else user_line(op.traceback)
-        self.exchanges[result.name] = Exchange(sent.name, result.name, wire, shape, sent.dtype, when, line)
+        mark = self.marks.get(op.name)
+        line = place = user_line(op.traceback) if mark is None else mark.line
+        if line == KERAS_STEP:
+            asks = op.graph.get_operation_by_name(mark.of) if mark is not None and mark.of else op
+            place = f"{KERAS_STEP}, {own_place(asks)[0]}"
+        self.exchanges[result.name] = Exchange(sent.name, result.name, wire, shape, sent.dtype, when, line, place)
         if collective.differs:
             self.differing.add(result.name)
         if sent is not tensor:

@@ -31,6 +31,7 @@ class Exchange:
         when: name of a bool scalar that is equal on all towers; if it is False, source and result are the
             same. None: always.
         line: the user's that asks for it, as `user_line` names it.
+        place: the same; where no line of the user's asks for it, the layer, loss or metric, as `own_place` names it.
     """
 
     source: TensorName
@@ -40,6 +41,7 @@ class Exchange:
     dtype: tf.DType
     when: TensorName | None = None
     line: str = ""
+    place: str = ""
 
     def size_bytes(self, towers: int, rows: int | None = None) -> int | None:
         """Return the size of the whole tensor on so many towers, of so many rows, if they are known; else None."""

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import difflib
 import importlib
 import importlib.util
 import inspect
@@ -37,7 +38,10 @@ def load(name: str) -> Any:
     found: Any = _load_file(home) if home.endswith(".py") else _import_module(home)
     for part in attribute.split("."):
         if not hasattr(found, part):
-            raise UsageError(f"Expected {home} to have {attribute}. Received: {found!r} without {part}")
+            names = [one for one, value in vars(found).items() if callable(value)]
+            near = difflib.get_close_matches(part, names, 1)
+            write = f". Write {name.removesuffix(part)}{near[0]}" if near else ""
+            raise UsageError(f"Expected {home} to have {attribute}. Received: none of that name there{write}")
         found = getattr(found, part)
     if not callable(found):
         raise UsageError(f"Expected {name} to be a function. Received: {found!r}")

@@ -54,7 +54,7 @@ class CutRow:
     what: str  # what it is and how it is exchanged, in words
     tensors: int  # how many
     size_bytes: int | None  # of one tower's tensors, as far as their shapes are known; None: none is
-    line: str  # file, number and text of the user's line that asks for it, or calls what does
+    line: str  # file, number and text of the user's line that asks for it, or calls what does; or Keras' layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +91,6 @@ class Explanation(Printed):
     price: str = ""  # what CPU towers lose since they share one device's cores, in words
     nccl_bytes: int = 0  # the most memory of a GPU that NCCL takes beside TensorFlow; 0 without NCCL
 
-    columns = 130
-
     def __rich__(self) -> Group:
         of_variables = [
             (one.name, one.size_bytes, one.role, ".".join(map(str, one.bucket or ())), one.rule)
@@ -112,9 +110,9 @@ class Explanation(Printed):
         taken = f"NCCL takes {self.nccl_bytes / 2**20:.0f} MiB of each GPU." if self.nccl_bytes else ""
         parts = f"{self.segments} segments" if self.segments > 1 else "1 segment"
         return Group(
-            table(("variable", "bytes", "role", "bucket", "how"), of_variables, numbers=1),
+            table(("variable", "bytes", "role", "bucket", "how"), of_variables, numbers=[1]),
             Text(" ".join(filter(None, (f"The step has {parts}.", self.order, self.compiled, self.price, taken)))),
-            *(table(names, rows, numbers=1) for names, rows in others.items() if rows),
+            *(table(names, rows, numbers=[1]) for names, rows in others.items() if rows),
         )
 
 
@@ -141,7 +139,8 @@ def explain_program(
         subject = subjects.get(result, "other")
         if exchange.collective.divides:
             subject = "gradients" if exchange.collective.differs else "weights"
-        groups.setdefault((number, f"{subject}; {_words(exchange)}", exchange.line), []).append(exchange)
+        line = exchange.place if subject == "other" else exchange.line
+        groups.setdefault((number, f"{subject}; {_words(exchange)}", line), []).append(exchange)
     cuts = []
     for (number, what, line), group in groups.items():
         sizes = [size for one in group if (size := one.size_bytes(count, rows)) is not None]

@@ -203,7 +203,7 @@ class Health:
         if not os.fspath(path).endswith((".weights.h5", ".keras")):
             raise ValueError(
                 "Expected emergency_checkpoint to end in .weights.h5 (weights) or .keras (the whole model). "
-                f"Received: {path!r}"
+                f"Received: {path!r}. Write emergency_checkpoint={str(pathlib.Path(path).with_suffix('.weights.h5'))!r}"
             )
         object.__setattr__(self, "emergency_checkpoint", pathlib.Path(path).absolute())
 

@@ -58,6 +58,7 @@ def exchange_gpus(process: Process, timeout_s: float | None) -> list[list[str]]:
     return peers_of(process, timeout_s).exchange(own, "the GPUs that each process sees", timeout_s)
 
 
+_TRIED = 4  # towers on the CPU are enough to try
 _NO_GPU = (
     "Expected a GPU for backend='nccl'. Received: none that TensorFlow sees, so that towers stand on the CPU. "
     "Leave backend= out to train on them; `python -m ncclsync doctor` tells whether there is a GPU"
@@ -118,6 +119,8 @@ def announce(choice: Choice, process: Process | None) -> None:
         words += f", by NCCL {'.'.join(map(str, native.nccl_version()[:2]))}" if choice.backend == "nccl" else ", by C"
     if process is not None:
         words += f", in process 0 of {process.size}"
+    if choice.backend == "cpu" and count > max(_TRIED, 2 * (cores := native.usable_cores())):
+        words += f". They take turns on {cores} core{'s' * (cores > 1)}: 2 to {_TRIED} towers show as much, and sooner"
     _say(f"ncclsync: {words}")
 
 

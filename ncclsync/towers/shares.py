@@ -38,8 +38,9 @@ class Shares:
         """
         if given != AUTO and len(given) != len(devices):
             raise ValueError(
-                f"Expected shares for each of {len(devices)} towers. Received: shares={list(given)}. They are in the "
-                f"order of the devices, {list(devices)}"
+                f"Expected shares for each of {len(devices)} towers, in the order of the devices, {list(devices)}. "
+                f"Received: shares={list(given)}. Write shares={[*given, *[1] * len(devices)][: len(devices)]}, or "
+                f"towers={len(given)}"
             )
         self._devices = devices
         self._left = MOST_CALLS if given == AUTO else 0

@@ -10,7 +10,7 @@ import numpy as np
 
 from ncclsync.communicator import shared
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.errors import NcclSyncError, ProcessError
+from ncclsync.errors import NcclSyncError, ProcessError, remedied
 from ncclsync.gradients.compression import ErrorFeedback
 from ncclsync.towers.feeding import CountingDataset
 from ncclsync.towers.layout import Layout
@@ -150,6 +150,7 @@ class TowerState:
             weights = self.replicas.variables if model.weights is None else model.weights()
             return [self.replicas.of_shards(tf_compat.backend_variable(v))[first].numpy() for v in weights]
 
+    @remedied("Write towers.broadcast(): it sends tower 0's variables, or write ops.broadcast(x, root=0) in a step")
     def broadcast(self) -> None:
         """Send tower 0's variables to all towers, now. Collective."""
         self.session.require_open()
@@ -157,6 +158,7 @@ class TowerState:
         with self.telling():
             self.replicas.send()
 
+    @remedied("Write towers.divergence()")
     def divergence(self) -> float:
         """Return the largest absolute difference between any tower and tower 0; 0.0 in health.
 

@@ -169,7 +169,9 @@ def _explain(model: keras.Model, towers: Towers, batch: Any) -> Explanation:
         except ValueError as error:
             raise ValueError(f"{error}, or give a batch: explain((x[:{rows}], y[:{rows}]))") from error
     if not isinstance(batch, (tuple, list)):
-        raise TypeError(f"Expected a batch size, or a batch (x, y). Received: {shown(batch)}")
+        size = batch if isinstance(batch, str) and batch.isdecimal() else 64
+        write = f"Write explain({size}), with a batch size, or explain((x, y))"
+        raise TypeError(f"Expected a batch size, or a batch (x, y). Received: {shown(batch)}. {write}")
     if not 1 <= len(batch) <= 3:
         raise ValueError(f"Expected a batch (x,), (x, y) or (x, y, sample_weight). Received: {len(batch)} elements")
     check_targets(model, keras.utils.unpack_x_y_sample_weight(tuple(batch))[1])

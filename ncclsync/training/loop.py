@@ -151,6 +151,12 @@ class Towers(TowerState):
         with self.telling():
             if not callable(step):
                 raise TypeError(f"Expected a function of a batch. Received: {step!r}")
+            method = getattr(step, "__name__", "")
+            if isinstance(getattr(step, "__self__", None), keras.Model) and method in _WITH_STEPS:
+                raise TypeError(
+                    f"Expected a step, a function of a batch. Received: model.{method}, which runs steps itself. Write "
+                    f"model.{method}(...), of a model that a decorated factory has returned"
+                )
             self.session.require_eager("Towers.run")
             results = Results.EACH if per_tower else Results.COMBINED
             key = (step if isinstance(step, Hashable) else id(step), results)  # which the step of that key keeps alive
@@ -224,11 +230,26 @@ class Towers(TowerState):
             )
 
 
+# Methods of a model that run steps.
+_WITH_STEPS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+
+
 @runtime_checkable
 class HasTowers(Protocol):
-    """Let type checkers know `model.towers`: `assert isinstance(model, ncclsync.HasTowers)`."""
+    """Let type checkers know `model.towers`: `assert isinstance(model, ncclsync.HasTowers)`.
+
+    Keras has no types, so that to them a model is this protocol and nothing else: they are told that it has more.
+    """
 
     towers: Towers
+
+    if TYPE_CHECKING:  # else `isinstance` would look for these
+
+        def __getattr__(self, name: str) -> Any: ...
+
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 def towers_of(model: keras.Model) -> Towers | None:

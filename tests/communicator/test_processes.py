@@ -175,6 +175,20 @@ def test_files_are_waited_for_one_by_one():
     peers.wait_for_file(60)  # nobody writes it any more
 
 
+def test_who_has_not_joined_is_soon_said(monkeypatch, caplog):
+    """Once, before the limit, with what to do where the variables of a job are left over."""
+    hub, process = Hub(), find_process(TORCHRUN)
+    monkeypatch.setattr(hub, "give", lambda number, value: service.Awaited())
+    monkeypatch.setattr(hub, "check_reached", lambda silence_s: None, raising=False)
+    monkeypatch.setattr(hub, "numbers", ())
+    monkeypatch.setattr("ncclsync.communicator.timeouts.LATE_S", 0.1)
+    with pytest.raises(NcclTimeoutError):
+        Peers(hub, 1, 2, 0.5, process.if_left_over)
+    (said,) = [one.getMessage() for one in caplog.records]
+    assert "process 0 not arrived" in said and "it is given up after 0.5 s" in said
+    assert "Where torchrun has not started this process, unset RANK, WORLD_SIZE, or write processes=False" in said
+
+
 def test_news_reach_who_joins_the_others_at_last(monkeypatch):
     """An attempt before took notices with it."""
     hub, late = Hub(), service.Awaited()

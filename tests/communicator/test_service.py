@@ -21,7 +21,7 @@ from processes import bothered, free_port
 
 zmq = pytest.importorskip("zmq", reason="pip install -e '.[hosts]'")
 
-from ncclsync.communicator import introductions, messages, native, service  # noqa: E402
+from ncclsync.communicator import introductions, messages, native, service, timeouts  # noqa: E402
 from ncclsync.communicator.introductions import Introduction, Told  # noqa: E402
 from ncclsync.communicator.messages import MessageError  # noqa: E402
 from ncclsync.communicator.peers import Peers, shortened  # noqa: E402
@@ -255,17 +255,18 @@ def test_two_jobs_on_one_port(made, told, tmp_path):
 def test_process_0_that_does_not_come(made, caplog, monkeypatch):
     """Is said after a while, and raised in time: what nobody has told, what has no address, what does not answer."""
     port = free_port()
-    monkeypatch.setattr(service, "_SAID_S", 0.3)
+    monkeypatch.setattr(timeouts, "LATE_S", 0.3)
     for found, words in (
         (None, "nothing was told"),
         (Told(["no-such-host.invalid"], port, "key"), "no-such-host.invalid has no address"),
         (Told(["127.0.0.1"], port, "key"), rf"127.0.0.1:{port} does not answer \(.*refused"),
     ):
         caplog.clear()
-        by = Introduction(print, lambda found=found: found, "nothing was told")
+        by = Introduction(print, lambda found=found: found, "nothing was told", if_left_over="Or unset RANK")
         with pytest.raises(NcclTimeoutError, match=rf"process 0 not arrived. Each has to make towers.*{words}"):
             made(1, 2, by, join_s=1)
-        assert re.search(f"Process 0 is waited for: .*{words}", caplog.text)
+        said = rf"has been pending for 0 s: process 0 not arrived.*{words}.*\. Or unset RANK; it is given up after 1 s"
+        assert len(re.findall(said, caplog.text)) == 1, caplog.text
 
 
 def test_another_program_has_the_port(made):

@@ -87,7 +87,12 @@ def test_rule_for_sparse_gradients(slices, dense, as_on_gpus, monkeypatch):
 @pytest.mark.parametrize(
     "call, error, message",
     [
-        (lambda x: ops.all_reduce(x, op="avg"), ValueError, r"Expected op to be one of \('mean'.*op='avg'"),
+        (
+            lambda x: ops.all_reduce(x, op="avg"),
+            ValueError,
+            r"Expected op to be one of \('mean'.*op='avg'. Write op=\"mean\"$",
+        ),
+        (lambda x: ops.all_reduce(x, "maximum"), ValueError, r"op='maximum'. Write op=\"max\"$"),
         (lambda x: ops.all_reduce(x, op=None), ValueError, r"Expected op to be one of .*op=None"),
         (lambda x: ops.broadcast(x, root=-1), ValueError, r"Expected root to be the index .*root=-1"),
         (lambda x: ops.broadcast(x, root=True), ValueError, r"Expected root to be the index .*root=True"),

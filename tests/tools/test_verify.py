@@ -20,6 +20,7 @@ from ncclsync.tools import cli, factories
 from ncclsync.tools.verify import verification
 from ncclsync.tools.verify.batches import rows_at, take_batches
 from ncclsync.tools.verify.report import Difference, Report, measure
+from ncclsync.towers.printed import show
 from ncclsync.training.random_data import random_data
 
 X, Y = data(rows=40)
@@ -66,6 +67,31 @@ def test_a_train_step_is_given_what_fit_gives():
         return model
 
     assert check(build).ok
+
+
+def test_what_one_device_cannot_do_is_told():
+    """A model whose train_step has its own loss cannot be evaluated, and this one predicts nothing."""
+
+    class Own(keras.Sequential):
+        def train_step(self, batch):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(self(batch[0], training=True) ** 2)
+            self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+            return {"loss": loss}
+
+        def predict_step(self, batch):
+            raise NotImplementedError("only to train")
+
+    def build():
+        model = Own([keras.Input((12,)), layers.Dense(5)])
+        model.compile("sgd")
+        return model
+
+    report = verify(build, (X, TARGETS), towers=2, steps=1, batch_size=5)
+    assert report.ok and {one.kind for one in report.differences} == {"weight", "optimizer", "log"}
+    assert [one.where for one in report.reasons] == ["evaluate", "predict"]
+    assert "evaluate: is not compared, since one device cannot do it: ValueError: No loss to compute" in str(report)
+    assert "NotImplementedError: " in report.reasons[1].reason and "only to train" in report.reasons[1].reason
 
 
 class Batches(keras.utils.PyDataset):
@@ -374,7 +400,7 @@ def test_first_variable_and_step():
 
 @pytest.mark.slow
 def test_table():
-    """The report is its text wherever it is shown: verdict, one row per variable, at most 110 columns."""
+    """The report is its text wherever it is shown: verdict, one row per variable, sentences in at most 110 columns."""
     report = check(lambda: sequential(layers.BatchNormalization(), layers.Dense(7, name="seven")))
     text = str(report)
     assert text == repr(report) == f"{report}"
@@ -396,6 +422,22 @@ def test_long_table_shows_what_differs_most():
     assert len(report.largest) > 20
     assert f"{len(report.largest) - 20} more differ less, 0 of these out of the tolerance." in str(report)
     assert sum("dense" in line or "output" in line for line in str(report).splitlines()) <= 20
+
+
+@pytest.mark.parametrize("columns", [20, 60, 200])
+def test_numbers_are_not_cut(columns, monkeypatch, capsys):
+    """Neither in plain text nor on a narrow terminal, however long a name is."""
+    one = Difference(1, "optimizer", "the/" * 40 + "end", 1.234e-10, 5.678e-11, ok=False, nan=False)
+    report = Report(False, 1e-5, ("CPU:0",) * 2, (8, 8), (one,), ())
+    monkeypatch.setenv("COLUMNS", str(columns))
+    row = next(line for line in str(report).splitlines() if "1.2e-10" in line)
+    assert row.split() == ["optimizer", one.name, "1.2e-10", "5.7e-11", "step", "1", "from", "step", "1"]
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    show(report)
+    printed = capsys.readouterr().out
+    for text in ("1.2e-10", "5.7e-11", "from step 1", "absolute", "relative", "tolerance", "optimizer"):
+        assert text in printed, printed
 
 
 def test_what_left_the_tolerance_first_is_in_the_table():
@@ -758,9 +800,9 @@ def test_progress(capsys, monkeypatch):
     assert names == ["own/first/kernel", "own/first/bias", "own/second/kernel", "own/second/bias"]
     printed = capsys.readouterr()
     assert "building the model on 2 towers\n" in printed.err and printed.out == ""
-    assert "step 1 of 1, on one device and on 2 towers: traces it first\n" in printed.err
+    assert "one device and 2 towers: step 1 of 1, traced first\n" in printed.err
     verify(build, (x, y), 2, 2)
-    assert "step 2 of 2, on one device and on 2 towers, equal so far\n" in capsys.readouterr().err
+    assert "one device and 2 towers: step 2 of 2, equal so far\n" in capsys.readouterr().err
     verify(build, (x, y), 2, 1, progress=False)
     assert "step 1" not in capsys.readouterr().err
 
@@ -864,6 +906,7 @@ def write_factories(folder):
     [
         (["mine:number"], "Expected mine:number to be a function. Received: 3"),
         (["mine:missing"], "Expected mine to have missing"),
+        (["mine.py:buld"], "Expected mine.py to have buld. Received: none of that name there. Write mine.py:build"),
         (["nowhere:build"], "Expected an importable module. Received: nowhere"),
         (["nowhere.py:build"], "Expected a file nowhere.py"),
         (["mine"], "Expected module:function or file.py:function. Received: mine"),

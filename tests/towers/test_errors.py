@@ -77,6 +77,12 @@ def test_decorated_must_be_callable():
         (lambda: Towers(2, "cpu"), r"Write Towers\(4, backend='cpu'\)"),
         (lambda: Towers.explain(None, batch_size=64), r"'batch_size'. Write explain\(64\), with a batch size"),
         (lambda: Towers.run(None, max, X, Y), r"Write run\(step, \(x, y\)\)"),
+        (
+            lambda: Towers.broadcast(None, root=0),
+            r"^Towers.broadcast\(\) got .* 'root'. Write towers.broadcast\(\): it",
+        ),
+        (lambda: ncclsync.LargeBatch(reference_batchsize=32), r"^LargeBatch\(\) got .* Write reference_batch_size=32$"),
+        (lambda: nccl_parallel(plain_model).fit(X, Y), r"Call that first: model = build_model\(\); model.fit\(...\)"),
     ],
 )
 def test_arguments_that_are_not_taken(call, told):
@@ -85,12 +91,28 @@ def test_arguments_that_are_not_taken(call, told):
         call()
 
 
+def test_values_of_options_that_are_near():
+    """Say what to write."""
+    with pytest.raises(ValueError, match=r"Received: 'a/last.ckpt'. Write emergency_checkpoint='a/last.weights.h5'$"):
+        Health(emergency_checkpoint="a/last.ckpt")
+    with pytest.raises(ValueError, match=r"Received: shares=\[3, 1, 1\]. Write shares=\[3, 1\], or towers=3$"):
+        nccl_parallel(towers=2, shares=[3, 1, 1])(plain_model)()
+
+
+def test_a_method_that_runs_steps_is_no_step():
+    """As `strategy.run` takes no `fit`, either."""
+    with Towers(2) as towers, pytest.raises(TypeError, match=r"model.fit, which runs steps itself. Write model.fit"):
+        towers.run(plain_model().fit, X)
+
+
 @pytest.mark.parametrize("home", [ncclsync, Towers.__new__(Towers)], ids=["module", "towers"])
 @pytest.mark.parametrize("name", ["rank", "size", "scope", "DistributedOptimizer", "num_replicas_in_sync"])
 def test_names_of_other_libraries(home, name):
     """Say what stands for them; other names say nothing more, and `hasattr` holds."""
     with pytest.raises(AttributeError, match=rf"no attribute '{name}'. In its place .* See examples/coming_from.md"):
         getattr(home, name)
+    with pytest.raises(AttributeError, match=r"'init'. Delete it: one process drives all GPUs. See"):
+        _ = home.init
     assert not hasattr(home, name) and name not in dir(home)
     with pytest.raises(AttributeError, match=r"no attribute 'sizzle'$"):
         _ = home.sizzle

@@ -1,6 +1,7 @@
 """`model.towers.explain()`: what towers do with a step, before it is trained and after."""
 
 import pathlib
+import re
 
 import keras
 import numpy as np
@@ -94,10 +95,31 @@ def test_an_exchange_is_of_the_variable_of_its_shape_that_rests_on_it_next(optim
     assert exchanged == {"student_last/kernel": PARTS, "student_last/bias": PARTS, "queue": rows}
 
 
+def test_keras_own_exchanges_name_a_layer_or_a_line():
+    """Those of no variable, such as statistics and a norm; an op that no layer's name tells is Keras' line."""
+
+    def make():
+        layers = [keras.layers.Dense(3, name="one"), keras.layers.BatchNormalization(name="norm")]
+        model = keras.Sequential([keras.Input((6,)), *layers])
+        model.compile("sgd", "mse", metrics=[keras.metrics.AUC()])
+        return model
+
+    found = nccl_parallel(towers=2, exact=True)(make)().towers.explain(4)
+    lines = {cut.line for cut in found.cuts if "other" in cut.what}
+    assert any("Keras' own step, the layer" in line and "norm" in line for line in lines)
+    assert any(re.search(r"Keras' own step, keras/src/metrics/\S+py:\d+ \(", line) for line in lines), lines
+    assert not any("could not" in line for line in lines), lines
+
+
 def test_names_are_not_broken():
-    """Where the table is narrow, other columns are."""
+    """Nor is any other word; long texts are, at spaces."""
     row = VariableRow("adam/" + "a_long_name_" * 7, 4, "same", "a rule in several words " * 5, None)
-    assert row.name in str(Explanation(1, (row,), (), ()))
+    cut = CutRow(
+        1, "other; all-gather: the rows of all towers", 1, 8, f"/{'a_folder/' * 20}file.py:1 (a line " + "of words)" * 9
+    )
+    words = str(Explanation(1, (row,), (cut,), ())).split()
+    assert {*row.name.split(), *row.rule.split(), *cut.what.split(), *cut.line.split()} <= {*words}
+    assert max(len(line) for line in str(Explanation(1, (row,), (), ())).splitlines()) < 200
 
 
 def test_sizes_that_no_shape_tells_are_not_zero():
@@ -254,7 +276,8 @@ def test_the_step_that_ran_last():
     "batch, error",
     [
         (0, "at least one row. Received: 0"),
-        ("x", "a batch size, or a batch .* 'x'"),
+        ("x", r"a batch size, or a batch .* 'x'. Write explain\(64\), with"),
+        ("16", r"'16'. Write explain\(16\), with"),
         ((X,), "data with targets, .* since sequential.* was compiled with the loss .* Received: x alone"),
         ([X], "data with targets, .* Received: x alone"),
         ((X, None), "data with targets, .* Received: x alone"),

@@ -405,7 +405,7 @@ def test_variables_are_made_by_themselves():
     model.towers.close()
 
 
-def test_what_was_chosen_is_said(capsys, caplog):
+def test_what_was_chosen_is_said(capsys, caplog, monkeypatch):
     """One line by default, on standard error, once for the same towers; not if logging says it, or is to say less."""
     placement._say.cache_clear()  # another test may have made the same towers last
     for _ in range(2):  # folds of a cross-validation: once
@@ -413,6 +413,10 @@ def test_what_was_chosen_is_said(capsys, caplog):
     assert capsys.readouterr() == ("", "ncclsync: 3 towers on CPU:0, by C\n")
     on_towers(mlp, 1)
     assert capsys.readouterr().err == "ncclsync: 1 tower on CPU:0\n"
+    monkeypatch.setattr(placement.native, "usable_cores", lambda: 2)
+    placement.announce(placement.Choice(("CPU:0",) * 9, "cpu", ""), None)
+    said = "ncclsync: 9 towers on CPU:0, by C. They take turns on 2 cores: 2 to 4 towers show as much, and sooner\n"
+    assert capsys.readouterr().err == said
     for level in (logging.INFO, logging.ERROR):
         with caplog.at_level(level, logger="ncclsync"):
             on_towers(mlp, 2)

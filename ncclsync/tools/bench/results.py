@@ -78,7 +78,6 @@ _TEXTS: dict[str, Callable[[Any], str]] = {
     "samples_per_s": lambda rate: significant(float(f"{rate:.3g}")),
     **dict.fromkeys(("good_batch", "winning_batch"), lambda batch: "never" if batch is None else str(batch)),
 }
-_WIDTH = 200  # columns of plain text; of a terminal, its own
 _LEFT = ("model", "side", "algorithms", "better")  # columns that are justified left
 _UNIT = re.compile("(?<!_gb)(?<!_per)_(s|seconds|bytes)$")  # ends a name, and is left out of its heading
 
@@ -201,7 +200,7 @@ def show(result: Result, file: pathlib.Path | None) -> None:
                 table.add_section()
             table.add_row(*(_figure_text(name, row) for name in filled))
         if rows:
-            printed.show(table, _WIDTH)
+            printed.show(table)
     for note in result.notes:
         print(note)
     if file is not None:

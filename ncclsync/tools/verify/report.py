@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 import numpy as np
-import rich.box
 import tensorflow as tf
 from rich.console import Group
 from rich.table import Table
@@ -12,7 +11,7 @@ from rich.text import Text
 
 from ncclsync.ops.comparing import distance
 from ncclsync.sharding.exactness import Inexact
-from ncclsync.towers.printed import Printed
+from ncclsync.towers.printed import Printed, table
 
 ROUNDING = "rounding"  # a reason's place
 _ROWS = 20  # of the table; the variables that differ most
@@ -155,18 +154,15 @@ class Report(Printed):
         )
 
     def _table(self) -> Table:
-        table = Table(box=rich.box.SIMPLE)
-        table.add_column("", no_wrap=True)
-        table.add_column("variable", overflow="fold", no_wrap=True)
-        for head in ("largest\nabsolute", "largest\nrelative", "at", "out of\ntolerance"):
-            table.add_column(head, justify="right")
+        rows = []
         for one in filter(self._shown.__contains__, self.largest):
             since = self._left.get((one.kind, one.name))
             figures = f"{one.absolute:.2g}", f"{one.relative:.2g}", _when(one), f"from {_when(since)}" if since else ""
-            table.add_row(one.kind, Text(one.name), *figures, style="red" if since else None)
+            rows.append([Text(cell, style="red" if since else "") for cell in (one.kind, one.name, *figures)])
         least = f"by at least {_LEAST_MAGNITUDE:g}, a log's by {_LEAST_MAGNITUDE_OF_LOGS:g}"
-        table.caption = f"relative: the difference, divided by the array's largest magnitude ({least})"
-        return table
+        caption = f"relative: the difference, divided by the array's largest magnitude ({least})"
+        heads = "", "variable", "largest\nabsolute", "largest\nrelative", "at", "out of\ntolerance"
+        return table(heads, rows, numbers=range(2, 6), caption=caption)
 
 
 def _when(one: Difference) -> str:

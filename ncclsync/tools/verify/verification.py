@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from ncclsync.compat import keras as keras_compat
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.errors import remedied, shown
+from ncclsync.errors import remedied, shorter, shown
 from ncclsync.parallel import ModelOptions, Undecorated, nccl_parallel
 from ncclsync.sharding.exactness import Inexact
 from ncclsync.sharding.roles import Role, role_of
@@ -136,17 +136,18 @@ class _Run:
         self._dtype = _least_precise(self._reference)
         self._is_asked = tolerance is not None
         self._tolerance = TOLERANCES[self._dtype] if tolerance is None else tolerance
+        self._refused: dict[str, Inexact] = {}  # what one device cannot do either
 
     def report(self, model: keras.Model, towers: Towers) -> Report:
         """Train `model` beside one device, and find reasons for differences."""
         if model is self._reference:
             words = f"Expected the factory to make a new model each time. Received: {model!r} twice"
             raise _SameModel(f"{words}. Make and compile it within the function")
-        found = self._compare(self._reference, model, f"on one device and on {len(towers)} towers")
-        reasons = [*_nan_of(found), *_equal_rows(self._reference, self._batches[0])]
+        found = self._compare(self._reference, model, f"one device and {len(towers)} towers")
+        reasons = [*_nan_of(found), *self._equal_rows(), *self._refused.values()]
         if not all(one.ok for one in found):
             own = [*towers.session.inexact, *self._of_one_device()]
-            self.say("they differ: looking for the line, op by op")
+            self.say("They differ. Looking for the line, op by op")
             faults = [*_false_step(towers, self._batches[0])]
             if not own and not faults:
                 found, own = self._without_rounding(found)
@@ -194,7 +195,7 @@ class _Run:
         return found, [Inexact(ROUNDING, reason, remedy)]
 
     def _again(self, *, nudged: int = 0) -> list[Difference]:
-        what = "they differ: on one device twice" + ", with other last bits" * bool(nudged)
+        what = "they differ. Checking how much one device differs from itself" + ", by other last bits" * bool(nudged)
         return self._compare(_build(self._factory, self._seed), _build(self._factory, self._seed), what, nudged=nudged)
 
     def _compare(self, one: keras.Model, other: keras.Model, what: str, *, nudged: int = 0) -> list[Difference]:
@@ -211,7 +212,7 @@ class _Run:
             found.append(measure(step, kind, name, actual, expected, self._tolerance))
 
         for model in (one, other):
-            _create_state(model, self._batches[0])
+            self._create_state(model)
         _copy_state(one, other)
         paths = keras_compat.paths_of(other)
         signs = np.random.default_rng([self._seed, nudged])
@@ -219,24 +220,69 @@ class _Run:
             change = _LAST_BIT[keras.backend.standardize_dtype(weight.dtype)] * signs.choice([-1, 1], weight.shape)
             weight.assign(weight * tf.cast(1 + change, weight.dtype))
         for step, batch in enumerate(self._batches, start=1):
-            so_far = (
-                ""
-                if step == 1
-                else ", equal so far"
-                if all(one.ok for one in found)
-                else ", different so far: looked into at the end"
-            )
-            self.say(f"step {step} of {len(self._batches)}, {what}{so_far or ': traces it first'}")
+            so_far = "traced first"
+            if step > 1:
+                so_far = "equal so far" if all(one.ok for one in found) else "different so far: looked into at the end"
+            self.say(f"{what}: step {step} of {len(self._batches)}, {so_far}")
             expected = _train(one, batch, step, self._seed)
             actual = _train(other, batch, step, self._seed)
             for kind, right, variable in _paired(one, other):
                 add(step, kind, paths.get(id(variable), variable.name), variable.numpy(), right.numpy())
             for name, value, right in _beside(actual, expected):
                 add(step, "log", name, value, right)
-        self.say(f"evaluating and predicting a batch, {what}")
-        for end in _end(one, other, self._batches[-1]):
+        self.say(f"{what}: evaluating and predicting a batch")
+        for end in self._end(one, other):
             add(len(self._batches), *end)
         return found
+
+    def _tried(self, what: str, run: Callable[[], Any]) -> Any:
+        """Return what one device returns; None if it raises an error, which the report tells."""
+        try:
+            return run()
+        except Exception as error:  # of whatever kind: it is the user's method, and towers need not do better
+            reason = f"is not compared, since one device cannot do it: {type(error).__name__}: "
+            remedy = "none is needed to train; to compare it, let it work on one device"
+            self._refused[what] = Inexact(what, reason + shorter(" ".join(str(error).split())).rstrip("."), remedy)
+        return None
+
+    def _create_state(self, model: keras.Model) -> None:
+        """Create the variables of a model that has none before its first call, and its optimizer's."""
+        if not all(layer.built for layer in (model, *keras_compat.layers_of(model))):
+            # Otherwise its train_step will create all variables, from the same seed.
+            if not _defines(model, "call"):
+                return
+            if self._tried("calling the model", lambda: (model(self._batches[0][0], training=False),)) is None:
+                return
+        if not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+
+    def _end(self, one: keras.Model, other: keras.Model) -> Iterator[tuple[str, str, Any, Any]]:
+        """Yield (kind, name, of `other`, of `one`) for the results of evaluating and predicting a batch."""
+        batch = self._batches[-1]
+
+        def evaluated(model: keras.Model) -> dict[str, Any]:
+            return _logs(model.evaluate(_as_data(batch), verbose=0, return_dict=True))
+
+        expected = self._tried("evaluate", lambda: evaluated(one))
+        for name, value, right in () if expected is None else _beside(evaluated(other), expected):
+            yield "evaluate", name, value, right
+        outputs = self._tried("predict", lambda: one.predict_on_batch(batch[0])) if _predicts(one) else None
+        if outputs is None:
+            return
+        both = [keras.tree.flatten(some) for some in (outputs, other.predict_on_batch(batch[0]))]
+        for i, (value, output) in enumerate(zip(*both, strict=True)):
+            yield "predict", f"output {i}", output, value
+
+    def _equal_rows(self) -> Iterator[Inexact]:
+        """Report a batch whose rows the model cannot tell apart: a tower with the wrong rows would compute the same."""
+        model, x = self._reference, self._batches[0][0]
+        predicts = _predicts(model) and "predict" not in self._refused
+        given = keras.tree.flatten(model.predict_on_batch(x) if predicts else x)
+        leaves = [np.asarray(one) for one in given if isinstance(one, (np.ndarray, tf.Tensor)) and len(one.shape)]
+        if leaves and all(len(one) > 1 and _are_equal(one) for one in leaves):
+            reason = "all rows of a batch give the same prediction, so that equal results show little: a tower with "
+            reason += "other rows would compute the same"
+            yield Inexact("the data", reason, "verify with your own: ncclsync.verify(build_model, (x, y)), or --data")
 
 
 def _is_no_retracing(record: logging.LogRecord) -> bool:
@@ -293,19 +339,6 @@ def _check_arguments(factory: Any, towers: int, steps: int, batch_size: int, tol
         raise ValueError(f"Expected tolerance to be None or a number from 0. Received: {tolerance!r}")
 
 
-def _end(one: keras.Model, other: keras.Model, batch: Batch) -> Iterator[tuple[str, str, Any, Any]]:
-    """Yield (kind, name, of `other`, of `one`) for the results of evaluating and predicting a batch."""
-    expected, actual = (_logs(model.evaluate(_as_data(batch), verbose=0, return_dict=True)) for model in (one, other))
-    for name, value, right in _beside(actual, expected):
-        yield "evaluate", name, value, right
-    if not _predicts(one):
-        return
-    outputs = keras.tree.flatten(one.predict_on_batch(batch[0]))
-    others = keras.tree.flatten(other.predict_on_batch(batch[0]))
-    for i, (value, output) in enumerate(zip(outputs, others, strict=True)):
-        yield "predict", f"output {i}", output, value
-
-
 def _predicts(model: keras.Model) -> bool:
     """Return whether a model predicts anything; one with nothing but its own steps does not."""
     return _defines(model, "call") or _defines(model, "predict_step")
@@ -335,16 +368,6 @@ def _paired(one: keras.Model, other: keras.Model) -> list[tuple[str, tf.Variable
         if role_of(right) is Role.SAME:
             found.append((rank, (kind, right, variable)))
     return [pair for _, pair in sorted(found, key=lambda one: one[0])]
-
-
-def _create_state(model: keras.Model, batch: Batch) -> None:
-    """Create the variables of a model that has none before its first call, and its optimizer's."""
-    if not all(layer.built for layer in (model, *keras_compat.layers_of(model))):
-        if not _defines(model, "call"):
-            return  # its train_step will create all variables, from the same seed
-        model(batch[0], training=False)
-    if not model.optimizer.built:
-        model.optimizer.build(model.trainable_variables)
 
 
 def _copy_state(one: keras.Model, other: keras.Model) -> None:
@@ -395,16 +418,6 @@ def _nan_of(found: Sequence[Difference]) -> Iterator[Inexact]:
         reason = f"holds a NaN from step {one.step} on; NaNs are equal to each other, whatever led to them"
         remedy = "a smaller learning rate, or other data: compare where the numbers are finite"
         yield Inexact(f"{one.kind} {one.name}", reason, remedy)
-
-
-def _equal_rows(model: keras.Model, batch: Batch) -> Iterator[Inexact]:
-    """Report a batch whose rows the model cannot tell apart: a tower with the wrong rows would compute the same."""
-    given = keras.tree.flatten(model.predict_on_batch(batch[0]) if _predicts(model) else batch[0])
-    leaves = [np.asarray(one) for one in given if isinstance(one, (np.ndarray, tf.Tensor)) and len(one.shape)]
-    if leaves and all(len(one) > 1 and _are_equal(one) for one in leaves):
-        reason = "all rows of a batch give the same prediction, so that equal results show little: a tower with other "
-        reason += "rows would compute the same"
-        yield Inexact("the data", reason, "verify with your own: ncclsync.verify(build_model, (x, y)), or --data")
 
 
 def _are_equal(rows: np.ndarray) -> bool:

@@ -25,6 +25,7 @@ from ncclsync.training.loop import towers_of
 
 logger = logging.getLogger("ncclsync")
 
+_SAME_DATA = "Pass the same data to fit as to BackupAndRestore: model.fit(data, callbacks=[...])"
 _STATE = "ncclsync"  # the attribute of the weights' file that holds the other state, as JSON
 
 # Our own true value of `stop_training`. Without it Keras would ask for as many batches as a whole pass has, and count
@@ -98,9 +99,9 @@ class BackupAndRestore(keras_compat.BackupMethods):
         steps = self.params.get("steps")
         if self.data is not None and steps != len(self.data):
             raise ValueError(
-                f"Expected fit to be given the data of {type(self).__name__} itself, not what map() makes of it, and "
-                "no class_weight, for which Shuffled has sample_weight, nor steps_per_epoch: "
-                f"{len(self.data)} batches an epoch. Received: {steps}"
+                f"Expected fit to train on the data of {type(self).__name__}, {len(self.data)} batches an epoch. "
+                f"Received: {steps}. {_SAME_DATA}; not what map() makes of it, no steps_per_epoch, and no "
+                "class_weight, for which Shuffled has sample_weight"
             )
         if self.data is not None and not self.model.built:
             # Now, before the backup is restored: Keras would build it in the first step.
@@ -157,9 +158,8 @@ class BackupAndRestore(keras_compat.BackupMethods):
     def _check(self) -> None:
         if self.data is not None and self.data.position != self._expected:
             raise NcclSyncError(
-                f"Expected fit to train on the data of {type(self).__name__}, one pass per epoch, which "
-                f"would then stand at {self._expected}. Received: {self.data.position}. "
-                "Write model.fit(data, callbacks=[...]), with the same data as in data="
+                f"Expected fit to train on the data of {type(self).__name__}, one pass per epoch, of which it would "
+                f"have given {_words(self._expected)}. Received: {_words(self.data.position)}. {_SAME_DATA}"
             )
 
     def write_backup(self) -> None:
@@ -220,6 +220,10 @@ class BackupAndRestore(keras_compat.BackupMethods):
         theirs = None if stored is None else {name: stored[name] for name in ours}
         if theirs != ours:
             raise ValueError(f"Expected a backup of the same data, {ours}. Received: {theirs}")
+
+
+def _words(position: Position | None) -> str:
+    return "nothing" if position is None else f"{position.epoch} passes and {position.samples} samples"
 
 
 def _seeds(model: keras.Model) -> list[Any]:

@@ -17,7 +17,7 @@ from ncclsync import ops
 from ncclsync.compat import keras as keras_compat
 from ncclsync.compat import keras_optimizers
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.errors import NcclSyncError
+from ncclsync.errors import NcclSyncError, remedied
 from ncclsync.sharding.shards import count_rows
 from ncclsync.towers.programs import python_step
 from ncclsync.training.arguments import check_whole, named_arguments
@@ -53,6 +53,7 @@ class LargeBatch(keras.callbacks.Callback):
     and 5.1 (weight decay).
     """
 
+    @remedied("Write LargeBatch(reference_batch_size=256)")
     def __init__(
         self,
         reference_batch_size: int = 256,

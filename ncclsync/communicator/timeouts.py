@@ -85,7 +85,7 @@ def wait(
             check(what())
         waited_s = time.monotonic() - began
         if waited_s >= limit_s:
-            words = f"it has not within {round(timeout_s, 3):g} s: {arrived()}{then}"
+            words = f"it has not within {round(limit_s, 3):g} s: {arrived()}{then}"
             raise NcclTimeoutError(native.TIMEOUT, call, words, "ncclTimeout", what())
         interrupts = _active
         if interrupts is not None and interrupts.has_come():

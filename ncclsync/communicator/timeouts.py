@@ -85,7 +85,7 @@ def wait(
             check(what())
         waited_s = time.monotonic() - began
         if waited_s >= limit_s:
-            words = f"it has not within {round(limit_s, 3):g} s: {arrived()}{then}"
+            words = f"it has not within {_told(limit_s)} s: {arrived()}{then}"
             raise NcclTimeoutError(native.TIMEOUT, call, words, "ncclTimeout", what())
         interrupts = _active
         if interrupts is not None and interrupts.has_come():
@@ -96,9 +96,13 @@ def wait(
         is_done = go_on(min(SLICE_S, limit_s - waited_s))
 
 
+def _told(limit_s: float) -> str:
+    return f"{limit_s:.0f}" if limit_s >= 10 else f"{limit_s:.1g}"
+
+
 def warn_of_pending(what: str, arrived: str, waited_s: float, timeout_s: float | None) -> None:
     """Log that something has been pending for so many seconds."""
-    limit = "there is no limit" if timeout_s is None else f"it is given up after {round(timeout_s, 3):g} s"
+    limit = "there is no limit" if timeout_s is None else f"it is given up after {_told(timeout_s)} s"
     logger.warning("%s has been pending for %.0f s: %s; %s", what, waited_s, arrived, limit)
 
 

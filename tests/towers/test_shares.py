@@ -127,7 +127,8 @@ def test_what_is_no_share_is_an_error(options, error, words):
 
 def test_a_share_for_each_tower():
     """Known only when the devices are."""
-    with pytest.raises(ValueError, match=r"Expected shares for each of 3 towers. Received: shares=\[1, 2\]"):
+    words = r"each of 3 towers.*Received: shares=\[1, 2\]. Write shares=\[1, 2, 1\], or towers=2"
+    with pytest.raises(ValueError, match=words):
         nccl_parallel(towers=3, shares=[1, 2])(mlp)()
 
 

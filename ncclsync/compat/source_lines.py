@@ -136,6 +136,7 @@ def _computed(graph: tf.Graph) -> dict[tuple[str, str], tuple[collections.Counte
     found = collections.defaultdict[tuple[str, str], Any](lambda: (count(), count()))
     integers = collections.defaultdict[tuple[str, str], Any](count)
     library = {one.signature.name: one for one in graph.as_graph_def().library.function}
+    captured = {internal.name: id(given) for given, internal in graph.captures if internal.dtype == tf.resource}
     for op in graph.get_operations():
         floats = any(tensor.dtype.is_floating or tensor.dtype.is_complex for tensor in op.outputs)
         number = op.type == "Const" and op.outputs[0].shape.rank == 0
@@ -148,7 +149,7 @@ def _computed(graph: tf.Graph) -> dict[tuple[str, str], tuple[collections.Counte
             continue
         numbers, kinds = found[place]
         if op.type != "Const":
-            kinds[op.type] += 1
+            kinds[_kind_of(op, captured)] += 1
         if number:
             (numbers if floats else integers[place])[repr(tf.get_static_value(op.outputs[0]))] += 1
         for node in _within(op.node_def, library):  # of branches and loops
@@ -162,6 +163,17 @@ def _computed(graph: tf.Graph) -> dict[tuple[str, str], tuple[collections.Counte
     for place in [one for one in integers if one[0] in writing]:
         found[place][0].update(integers[place])
     return found
+
+
+def _kind_of(op: tf.Operation, captured: Mapping[str, int]) -> str:
+    """Return an op's type, with its choices (of words, flags, factors and sizes of windows) and variables."""
+    found: list[Any] = [captured[tensor.name] for tensor in op.inputs if tensor.name in captured]
+    for name, value in sorted(op.node_def.attr.items()):
+        which = value.WhichOneof("value")
+        chosen = which in ("b", "f", "s") or (which == "list" and value.list.i)
+        if (chosen and name[0] != "_") or (which == "type" and tf.as_dtype(value.type).is_floating):
+            found.append(f"{name}={value}")
+    return f"{op.type} {found}"
 
 
 def _is_of_tape(op: tf.Operation) -> bool:

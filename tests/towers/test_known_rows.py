@@ -101,6 +101,15 @@ def by_a_slice(x, _):
     return x if x.shape[:1] == [None] else 3 * x
 
 
+def another_variable(x, seen):
+    chosen = seen.two[0 if x.shape[0] else 1]
+    return x * chosen
+
+
+def another_choice(x, _):
+    return tf.nn.leaky_relu(x, 0.1 if x.shape[0] else 0.9)
+
+
 def in_parts(x, _):
     return tf.concat([part - tf.reduce_mean(part, 0) for part in keras.ops.array_split(x, 3)], 0)
 
@@ -111,7 +120,17 @@ def a_part(x, _):
 
 ALIKE = (unpacked, whichever_is_known, by_list, branching, halved, counted, steps_of_rows, drawn)
 OTHERWISE = (another_factor, another_op, another_count, centred_if_known, by_all_lengths, by_kind_of_number)
-OTHERWISE += (in_a_branch, of_an_array, by_its_dims, by_comparison, by_a_slice, in_parts, a_part)
+OTHERWISE += (
+    in_a_branch,
+    of_an_array,
+    by_its_dims,
+    by_comparison,
+    by_a_slice,
+    another_variable,
+    another_choice,
+    in_parts,
+    a_part,
+)
 
 
 class Asking(keras.layers.Layer):
@@ -121,6 +140,7 @@ class Asking(keras.layers.Layer):
         super().__init__()
         self.asks = call
         self.seen = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False)
+        self.seen.two = [tf.Variable(one, trainable=False) for one in (1.0, 2.0)]
 
     def call(self, x):
         return self.asks(x, self.seen)

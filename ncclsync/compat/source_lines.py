@@ -6,7 +6,7 @@ import linecache
 import os
 import pathlib
 import traceback as stack
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -28,6 +28,8 @@ _TRACE = os.path.join(_OWN, "program", "trace.py")  # calls a step
 _OF_TAPES = "gradient_tape/"
 _SOURCES = frozenset({"Const", "Placeholder", "ReadVariableOp"})
 _RUNNING = frozenset({"Case", "If", "StatelessCase", "StatelessIf", "StatelessWhile", "While"})  # functions
+_LOOPS = frozenset({"StatelessWhile", "While"})
+_COMPARING = frozenset({"Equal", "Greater", "GreaterEqual", "Less", "LessEqual", "NotEqual"})
 # Ops that TensorFlow makes, or leaves out, where it knows a length.
 _OF_LENGTHS = frozenset(
     {"BroadcastTo", "Cast", "Fill", "Identity", "OnesLike", "Reshape", "Shape", "Squeeze", "Tile", "ZerosLike"}
@@ -151,7 +153,10 @@ def _computed(graph: tf.Graph) -> dict[tuple[str, str], tuple[collections.Counte
         if op.type != "Const":
             kinds[_kind_of(op, captured)] += 1
         if number:
-            (numbers if floats else integers[place])[repr(tf.get_static_value(op.outputs[0]))] += 1
+            bounds = any(user.type in _RUNNING for user in op.outputs[0].consumers())  # a loop
+            (numbers if floats or bounds else integers[place])[repr(tf.get_static_value(op.outputs[0]))] += 1
+        if op.type in _LOOPS:
+            numbers.update(_ends(library[op.node_def.attr["cond"].func.name].node_def))
         for node in _within(op.node_def, library):  # of branches and loops
             dtype = tf.as_dtype(node.attr["dtype" if node.op == "Const" else "T"].type or tf.variant)
             if node.op == "Const" and dtype.is_floating and not node.attr["value"].tensor.tensor_shape.dim:
@@ -206,6 +211,14 @@ def _within(node: Any, library: Mapping[str, Any]) -> Iterator[Any]:
             for inner in library[name].node_def if name in library else ():
                 yield inner
                 yield from _within(inner, library)
+
+
+def _ends(nodes: Sequence[Any]) -> Iterator[str]:
+    """Yield the constants that a loop's condition compares something with."""
+    by_name = {node.name: node for node in nodes}
+    compared = {name.partition(":")[0] for node in nodes if node.op in _COMPARING for name in node.input}
+    for node in (by_name[name] for name in compared if name in by_name and by_name[name].op == "Const"):
+        yield repr(tf.make_ndarray(node.attr["value"].tensor))
 
 
 def calls_of(graph: tf.Graph, name: str) -> str | None:

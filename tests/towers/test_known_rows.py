@@ -110,6 +110,15 @@ def another_choice(x, _):
     return tf.nn.leaky_relu(x, 0.1 if x.shape[0] else 0.9)
 
 
+def another_end(x, _):
+    return tf.while_loop(lambda i, _: i < (x.shape[0] or 3) // 3, lambda i, y: (i + 1, 1.1 * y), [0, x])[1]
+
+
+def as_many_steps(x, _):
+    rows = x.shape[0] or tf.shape(x)[0]
+    return tf.while_loop(lambda i, _: i < rows // 3, lambda i, y: (i + 1, 1.1 * y), [0, x])[1]
+
+
 def in_parts(x, _):
     return tf.concat([part - tf.reduce_mean(part, 0) for part in keras.ops.array_split(x, 3)], 0)
 
@@ -118,7 +127,7 @@ def a_part(x, _):
     return x + tf.reduce_mean(keras.ops.array_split(x, 2)[-1])
 
 
-ALIKE = (unpacked, whichever_is_known, by_list, branching, halved, counted, steps_of_rows, drawn)
+ALIKE = (unpacked, whichever_is_known, by_list, branching, halved, counted, steps_of_rows, drawn, as_many_steps)
 OTHERWISE = (another_factor, another_op, another_count, centred_if_known, by_all_lengths, by_kind_of_number)
 OTHERWISE += (
     in_a_branch,
@@ -128,6 +137,7 @@ OTHERWISE += (
     by_a_slice,
     another_variable,
     another_choice,
+    another_end,
     in_parts,
     a_part,
 )

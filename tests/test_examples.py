@@ -35,7 +35,10 @@ SETTING = {
     "x": "import numpy\nx = numpy.random.default_rng(0).standard_normal((60, 8)).astype('float32')",
     "y": "import numpy\ny = numpy.random.default_rng(1).integers(0, 10, 60)",
     "build_model": USE[: USE.index("model = build_model()")],
-    **dict.fromkeys(("Kind", "SUM", "rule_for"), "from ncclsync.semantics.rules import SUM, Kind, rule_for"),
+    **dict.fromkeys(
+        ("SUM", "Shard", "rule_for"),
+        "from ncclsync.semantics.placements import SUM, Shard\nfrom ncclsync.semantics.rules import rule_for",
+    ),
 }
 TWO_TOWERS = """
 from ncclsync.towers import session

@@ -291,7 +291,10 @@ FIRST = dict.fromkeys(
     ("StridedSlice", "Mul", "AddV2", "Transpose", "GatherNd", "Pack"), "Keras distorts the batch's first image alone"
 )
 row("RandomElasticTransform", classifier(made(layers.RandomElasticTransform), IMAGE), FIRST)
-MIXED = {"GatherV2": "each image is mixed with another of the batch, by a permutation of its rows"}
+MIXED = {
+    "GatherV2": "each image is mixed with another of the batch, by a permutation of its rows",
+    "TopKV2": "that permutation sorts one random number of each row",
+}
 row("MixUp", classifier(made(layers.MixUp), IMAGE), MIXED)
 row("CutMix", classifier(made(layers.CutMix), IMAGE), MIXED)
 row(

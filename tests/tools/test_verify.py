@@ -748,7 +748,7 @@ number = 3
     ("arguments", "code", "out", "err"),
     [
         (["sub/other.py:Normalised.build", "--towers", "2"], 1, "Likely reasons:", ""),
-        (["mine:Normalised.build", "--steps", "2", "--exact"], 0, "Equal to 1e-05: 4 towers", "step 2 of 2, on"),
+        (["mine:Normalised.build", "--steps", "2", "--exact"], 0, "Equal to 1e-05: 4 towers", "step 2 of 2, equal"),
         (["mine:unknown"], 2, "", "Begin it with keras.Input(shape), or name a function that returns data: --data"),
         (["mine:unknown", "--data", "mine:data", "--steps", "1"], 0, "1 step on a batch of 9 samples", ""),
         (["mine:decorated_within", "--steps", "1"], 0, "Equal to 1e-05: 4 towers", ""),

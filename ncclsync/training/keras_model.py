@@ -35,7 +35,7 @@ from ncclsync.towers.session import ModelSide
 from ncclsync.towers.step import TowerStep
 from ncclsync.towers.step_function import to_tensor
 from ncclsync.training.files import replacing
-from ncclsync.training.loop import Towers, give_towers
+from ncclsync.training.loop import Towers, give_towers, warn_of_own_name
 from ncclsync.training.random_data import check_targets, fixed_batch_size, random_data
 
 _BATCH_SIZE = 32  # Keras' own
@@ -112,6 +112,7 @@ def maker(model: keras.Model, towers: Towers, kind: str) -> Callable[..., Any]:
     own = getattr(model, name)
 
     def make(force=False):
+        warn_of_own_name(model, towers)  # set since then
         if getattr(model, attribute) is None or force:
             step = ModelStep(model, towers, f"{kind}_step")
             setattr(model, attribute, step.run_each if kind == "predict" else step.run)

@@ -269,15 +269,22 @@ def give_towers(model: keras.Model, towers: Towers) -> None:
     """Let `towers_of` return these towers for a model, and `model.towers`, unless the model uses that name."""
     members = vars(model)
     members[_HELD_AS] = towers
+    if not warn_of_own_name(model, towers):
+        members["towers"] = towers  # past Keras' bookkeeping, and a `__setattr__` of the model's
+
+
+def warn_of_own_name(model: keras.Model, towers: Towers) -> bool:
+    """Warn once if `model.towers` is not what `give_towers` has set; return whether it is something else."""
     own = inspect.getattr_static(model, "towers", towers)
     if isinstance(own, Towers):
-        members["towers"] = towers  # past Keras' bookkeeping, and a `__setattr__` of the model's
-    else:
-        logger.warning(
-            "%s has its own model.towers, a %s, which stays: ncclsync.towers_of(model) returns the Towers",
-            type(model).__name__,
-            type(own).__name__,
-        )
+        return False
+    towers.session.warn_once(
+        f"{type(model).__name__} has its own model.towers, {shown(own)}, which stays and changes nothing: "
+        f"{len(towers)} towers train it. ncclsync.towers_of(model) returns them; "
+        "nccl_parallel(towers=...) chooses others",
+        about="model.towers",
+    )
+    return True
 
 
 class _StepOfUser:

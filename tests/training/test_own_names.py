@@ -66,7 +66,7 @@ def test_a_models_own_towers_stay(kind, caplog):
     assert [len(model.towers), *map(type, model.towers)] == [2, keras.layers.Dense, keras.layers.Dense]
     towers = towers_of(model)
     assert isinstance(towers, ncclsync.Towers) and len(towers) == 2
-    assert "ncclsync.towers_of(model) returns the Towers" in caplog.text
+    assert "its own model.towers, " in caplog.text and "ncclsync.towers_of(model) returns them" in caplog.text
     timeline = ncclsync.NoiseScale()
     fitted = model.fit(x, y, batch_size=10, shuffle=False, verbose=0, callbacks=[timeline])
     alone = built(kind, towers=0)
@@ -75,6 +75,17 @@ def test_a_models_own_towers_stay(kind, caplog):
     assert towers.divergence() == 0.0
     with pytest.raises(ValueError, match="has <Towers 2"):
         nccl_parallel(towers=2)(lambda: model)()
+
+
+def test_a_number_for_towers_is_told(caplog):
+    """Who sets `model.towers` to a number has not chosen as many towers; the next `fit` says so, once."""
+    model = built(lambda: keras.Sequential([keras.layers.Dense(1)]))
+    model.towers = 4
+    with caplog.at_level(logging.WARNING, "ncclsync"):
+        for _ in range(2):
+            model.fit(X, np.ones((20, 1), "float32"), batch_size=10, verbose=0)
+    assert caplog.text.count("its own model.towers, 4, which stays and changes nothing: 2 towers train it") == 1
+    assert len(towers_of(model)) == 2
 
 
 def test_towers_of_a_plain_model():

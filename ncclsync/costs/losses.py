@@ -94,8 +94,8 @@ class Losses:
         """Say what towers lose because they share one device's cores; "" if they do not."""
         starts, same = self.starts, self.same
         parts = {
-            f"{starts:.0%} to start ops on each tower (larger batches or fewer towers lose less)": starts,
-            f"{same:.0%} to update all weights on each tower (so do fewer towers, or shard_optimizer=True)": same,
+            f"{starts:.0%} by starting ops on each tower (larger batches or fewer towers lose less)": starts,
+            f"{same:.0%} by updating all weights on each tower (so do fewer towers, or shard_optimizer=True)": same,
         }
         return " and ".join(part for part, share in parts.items() if share >= 0.01)
 

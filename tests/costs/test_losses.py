@@ -25,4 +25,4 @@ def test_measured(name):
     """It is at most a factor of 2 from that, by counts of ops and bytes alone."""
     losses = costs.cost_of_row(name).on_cores
     assert 0.5 <= losses.share / MEASURED[name] <= 2
-    assert "start ops" in losses.by_cores
+    assert "starting ops" in losses.by_cores

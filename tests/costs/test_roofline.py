@@ -87,4 +87,4 @@ def test_towers_that_share_cores_start_and_update_each():
     assert losses_of(work, 0, rows, towers).share == 0
     found = losses_of(work, 0, rows, towers, machine=CORE)
     assert found.needed == 0 and found.same / found.starts == pytest.approx(1e8 / CORE.bytes_per_s / 0.004, rel=0.1)
-    assert 0.6 < found.share < 0.75 and "start ops on each tower" in found.by_cores
+    assert 0.6 < found.share < 0.75 and "starting ops on each tower" in found.by_cores

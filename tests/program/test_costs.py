@@ -82,14 +82,14 @@ def test_nothing_is_gathered_for_rows_by_themselves(caplog):
     told, explained = warnings_of(contrastive(4, rows_alone=True), X, caplog)
     assert explained.wholes == () and told == []
     assert "rows of all for" not in str(explained)
-    price = r"These towers share one device's cores, .* 1\.\d times .* they lose \d\d% to start ops on each tower"
+    price = r"These towers share one device's cores, .* 1\.\d times .* they lose \d\d% by starting ops on each tower"
     assert re.match(price, explained.price) and explained.price in " ".join(str(explained).split())
 
 
 def test_weights_that_each_tower_updates(caplog):
     """Many weights beside few rows: no warning, and a way out."""
     told, explained = warnings_of(contrastive(20_000, rows_alone=True), X[:6], caplog)
-    assert told == [] and "% to update all weights on each tower" in explained.price
+    assert told == [] and "% by updating all weights on each tower" in explained.price
     assert "shard_optimizer=True" in explained.price
 
 

@@ -159,8 +159,8 @@ class Report(Printed):
             since = self._left.get((one.kind, one.name))
             figures = f"{one.absolute:.2g}", f"{one.relative:.2g}", _when(one), f"from {_when(since)}" if since else ""
             rows.append([Text(cell, style="red" if since else "") for cell in (one.kind, one.name, *figures)])
-        least = f"by at least {_LEAST_MAGNITUDE:g}, a log's by {_LEAST_MAGNITUDE_OF_LOGS:g}"
-        caption = f"relative: the difference, divided by the array's largest magnitude ({least})"
+        least = f"at least {_LEAST_MAGNITUDE:g}; of a log {_LEAST_MAGNITUDE_OF_LOGS:g}"
+        caption = f"relative: by the largest magnitude of the array ({least})"
         heads = "", "variable", "largest\nabsolute", "largest\nrelative", "at", "out of\ntolerance"
         return table(heads, rows, numbers=range(2, 6), caption=caption)
 

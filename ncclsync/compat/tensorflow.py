@@ -1,16 +1,18 @@
 """Wrap the interfaces that TensorFlow does not promise to keep."""
 
+import collections
 import contextlib
 import copy
 import ctypes
 import functools
 import gc
+import itertools
 import re
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import keras
@@ -342,54 +344,97 @@ def open_rows(variables: Iterable[tf.Variable]) -> Iterator[None]:
             handle._handle_data = data
 
 
+Line = tuple[str, int]  # a file, and the number of a line in it
+
 # What Keras has of an open length is something else, without an error: `tests/compat` finds all such functions.
 _GOING_BY_LENGTHS = frozenset({"array_split", "associative_scan"})
+# They are asked for a shape, and answer with that of a tensor.
+_PASSING_ON = frozenset({"get_shape", "shape"})
+# Members of a shape that tell no length.
+_OF_RANK = frozenset({"__bool__", "__init__", "__len__", "__nonzero__", "assert_has_rank", "ndims", "rank"})
 
 
 @contextlib.contextmanager
-def open_rows_asked(is_library: Callable[[str], bool]) -> Iterator[list[str]]:
-    """Note who asks meanwhile for the first length of a shape, and hears that it is open: files that are no library.
+def open_lengths_asked(is_library: Callable[[str], bool]) -> Iterator[list[Line]]:
+    """Note who asks meanwhile for a length of a shape, and hears that it is open: lines of files that are no library.
 
-    A call of `keras.ops.shape` counts as its caller's question. Whoever hands a shape on, to be asked there, is not
-    heard.
-
-    Raises:
-        ValueError: in a function of Keras' that would compute something else.
+    What keras.ops.shape asks counts as its caller's question, and so does what functions of Keras ask that go by a
+    length. Whoever hands a shape on, to be asked there, is not heard.
     """
-    found: list[str] = []
+    found: list[Line] = []
 
-    def asked(ask: Callable[..., Any], shape: tf.TensorShape, *key: Any) -> Any:
-        if shape.rank and shape._dims[0] is None and (not key or _holds_first(key[0], shape.rank)):
-            frame: Any = sys._getframe(2)
-            names = set[str]()
-            while frame is not None and is_library(frame.f_code.co_filename):
-                names.add(frame.f_code.co_name)
-                frame = frame.f_back
-            if needing := names & _GOING_BY_LENGTHS:
-                raise ValueError(f"keras.ops.{needing.pop()} goes by the number of rows, which is open")
-            found.extend(() if frame is None or names - {"shape"} else [frame.f_code.co_filename])
-        return ask(shape, *key)
+    def asked(ask: Callable[..., Any], shape: tf.TensorShape, *given: Any) -> Any:
+        if shape.rank and None in _lengths_asked(shape._dims, *given) and (line := _asking_line(is_library)):
+            found.append(line)
+        return ask(shape, *given)
 
     with contextlib.ExitStack() as stack:
-        for name in (
-            "__eq__",
-            "__getitem__",
-            "__iter__",
-            "__ne__",
-            "as_list",
-            "dims",
-            "is_fully_defined",
-            "num_elements",
-        ):
-            stack.enter_context(methods_wrapped([tf.TensorShape], name, asked))
+        for name in vars(tf.TensorShape).keys() - _OF_RANK:
+            if isinstance(vars(tf.TensorShape)[name], (FunctionType, property)):
+                stack.enter_context(methods_wrapped([tf.TensorShape], name, asked))
         yield found
 
 
-def _holds_first(key: Any, rank: int) -> bool:
-    """Return whether the elements of this key, of a shape, are the first, or the first among others."""
-    if isinstance(key, slice):
-        return 0 in range(rank)[key]
-    return not isinstance(key, int) or key in (0, -rank)
+def _lengths_asked(lengths: Sequence[int | None], key: Any = None, *_: Any) -> Sequence[int | None]:
+    if isinstance(key, int):
+        return lengths[key : key + 1 or None]
+    return lengths[key] if isinstance(key, slice) else lengths
+
+
+def _asking_line(is_library: Callable[[str], bool]) -> Line | None:
+    """Return the line that asks for a shape, as the caller's caller; None if that is a library's own question."""
+    frame: Any = sys._getframe(3)
+    names = set[str]()
+    while frame is not None and is_library(frame.f_code.co_filename):
+        if frame.f_globals.get("__name__") == "__main__":  # typed in, or run from a text
+            break
+        names.add(frame.f_code.co_name)
+        frame = frame.f_back
+    if frame is None or (names - _PASSING_ON and not names & _GOING_BY_LENGTHS):
+        return None
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+class ReadShapes(list[tuple[Line, tf.TensorShape]]):
+    """Hold the lines that have read tensors' shapes, and these, in turn.
+
+    Attributes:
+        open: the lines that have heard that a length is open.
+    """
+
+    def __init__(self) -> None:
+        """Hold none yet."""
+        super().__init__()
+        self.open: list[Line] = []
+
+    def untold(self, told: "ReadShapes") -> Line | None:
+        """Return a line that has gone by other shapes than these, of an earlier trace; None if there is none."""
+        longest = itertools.zip_longest(self, told)
+        strayed = [(one or known)[0] for one, known in longest if one != known]
+        strayed += collections.Counter(self.open) - collections.Counter(told.open)
+        return strayed[0] if strayed else None
+
+
+@contextlib.contextmanager
+def shapes_read(is_library: Callable[[str], bool], told: ReadShapes | None = None) -> Iterator[ReadShapes]:
+    """Note each shape that is read meanwhile of a graph's tensor by a line outside libraries.
+
+    With `told`, of an earlier trace of the same Python, each of these lines reads what it has read in that trace,
+    whatever the tensor's own shape leaves open.
+    """
+    found = ReadShapes()
+
+    def read(get: Callable[..., tf.TensorShape], tensor: tf.Tensor) -> tf.TensorShape:
+        shape = get(tensor)
+        if (line := _asking_line(is_library)) is None:
+            return shape
+        if told is not None and len(found) < len(told) and told[len(found)][1].is_compatible_with(shape):
+            shape = told[len(found)][1]
+        found.append((line, shape))
+        return shape
+
+    with open_lengths_asked(is_library) as found.open, methods_wrapped([tf.Tensor], "shape", read):
+        yield found
 
 
 def spec_behind(tensor: tf.Tensor) -> tf.TensorSpec | None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.compat.source_lines import first_difference, innermost, is_library
+from ncclsync.compat.source_lines import innermost, is_library, line_text
 from ncclsync.gradients.hooks import step_hooks
 from ncclsync.gradients.noise_scale import gradient_moments
 from ncclsync.gradients.nonfinite import finite_flags
@@ -76,15 +76,16 @@ class Key(NamedTuple):
     version: int  # the number of TensorFlow's trace that it stands for; 0 if it was made beside the steps
     watched: bool  # whether there are timestamps, if it packs
     layout: Layout  # a split for lack of memory makes a new layout, and for it new programs
+    told: str = ""  # specs of the batch whose lengths Python was told, as one device has them; "" if it asked for none
 
 
-class RowsNeeded(ValueError):
-    """A line computes something else where it does not know how many rows a batch has."""
+class _Asked(ValueError):
+    """Python goes by a length that is open, and that one device knows."""
 
-    def __init__(self, line: str) -> None:
+    def __init__(self, line: tf_compat.Line) -> None:
         """Name the line."""
         super().__init__("x.shape[0] is None, and something else is computed")
-        self.line = line
+        self.line = line_text(*line)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +97,7 @@ class _Traced:
     trace: Trace
     observer: Observer | None  # of its gradients, if something reads them
     before: PythonState
+    shapes: tf_compat.ReadShapes | None = None  # that Python was told, as one device's trace shows them
 
 
 class Programs:
@@ -106,13 +108,22 @@ class Programs:
         self.towers = towers
         self.trains = trains  # whether it counts as a training step
         self.kept: dict[Key, Program] = {}  # the one used last at the end
-        self.too_open: set[tuple[int, str]] = set()  # versions, and specs of shards that cannot be traced for them
+        # Versions, and specs of shards: that cannot be traced for them; for which Python asks for lengths.
+        self.too_open: set[tuple[int, str]] = set()
+        self._asking: set[tuple[int, str]] = set()
         self._step = step
 
     def of(self, specs: Any, meter: Meter | None = None, version: Version = BESIDE) -> Program:
-        """Return the program for batches of these specs, with timestamps in its segments if a meter is given."""
-        shard = self.shard_specs(specs, version)
-        key = Key(repr(shard), tuple(self.readers()), version.number, meter is not None, self.towers.layout)
+        """Return the program for batches of these specs, with timestamps in its segments if a meter is given.
+
+        The number of rows is left open, which shows what depends on it. If Python asks for it, and one device knows
+        it, Python is told what one device would tell. If the step cannot be traced so either, every tower computes the
+        whole batch.
+        """
+        shard, alone = self.shard_specs(specs, version), specs if version.specs is None else version.specs
+        kind = version.number, repr(shard)
+        told = repr(alone) if kind in self._asking else ""
+        key = Key(kind[1], tuple(self.readers()), version.number, meter is not None, self.towers.layout, told)
         if key in self.kept:
             self.kept[key] = self.kept.pop(key)
             return self.kept[key]
@@ -120,22 +131,19 @@ class Programs:
         if other is not None and not other.packs:  # its segments have no timestamps, watched or not
             return other
         try:
-            traced = self._traced(shard, alone=specs if version.specs is None else version.specs)
+            traced = self._traced(shard, alone, is_told=bool(told))
         except (*_BY_LENGTHS, RuntimeError) as error:
             self._step.forget_failed()
-            line, cause = (error.line, error) if isinstance(error, RowsNeeded) else innermost(error)
-            misses_lengths = isinstance(error, _BY_LENGTHS) or isinstance(cause, _BY_LENGTHS)
+            line, cause = (error.line, error) if isinstance(error, _Asked) else innermost(error)
             # Keras wraps what a model raises in a RuntimeError.
-            if repr(specs) == repr(shard) or not misses_lengths:
+            if not isinstance(error, _BY_LENGTHS) and not isinstance(cause, _BY_LENGTHS):
                 raise
-            too_open = version.number, repr(shard)
-            self.too_open.add(too_open)
-            try:
-                program = self.of(specs, meter, version)
-            except Exception:  # raised again, after the fixed lengths are forgotten
-                self.too_open.discard(too_open)
+            if not told and kind[1] != repr(specs) and _knows_rows(alone):
+                return self._otherwise(self._asking, kind, specs, meter, version)
+            if repr(specs) == kind[1]:
                 raise
-            if repr(shard) == repr(open_specs(specs)):
+            program = self._otherwise(self.too_open, kind, specs, meter, version)
+            if kind[1] == repr(open_specs(specs)):
                 self.towers.session.warn_once(
                     "The step can be traced for batches of a fixed number of rows alone, and cannot be divided: "
                     f"every tower computes the whole batch. {line} needs that number while it is traced. Use "
@@ -157,6 +165,17 @@ class Programs:
         if len(self.kept) >= MOST_KEPT:
             del self.kept[next(iter(self.kept))]
         return self.kept.setdefault(key, program)
+
+    def _otherwise(
+        self, kinds: set[tuple[int, str]], kind: tuple[int, str], specs: Any, meter: Meter | None, version: Version
+    ) -> Program:
+        """Return the program of a step that is traced otherwise, as this kind's being among `kinds` says."""
+        kinds.add(kind)
+        try:
+            return self.of(specs, meter, version)
+        except Exception:  # raised again: another batch may be traced as usual
+            kinds.discard(kind)
+            raise
 
     def forget_other_layouts(self) -> bool:
         """Forget the programs of other layouts than the towers'; return whether there were any."""
@@ -190,11 +209,11 @@ class Programs:
         }
         return {name: reader for name, (active, reader) in wanted.items() if self.trains and active}
 
-    def _traced(self, specs: Any, alone: Any) -> _Traced:
-        """Trace the step for shards of these specs, and compare it with one device's, which traces it for `alone`.
+    def _traced(self, specs: Any, alone: Any, *, is_told: bool) -> _Traced:
+        """Trace the step for shards of these specs; `is_told`: Python is told what it hears for `alone`, one device's.
 
         Raises:
-            RowsNeeded: one device computes something else.
+            _Asked: Python, not told, has asked for what one device knows.
             Exception: of the user's step.
         """
         self.towers.session.check_repeatable()
@@ -204,52 +223,64 @@ class Programs:
             source = dataclasses.replace(source, jit_compile=False)
         built = PythonState(self._step.model)
         try:
-            traced = self._converted(source, specs, alone)
+            traced = self._converted(source, specs, alone, is_told)
         except Exception:  # of any kind; raised again
             built.restore()  # the step may be traced for other specs, and that trace counts
             raise
         if source.twice and traced.before.is_changed:
             before.restore(since=traced.before)
-            self._trace(source, specs)
-            traced = self._converted(source, specs, alone)
+            self._trace(source, alone if is_told else specs)
+            traced = self._converted(source, specs, alone, is_told)
         return traced
 
-    def _converted(self, source: Source, specs: Any, alone: Any) -> _Traced:
+    def _converted(self, source: Source, specs: Any, alone: Any, is_told: bool) -> _Traced:
         """Trace the step, through autograph if it must be."""
+        trace = self._told if is_told else self._asked
         try:
-            return self._compared(source, specs, alone)
+            return trace(source, specs, alone)
         except TypeError as error:  # Python's `if`, `for` or `len` of a tensor
             if not source.autograph:
                 raise
             logger.info("%s is traced through autograph, as tf.function does", source.function)
             converted = tf_compat.autograph_converted(source.function)
             try:
-                return self._compared(dataclasses.replace(source, function=converted), specs, alone)
+                return trace(dataclasses.replace(source, function=converted), specs, alone)
             except TypeError as other:
                 if str(error) in str(other):  # autograph changes nothing about it
                     raise error from None
                 raise
 
-    def _compared(self, source: Source, specs: Any, alone: Any) -> _Traced:
-        with contextlib.ExitStack() as stack:
-            knows_more = repr(alone) != repr(specs)
-            asked = stack.enter_context(tf_compat.open_rows_asked(is_library)) if knows_more else []
+    def _asked(self, source: Source, specs: Any, alone: Any) -> _Traced:
+        """Trace the step, unless Python goes by a length that is open here, and not on one device."""
+        if not _knows_rows(alone):
+            return self._trace(source, specs)
+        with tf_compat.open_lengths_asked(is_library) as asked:
             traced = self._trace(source, specs)
-        if not asked:
-            return traced
-        # Python has heard that the number of rows is open, and may go by that.
-        after = PythonState(self._step.model)
-        traced.before.restore()  # to compare the same numbers
-        try:
-            other = self._trace(source, alone, observed=False)
-        except Exception as error:  # of any kind: one device raises it as well
-            logger.debug("The step cannot be traced for a fixed number of rows: %s", error)
-            return traced
-        finally:
-            after.restore()
-        if line := first_difference(traced.trace.function.graph, other.trace.function.graph):
-            raise RowsNeeded(line)
+        if asked:
+            raise _Asked(asked[0])
         return traced
+
+    def _told(self, source: Source, specs: Any, alone: Any) -> _Traced:
+        """Trace the step so that Python reads what one device's trace shows of each tensor's shape."""
+        before = PythonState(self._step.model)
+        with tf_compat.shapes_read(is_library) as shapes:
+            self._trace(source, alone, observed=False)
+        before.restore()
+        return self._trace_told(shapes, source, specs)
+
+    def _trace_told(self, shapes: tf_compat.ReadShapes | None, *given: Any) -> _Traced:
+        """Trace the step, and tell Python these shapes, if any.
+
+        Raises:
+            _Asked: Python goes by a length that it was not told.
+        """
+        if shapes is None:
+            return self._trace(*given)
+        with tf_compat.shapes_read(is_library, shapes) as read:
+            traced = self._trace(*given)
+        if line := read.untold(shapes):
+            raise _Asked(line)
+        return dataclasses.replace(traced, shapes=shapes)
 
     def _trace(self, source: Source, specs: Any, opened: Opened = (), *, observed: bool = True) -> _Traced:
         step: Callable[[Any], Any] = functools.partial(_on_given, python_step(source.function))
@@ -293,7 +324,8 @@ class Programs:
             # A part with a fixed number of rows would be computed for the whole batch: trace again, with it left open.
             traced.before.restore()
             try:
-                return self._cut(self._trace(traced.source, traced.specs, program.fixed), meter, again=False)
+                other = self._trace_told(traced.shapes, traced.source, traced.specs, program.fixed)
+                return self._cut(other, meter, again=False)
             except (TypeError, ValueError) as error:
                 logger.debug("The step needs the number of rows of its variables: %s", error)
         if observer is not None:
@@ -325,6 +357,12 @@ class Programs:
         what = "Training" if self.trains else "Evaluation or prediction"
         if text := say_inexact(found, "shard" if layout.divided else "tower", what):
             self.towers.session.warn_once(text)
+
+
+def _knows_rows(specs: Any) -> bool:
+    """Return whether the specs of a batch say how many rows it has."""
+    shapes = [spec.shape for spec in tf.nest.flatten(specs) if hasattr(spec, "shape")]
+    return any(shape.rank and shape[0] is not None for shape in shapes)
 
 
 def _with_gradients(program: Program, names: tuple[str, ...]) -> Program:

@@ -392,7 +392,8 @@ def _asking_line(is_library: Callable[[str], bool]) -> Line | None:
         frame = frame.f_back
     if frame is None or (names - _PASSING_ON and not names & _GOING_BY_LENGTHS):
         return None
-    return frame.f_code.co_filename, frame.f_lineno
+    file = frame.f_code.co_filename
+    return "" if "__autograph_generated_file" in file else file, frame.f_lineno
 
 
 class ReadShapes(list[tuple[Line, tf.TensorShape]]):
@@ -412,7 +413,7 @@ class ReadShapes(list[tuple[Line, tf.TensorShape]]):
         longest = itertools.zip_longest(self, told)
         strayed = [(one or known)[0] for one, known in longest if one != known]
         strayed += collections.Counter(self.open) - collections.Counter(told.open)
-        return strayed[0] if strayed else None
+        return next((line for line in strayed if line[0]), strayed[0]) if strayed else None
 
 
 @contextlib.contextmanager
@@ -420,20 +421,32 @@ def shapes_read(is_library: Callable[[str], bool], told: ReadShapes | None = Non
     """Note each shape that is read meanwhile of a graph's tensor by a line outside libraries.
 
     With `told`, of an earlier trace of the same Python, each of these lines reads what it has read in that trace,
-    whatever the tensor's own shape leaves open.
+    whatever the tensor's own shape leaves open; except within a `tf.function`, which keeps its trace for others.
     """
     found = ReadShapes()
+    tells = told is not None
 
     def read(get: Callable[..., tf.TensorShape], tensor: tf.Tensor) -> tf.TensorShape:
         shape = get(tensor)
         if (line := _asking_line(is_library)) is None:
             return shape
-        if told is not None and len(found) < len(told) and told[len(found)][1].is_compatible_with(shape):
+        if told is not None and tells and len(found) < len(told) and told[len(found)][1].is_compatible_with(shape):
             shape = told[len(found)][1]
         found.append((line, shape))
         return shape
 
-    with open_lengths_asked(is_library) as found.open, methods_wrapped([tf.Tensor], "shape", read):
+    def called(call: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        nonlocal tells
+        before, tells = tells, False
+        try:
+            return call(*given, **named)
+        finally:
+            tells = before
+
+    with contextlib.ExitStack() as stack:
+        found.open = stack.enter_context(open_lengths_asked(is_library))
+        stack.enter_context(methods_wrapped([tf.Tensor], "shape", read))
+        stack.enter_context(methods_wrapped([polymorphic_function.Function], "__call__", called))
         yield found
 
 

@@ -85,7 +85,7 @@ class _Asked(ValueError):
     def __init__(self, line: tf_compat.Line) -> None:
         """Name the line."""
         super().__init__("x.shape[0] is None, and something else is computed")
-        self.line = line_text(*line)
+        self.line = line_text(*line) if line[0] else "a line that autograph has converted"
 
 
 @dataclasses.dataclass(frozen=True)

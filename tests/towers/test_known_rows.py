@@ -245,6 +245,59 @@ def test_what_one_device_knows(call, train, caplog):
     assert all(f"{__file__}:" in one for one in told)
 
 
+class OwnFunctions(keras.Model):
+    """A model whose step calls functions; the latter, which keeps its traces, is reached only where rows are known."""
+
+    @tf.function
+    def scaled(self, x):
+        """Scale by the number of rows, if it is known."""
+        return x * (x.shape[0] or 1) if tf.reduce_sum(x) > -1e9 else x
+
+    @tf.function(jit_compile=True)
+    def shifted(self, x):
+        """Shift by the number of rows, if it is known."""
+        return x + (x.shape[0] or 1)
+
+    def loss_of(self, data):
+        """Call both."""
+        y_pred = self.scaled(self(data[0]))
+        y_pred = y_pred if y_pred.shape[0] is None else self.shifted(y_pred)
+        return tf.reduce_mean((y_pred / 10 - data[1]) ** 2)
+
+    def train_step(self, data):
+        """Train on the loss."""
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(data)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+    def test_step(self, data):
+        """Return the loss."""
+        return {"loss": self.loss_of(data)}
+
+
+def test_functions_of_ones_own_keep_no_trace_of_what_is_told(caplog):
+    """A step of open rows, before and after, calls them as on one device."""
+
+    def build():
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input([6])
+        model = OwnFunctions(inputs, keras.layers.Dense(1)(inputs))
+        model.compile(keras.optimizers.SGD(0.001))
+        return model
+
+    alone, model = build(), on_towers(build, 3)
+    with caplog.at_level(logging.WARNING, "ncclsync"):
+        for _ in range(2):
+            assert_close(by_dataset(model), by_dataset(alone))
+            assert_close(model.evaluate(X, X[:, :1], verbose=0), alone.evaluate(X, X[:, :1], verbose=0))
+            assert_close(model.shifted(X[:4]), alone.shifted(X[:4]))
+    assert caplog.text.count("a fixed number of rows") == 1  # what XLA compiles by itself is not told
+    opened = tf.function(model.shifted, input_signature=[tf.TensorSpec([None, 1])])
+    with tf.device("/CPU:0"):
+        assert_close(opened(X[:5, :1]), X[:5, :1] + 1)
+
+
 def test_lines_that_are_typed_in():
     """A function of no file is told as well."""
     names = {"__name__": "__main__"}

@@ -70,8 +70,7 @@ class StepBuilder:
             definitions = self.traced.tf_graph.as_graph_def().library.function
             self.functions.definitions.update((definition.signature.name, definition) for definition in definitions)
         for op in made:
-            self.nodes[op.name] = op.node_def
-            self.writes.setdefault(op.name, set())
+            self.nodes[op.name], self.writes[op.name] = op.node_def, set()
             self.controls[op.name] = [control.name for control in op.control_inputs]
             self.append(op, op.inputs)
             if op.name in self.local:
@@ -124,20 +123,21 @@ class StepBuilder:
         if not placed.whole:
             self.differ([tensor])
 
-    def read(self, handle: TensorName) -> tf.Tensor:
-        """Read a variable, within `building`."""
-        dtype = self.traced.variable_of[handle].dtype
-        return tf.raw_ops.ReadVariableOp(resource=self.traced.tensor(handle), dtype=dtype)
+    def read(self, handle: TensorName, after: Iterable[tf.Operation]) -> tf.Tensor:
+        """Read a variable after some ops."""
+        with self.building():
+            dtype = self.traced.variable_of[handle].dtype
+            read = tf.raw_ops.ReadVariableOp(resource=self.traced.tensor(handle), dtype=dtype)
+        self.controls[read.op.name] = [op.name for op in after]
+        return read
 
-    def assign(self, handle: TensorName, value: tf.Tensor) -> tf.Operation:
-        """Assign a variable, within `building`."""
-        op = tf.raw_ops.AssignVariableOp(resource=self.traced.tensor(handle), value=value)
-        self.writes[op.name] = {handle}
-        return op
-
-    def follows(self, op: OpName, others: Iterable[OpName]) -> None:
-        """Let an op wait for these alone."""
-        self.controls[op] = [*others]
+    def assign(self, handle: TensorName, value: tf.Tensor, after: Iterable[tf.Operation] = ()) -> tf.Operation:
+        """Assign a variable after some ops."""
+        with self.building():
+            write = tf.raw_ops.AssignVariableOp(resource=self.traced.tensor(handle), value=value)
+        self.writes[write.name] = {handle}
+        self.controls[write.name] = [op.name for op in after]
+        return write
 
     def require(self, op: OpName) -> None:
         """Let an op run though no other takes its results."""

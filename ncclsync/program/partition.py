@@ -468,14 +468,11 @@ def _fold_metrics(graph: StepBuilder) -> list[OpName]:
         reads = (op for op in ops if op.type == "ReadVariableOp" and graph.is_added_up(op.outputs[0]))
         read = next((op for op in reads if last.name in graph.controls[op.name]), None)
         if read is None:
-            with graph.building():
-                read = graph.read(name).op
-            graph.follows(read.name, [op.name for op in writers])
+            read = graph.read(name, after=writers).op
         total = graph.exchange(read.outputs[0], ADD_UP, last)
         before = len(graph.ops)
         with graph.building():
-            write = graph.assign(name, tf.where(traced.trace.site.is_first, total, tf.zeros_like(total)))
+            kept = tf.where(traced.trace.site.is_first, total, tf.zeros_like(total))
+        graph.require(graph.assign(name, kept, after=[*ops, read]).name)
         folds += [op.name for op in graph.ops[before:]]
-        graph.follows(write.name, [op.name for op in (*ops, read)])
-        graph.require(write.name)
     return folds

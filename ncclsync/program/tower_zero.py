@@ -47,16 +47,14 @@ class TowerZero:
         is_dataset = any(output.dtype == tf.variant for output in op.outputs) and not graph.functions.runs(op)
         if not handles or is_dataset:  # which writes when it is iterated
             return
+        reads = [graph.read(handle, after=[op]) for handle in handles]
+        graph.differ(reads)
         with graph.building():
-            reads = [graph.read(handle) for handle in handles]
-            graph.differ(reads)
             pairs = zip(handles, reads, strict=True)
             done = tf.group(*(graph.assign(handle, self._at.followed(read, op)) for handle, read in pairs))
-        names = {one.name for one in sources}
+        names = {one.name for one in (*sources, *(read.op for read in reads))}
         for one in sources:
             graph.replace(one.name, done.name, but_not_to=names)
-        for read in reads:
-            graph.follows(read.op.name, [op.name])
 
     def hide(self, call: Call) -> list[Placement] | Literal[Instead.ALIKE]:
         """Run an op that changes something outside the step, on tower 0 alone: Python, an iterator, a summary, a print.

@@ -126,10 +126,10 @@ def _cut(
         draws=tuple(dict.fromkeys(placed.placer.draws)),
         normalized=tuple(dict.fromkeys(placed.normalized)),
         declared=tuple(
-            sorted({n // each: what for (n, each), what in placed.tensors.lengths.declared.items()}.items())
+            sorted({n // each: what for (n, each), what in placed.conversions.lengths.declared.items()}.items())
         ),
         fixed=placed.variables_of_rows(),
-        work=placed.tensors.costs.step_work(),
+        work=placed.conversions.costs.step_work(),
         rollback=_rollback(graph, scheduled, undone, traceless),
         updates=tuple(find_updates(graph).items()),
         last_meeting=scheduled.last_meeting,
@@ -155,8 +155,8 @@ def place(
         traced = TracedGraph(trace, home_device, same_seeds, shared)
         try:
             placed = Partition(traced, exact, many_shards, undivided, learned, faulty).run(results)
-            if placed.tensors.learned.keys() != learned.keys():
-                learned = placed.tensors.learned
+            if placed.conversions.learned.keys() != learned.keys():
+                learned = placed.conversions.learned
                 continue
             # Where a variable fixes the rows, the step is traced again, with these left open.
             fault = None if undivided or placed.variables_of_rows() else _mismatch(placed)

@@ -20,9 +20,9 @@ class Marks:
         normalized: lines that normalise by a tower's rows alone.
     """
 
-    def __init__(self, at: Conversions, exact: bool) -> None:
+    def __init__(self, conversions: Conversions, exact: bool) -> None:
         """Meet none yet; `exact`: whether marks `by_choice` change nothing."""
-        self._at, self._graph, self._exact = at, at.graph, exact
+        self._conversions, self._graph, self._exact = conversions, conversions.graph, exact
         self._exact_marks: set[OpName] = set()  # by choice, that change nothing
         self._local: dict[TensorName, tf.Tensor] = {}
         self.altered: set[TensorName] = set()
@@ -33,7 +33,7 @@ class Marks:
         op, mark, when = call.op, self._graph.traced.trace.marks[call.op.name], None
         found: list[tuple[tf.Tensor, Placement]]
         if mark.purpose == Purpose.SLICES:
-            self._at.costs.leave_out(op)
+            self._conversions.costs.leave_out(op)
             found = [(tensor, REPLICATE) for tensor in self._slices(op, mark, call)]
         elif mark.purpose == Purpose.SLICES_PART:
             found = [(tensor, LOCAL) for tensor in self._slices_part(op, call)]
@@ -43,13 +43,13 @@ class Marks:
         else:
             count = len(op.outputs) - mark.conditional
             if mark.conditional:
-                when = self._at.convert(call.tensors[-1], call.inputs[-1], REPLICATE, op).name
+                when = self._conversions.convert(call.tensors[-1], call.inputs[-1], REPLICATE, op).name
             if mark.purpose == Purpose.LOCAL:
                 self._take_rows(call, mark)
-            found = [self._result(call, at, when) for at in range(count)]
+            found = [self._result(call, i, when) for i in range(count)]
         # From here on its placement no longer depends on how it was computed.
         for output, (tensor, placed) in zip(op.outputs, found, strict=False):
-            self._at.put(output, tensor, placed)
+            self._conversions.put(output, tensor, placed)
 
     def _is_exact_at(self, mark: Mark, placed: Placement) -> bool:
         """Return whether a mark by choice changes nothing: of a whole tensor every tower computes the batch's value."""
@@ -65,40 +65,38 @@ class Marks:
         for i in range(len(call.inputs) if not isinstance(last, Local) else 0):
             call.require(i, last if isinstance(last, Shard) else REPLICATE)
 
-    def _result(self, call: Call, at: int, when: TensorName | None) -> tuple[tf.Tensor, Placement]:
+    def _result(self, call: Call, i: int, when: TensorName | None) -> tuple[tf.Tensor, Placement]:
         """Return what stands for a mark's result, and how it is placed."""
-        op, mark, tensor, placed = (
-            call.op,
-            self._graph.traced.trace.marks[call.op.name],
-            call.tensors[at],
-            call.inputs[at],
-        )
+        op, mark = call.op, self._graph.traced.trace.marks[call.op.name]
+        tensor, placed = call.tensors[i], call.inputs[i]
         match mark.purpose:
             case Purpose.WHOLE:
-                return self._at.convert(tensor, placed, REPLICATE, op), REPLICATE
+                return self._conversions.convert(tensor, placed, REPLICATE, op), REPLICATE
             case Purpose.LOCAL:
                 return tensor, LOCAL
             case Purpose.PARTS:
-                return self._at.convert(tensor, placed, SUM, op), LOCAL
+                return self._conversions.convert(tensor, placed, SUM, op), LOCAL
             case Purpose.ADDENDS:
                 if isinstance(placed, (Shard, Local)) or placed == SUM:
                     return tensor, LOCAL
-                tensor = self._at.convert(tensor, placed, MEAN if isinstance(placed, Partial) else REPLICATE, op)
-                return tensor * tf.cast(self._at.share.fraction, tensor.dtype), LOCAL
+                tensor = self._conversions.convert(
+                    tensor, placed, MEAN if isinstance(placed, Partial) else REPLICATE, op
+                )
+                return tensor * tf.cast(self._conversions.share.fraction, tensor.dtype), LOCAL
             case Purpose.ROWS:
-                _, taken = self._at.placed[self._graph.traced.inputs[mark.of][0]]
+                _, taken = self._conversions.placed[self._graph.traced.inputs[mark.of][0]]
                 return tensor, taken if isinstance(taken, Shard) else SUM
             case Purpose.OWN_ROW:
-                whole = self._at.convert(tensor, placed, REPLICATE, op)
-                first = tf.minimum(self._at.share.tower, tf.shape(whole)[0] - 1)
+                whole = self._conversions.convert(tensor, placed, REPLICATE, op)
+                first = tf.minimum(self._conversions.share.tower, tf.shape(whole)[0] - 1)
                 return whole[first : first + 1], LOCAL
         collective = mark.collective
         reduces, how = collective.kind == CollectiveKind.ALL_REDUCE, collective.op
         if collective.kind == CollectiveKind.ALL_GATHER and isinstance(placed, Shard):
-            return self._at.convert(tensor, placed, REPLICATE, op), REPLICATE
+            return self._conversions.convert(tensor, placed, REPLICATE, op), REPLICATE
         if isinstance(placed, Partial) and reduces and how in ("mean", placed.op):
-            return self._at.convert(tensor, placed, REPLICATE, op), REPLICATE  # the reduction of its parts
-        local = self.local_value(self._graph.inputs[op.name][at])
+            return self._conversions.convert(tensor, placed, REPLICATE, op), REPLICATE  # the reduction of its parts
+        local = self.local_value(self._graph.inputs[op.name][i])
         settled = collective.kind == CollectiveKind.BROADCAST or (reduces and how in ("mean", "max", "min"))
         if settled and placed.whole and local is tensor:
             return tensor, REPLICATE
@@ -107,7 +105,7 @@ class Marks:
 
     def local_value(self, name: TensorName) -> tf.Tensor:
         """Return what a tower computes of its shard alone: the input of a collective that the step calls."""
-        tensor, placed = self._at.placed[name]
+        tensor, placed = self._conversions.placed[name]
         if isinstance(placed, Shard) or name not in self.altered:
             return tensor
         if name in self._local:
@@ -125,7 +123,10 @@ class Marks:
         (values, indices), (of_values, of_indices) = call.tensors, call.inputs
         if isinstance(of_values, Shard) and isinstance(of_indices, Shard) and rules.same_rows(of_values, of_indices):
             return [values, indices]
-        return [self._at.convert(values, of_values, SUM, op), self._at.convert(indices, of_indices, REPLICATE, op)]
+        return [
+            self._conversions.convert(values, of_values, SUM, op),
+            self._conversions.convert(indices, of_indices, REPLICATE, op),
+        ]
 
     def _slices(self, op: tf.Operation, mark: Mark, call: Call) -> list[tf.Tensor]:
         """Return the slices that one device would have, or their dense sum if that moves fewer bytes."""
@@ -133,7 +134,8 @@ class Marks:
         by_rows = isinstance(values, Shard) and isinstance(indices, Shard)
         if not by_rows or not mark.height or not call.tensors[0].shape[1:].is_fully_defined():
             return [
-                self._at.convert(t, placed, REPLICATE, op) for t, placed in zip(call.tensors, call.inputs, strict=True)
+                self._conversions.convert(t, placed, REPLICATE, op)
+                for t, placed in zip(call.tensors, call.inputs, strict=True)
             ]
         slices, places = call.tensors
         width = slices.shape[1:].num_elements() * slices.dtype.size  # bytes of a row

@@ -81,21 +81,21 @@ class PlacedStep:
 
     Attributes:
         graph: the step with what was put in.
-        tensors: how they are placed, what stands for them, and what is known of their lengths and costs.
+        conversions: know how tensors are placed, what stands for them, and what is known of their lengths and costs.
         placer: knows the functions that were placed by rows, and what is drawn.
         warned: what a user should know of the step on towers, in words.
         normalized: lines that normalise by a tower's rows alone.
     """
 
     graph: StepGraph
-    tensors: Conversions
+    conversions: Conversions
     placer: Placer
     warned: list[str]
     normalized: Sequence[str]
 
     def variables_of_rows(self) -> tuple[tuple[tf.Variable, int], ...]:
         """Return variables whose number of rows the trace has taken for the batch's; and how many for each sample."""
-        traced, fixed = self.graph.traced, self.tensors.lengths.fixed
+        traced, fixed = self.graph.traced, self.conversions.lengths.fixed
         return tuple(
             (one, fixed[one.shape[0]])
             for one in traced.variable_of.values()
@@ -225,19 +225,21 @@ class Partition:
 
     def _compute(self, call: Call, made: list[Placement]) -> None:
         """Let towers compute an op, and put what stands for its results, which are placed so."""
-        op, at, altered = call.op, self._conversions, self._marks.altered
-        stay = adjust_inputs(call, made, at)
+        op, conversions, altered = call.op, self._conversions, self._marks.altered
+        stay = adjust_inputs(call, made, conversions)
         alters = any(one is not other for one, other in zip(call.tensors, call.given[0], strict=True))
         alters = alters or not altered.isdisjoint(self._graph.traced.inputs[op.name])
         self._order_slices(call)
         self._graph.append(op, call.tensors)
-        at.costs.add(op, call.given[1], call.inputs, made)
+        conversions.costs.add(op, call.given[1], call.inputs, made)
         with self._graph.building():
             for output, result in zip(op.outputs, made, strict=True):
-                tensor, placed = at.placed.get(output.name, (output, result))  # all towers may have it from tower 0
-                tensor = adjust_result(call, tensor, placed, stay, at)
+                tensor, placed = conversions.placed.get(
+                    output.name, (output, result)
+                )  # all towers may have it from tower 0
+                tensor = adjust_result(call, tensor, placed, stay, conversions)
                 tensor, placed = self._with_rows(call, output, tensor, placed)
-                at.put(output, tensor, placed)
+                conversions.put(output, tensor, placed)
                 if alters and not isinstance(placed, Shard):
                     altered.add(output.name)
 
@@ -255,16 +257,16 @@ class Partition:
         """Return a tower's rows of a result that all towers have, if it is known to have rows; else the result."""
         if self._undivided or not (placed.whole or isinstance(placed, Partial)):
             return tensor, placed
-        at, rows = self._conversions, self._rows_again(call.op, call.given[1], output)
+        conversions, rows = self._conversions, self._rows_again(call.op, call.given[1], output)
         if isinstance(placed, Partial):
             if call.op.type in rules.ELEMENTWISE:
                 names = self._graph.traced.inputs[call.op.name]
-                rows = next((at.rows_of[name] for name in names if name in at.rows_of), None)
+                rows = next((conversions.rows_of[name] for name in names if name in conversions.rows_of), None)
             if rows is not None and not rows.unit:
-                at.rows_of[output.name] = rows
+                conversions.rows_of[output.name] = rows
         elif rows is not None:
-            own = at.rows_of_tower(tensor, rows, call.op)
-            at.converted[own.name, rows, REPLICATE] = tensor
+            own = conversions.rows_of_tower(tensor, rows, call.op)
+            conversions.converted[own.name, rows, REPLICATE] = tensor
             return own, rows
         return tensor, placed
 

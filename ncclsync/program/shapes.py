@@ -44,7 +44,7 @@ def find_mismatch(placed: PlacedStep) -> Fault | None:
     given = ((traced.tensor(name), one) for name, one in traced.argument_placements.items())
     totals = {tensor.shape[0] for tensor, one in given if isinstance(one, Shard) and not one.unit} - {None}
     if totals := totals | {
-        length // each for length, each in placed.tensors.lengths.declared
+        length // each for length, each in placed.conversions.lengths.declared
     }:  # the only batches that the step takes
         total = max(totals)
         sizes = [(total // n, n) for n in range(2, total + 1) if total % n == 0][:1]
@@ -117,9 +117,9 @@ class _Scope:
 def _step_of(placed: PlacedStep) -> _Scope:
     graph, traced = placed.graph, placed.graph.traced
     stands = {name: (name, placement) for name, placement in traced.argument_placements.items()}
-    for name, (tensor, placement) in placed.tensors.placed.items():
+    for name, (tensor, placement) in placed.conversions.placed.items():
         stands.setdefault(tensor.name, (name, placement))
-    for (name, _, after), tensor in placed.tensors.converted.items():
+    for (name, _, after), tensor in placed.conversions.converted.items():
         if name in stands:
             stands.setdefault(tensor.name, (stands[name][0], after))
     needed = _needed(graph) - traced.placeholders

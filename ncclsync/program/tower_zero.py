@@ -21,26 +21,26 @@ class TowerZero:
         warned: what a user should know of such ops, in words.
     """
 
-    def __init__(self, at: Conversions) -> None:
+    def __init__(self, conversions: Conversions) -> None:
         """Put what that takes into a step's graph."""
-        self._at = at
+        self._conversions = conversions
         self.warned: list[str] = []
 
     def follow(self, call: Call) -> None:
         """Give all towers what tower 0 computes: the op is appended, and its results are placed."""
-        op, graph = call.op, self._at.graph
+        op, graph = call.op, self._conversions.graph
         graph.append(op, call.tensors)
         graph.differ(op.outputs)
         with graph.building():
             for output in op.outputs:
                 sent = output.dtype not in (tf.resource, tf.variant)
-                self._at.put(output, self._at.followed(output, op) if sent else output, REPLICATE)
+                self._conversions.put(output, self._conversions.followed(output, op) if sent else output, REPLICATE)
         if op.type not in rules.DRAWS:
             self._follow_writes(op)
 
     def _follow_writes(self, op: tf.Operation) -> None:
         """Give all towers what an op, or a dataset that it iterates, has written to tower 0's variables."""
-        graph, sources = self._at.graph, [op]
+        graph, sources = self._conversions.graph, [op]
         for one in sources:
             sources += [t.op for t in one.inputs if t.dtype == tf.variant and t.op not in sources]
         handles = sorted({handle for one in sources for handle in graph.writes.get(one.name, ())})
@@ -51,7 +51,7 @@ class TowerZero:
         graph.differ(reads)
         with graph.building():
             pairs = zip(handles, reads, strict=True)
-            done = tf.group(*(graph.assign(handle, self._at.followed(read, op)) for handle, read in pairs))
+            done = tf.group(*(graph.assign(handle, self._conversions.followed(read, op)) for handle, read in pairs))
         names = {one.name for one in (*sources, *(read.op for read in reads))}
         for one in sources:
             graph.replace(one.name, done.name, but_not_to=names)
@@ -65,7 +65,7 @@ class TowerZero:
         Returns:
             How its results are placed; or that every tower has to run it.
         """
-        op, graph = call.op, self._at.graph
+        op, graph = call.op, self._conversions.graph
         for i, name in enumerate(graph.inputs[op.name]):
             try:
                 call.require(i, REPLICATE)
@@ -105,14 +105,14 @@ class TowerZero:
 
         before = len(graph.ops)
         with graph.building():
-            done, *sent = tf.cond(tf.equal(self._at.share.tower, 0), run, receive)
+            done, *sent = tf.cond(tf.equal(self._conversions.share.tower, 0), run, receive)
             # By a result: TensorFlow prunes an op of a branch that no result needs.
             done = tf.identity(done)
         graph.runs_elsewhere(op, (made for made in graph.ops[before:] if made.type in BRANCHES))
         graph.replace(op.name, done.op.name)
         for output in others:
-            self._at.put(output, call.tensors[output.value_index], REPLICATE)
+            self._conversions.put(output, call.tensors[output.value_index], REPLICATE)
         with graph.building():
             for output, flat, shape in zip(outputs, sent[::2], sent[1::2], strict=True):
-                self._at.put(output, self._at.received_whole(flat, shape, output, op), REPLICATE)
+                self._conversions.put(output, self._conversions.received_whole(flat, shape, output, op), REPLICATE)
         return [REPLICATE] * len(op.outputs)

@@ -174,7 +174,7 @@ def _debugged() -> Iterator[list[str]]:
 
 def _place(trace: Any, target: Any, results: Any, **_: Any) -> Any:
     placed = place(trace, target.home_device, results, target.same_seeds, many_shards=target.many_shards)
-    graph, costs = placed.graph, placed.tensors.costs
+    graph, costs = placed.graph, placed.conversions.costs
     # Multiplications, and numbers of four bytes that are moved; of one row, beside what is done for one row.
     counts = costs.works([*costs.alike, *costs.by_rows]).sum(axis=2) @ (1, 1 / 4, 0)
     shares = counts[: len(costs.alike)] / (counts.sum() or 1.0)

@@ -132,13 +132,13 @@ class _Check:
         self._counts_towers: set[TensorName] = set()  # tensors with a row for each tower, and numbers of such rows
         # By the names of the towers' tensors: the placement, the trace's op that makes it, and this op's inputs.
         self._traced: dict[TensorName, tuple[Placement, tf.Operation, list[TensorName]]] = {}
-        for name, (tensor, placed) in placing.tensors.placed.items():
+        for name, (tensor, placed) in placing.conversions.placed.items():
             op, mark = self._graph.traced.tensor(name).op, traced.trace.marks.get(op_name(name))
             # A sparse gradient's slices may come in another order: only what they write is compared. A Bitcast's bits
             # cannot be compared by a tolerance.
             is_sparse = mark is not None and mark.purpose in (Purpose.SLICES, Purpose.SLICES_PART)
             if not is_sparse and op.type != "Bitcast" and tensor.dtype not in (tf.variant, tf.resource):
-                inputs = [placing.tensors.placed[one][0].name for one in traced.inputs[op.name]]
+                inputs = [placing.conversions.placed[one][0].name for one in traced.inputs[op.name]]
                 self._traced.setdefault(tensor.name, (placed, op, inputs))
 
     def run(self) -> str:

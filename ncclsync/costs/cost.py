@@ -1,12 +1,12 @@
 """Count a step's costs: the work of a tower on its own rows, the work repeated on every tower, and the bytes moved."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 import tensorflow as tf
 
-from ncclsync.compat.names import TensorName
+from ncclsync.compat.names import OpName, TensorName
 from ncclsync.compat.source_lines import own_place
 from ncclsync.costs.roofline import COUNTS, POWERS, Roofline, Size, seconds
 from ncclsync.ops import CollectiveKind
@@ -78,9 +78,16 @@ class Costs:
         alike, by_rows: ops that every tower does for all rows, and for its own.
     """
 
-    def __init__(self, functions: Functions, axes: Axes) -> None:
-        """Count nothing yet; the step's functions, and the axes of its graph."""
+    def __init__(
+        self, functions: Functions, axes: Axes, joins: Collection[OpName], untold: Collection[OpName], *, told: bool
+    ) -> None:
+        """Count nothing yet; nothing at all is `told` of a step that is not divided for a fault.
+
+        `joins` are ops that put the slices of a weight that is used several times one after the other; of what towers
+        receive for these, and for `untold` ops, nothing is told.
+        """
         self.roofline = Roofline(functions, axes)
+        self._joins, self._untold, self._told = joins, {*joins, *untold}, told
         self._rows: set[TensorName] = set()  # tensors that rest on rows that all towers have
         self._slices: set[TensorName] = set()  # on the slices of sparse gradients alone
         self.by_rows: list[tf.Operation] = []
@@ -96,19 +103,27 @@ class Costs:
         """Count ops that take these results, slices of sparse gradients, as the weights' update."""
         self._slices.update(tensor.name for tensor in op.outputs)
 
+    def tells_of(self, op: tf.Operation) -> bool:
+        """Return whether it is told what towers receive for an op."""
+        return self._told and op.name not in self._untold
+
     def receive(self, op: tf.Operation, size: Size, kind: CollectiveKind) -> None:
         """Count bytes that all towers receive for an op."""
         self.wholes.append(Whole(op.type, *own_place(op), size, kind))
 
-    def add(self, op: tf.Operation, given: Sequence[Placement], placed: Sequence[Placement]) -> None:
-        """Count an op: by a tower's rows, or whole.
+    def add(
+        self, op: tf.Operation, given: Sequence[Placement], taken: Sequence[Placement], made: Sequence[Placement]
+    ) -> None:
+        """Count an op as it was traced, by a tower's rows, or whole.
 
-        Args:
-            op: as it was traced.
-            given: how its inputs are placed.
-            placed: how they are where it takes them, and how its results are.
+        Its inputs are placed as `given`, and where it takes them as `taken`; its results as `made`.
         """
-        if not all(one.whole for one in placed):
+        if op.name in self._joins and all(one.whole for one in made):
+            self.leave_out(op)
+            return
+        if not self._told:
+            return
+        if not all(one.whole for one in (*taken, *made)):
             self.by_rows.append(op)
             return
         others = [tensor for tensor in op.inputs if tensor.name not in self._slices]
@@ -116,10 +131,9 @@ class Costs:
             self.leave_out(op)
             self._others.append(op)
             return
-        taken = has(given, Shard, ListOf, Kept) or any(tensor.name in self._rows for tensor in op.inputs)
+        takes_rows = has(given, Shard, ListOf, Kept) or any(tensor.name in self._rows for tensor in op.inputs)
         open_shapes = not all(one.shape.is_fully_defined() for one in op.outputs)
-        made = open_shapes and has(given, Counts)
-        if taken or made:
+        if takes_rows or (open_shapes and has(given, Counts)):
             self.have_rows(op)
             self.alike.append(op)
         else:

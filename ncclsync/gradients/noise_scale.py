@@ -80,6 +80,10 @@ class NoiseAverages:
         self._decay.assign(decay)
         self.active = True
 
+    def stop(self) -> None:
+        """Let steps leave the averages alone."""
+        self.active = False
+
     def update(self, moments: tf.Tensor) -> tf.Operation:
         """Add a step's moments to the averages, if they are finite, by an op of its graph that the step must run."""
         decay, before = self._decay.read_value(), self._averages.read_value()

@@ -3,10 +3,8 @@
 `partition.py` asks, op by op. The ops are ordinary ones: a tower's rows of a whole tensor, the batch's count of rows, …
 """
 
-import contextlib
-import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -14,18 +12,16 @@ import tensorflow as tf
 
 from ncclsync.communicator import native
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.compat.names import OpName, TensorName, op_name
-from ncclsync.compat.source_lines import KERAS_STEP, own_place, user_line
+from ncclsync.compat.names import OpName, TensorName
+from ncclsync.compat.source_lines import user_line
 from ncclsync.costs.cost import Costs
 from ncclsync.costs.roofline import Size, product
 from ncclsync.errors import NcclSyncError
-from ncclsync.ops import Collective, CollectiveKind, Purpose
-from ncclsync.ops.carriers import carried, delivered
-from ncclsync.program.graph import TracedGraph, opened
-from ncclsync.program.program import Exchange
+from ncclsync.ops import Collective, CollectiveKind
+from ncclsync.program.builder import ADD_UP, FOLLOW, GATHER, StepBuilder
+from ncclsync.program.graph import opened
 from ncclsync.semantics import rules
-from ncclsync.semantics.axes import BATCHES, Axes, Items, given_rows
-from ncclsync.semantics.functions import Functions
+from ncclsync.semantics.axes import Axes
 from ncclsync.semantics.placements import (
     LOCAL,
     MEAN,
@@ -44,166 +40,82 @@ from ncclsync.semantics.placements import (
     Shard,
     Which,
 )
-from ncclsync.semantics.placing import REPEATABLE, Placer, Refused, serves
-
-GATHER, FOLLOW = Collective(CollectiveKind.ALL_GATHER), Collective(CollectiveKind.BROADCAST)
-ADD_UP = Collective(CollectiveKind.ALL_REDUCE, "sum")
+from ncclsync.semantics.placing import REPEATABLE, Found, Refused, serves
+from ncclsync.semantics.scope import Lengths
 
 
-class Conversions(Placer):
-    """Hold where a step's tensors are, and convert them; and the parts of its `StepGraph`, until it is complete.
+class Unshared(Found):
+    """Variables cannot be held in parts: all towers must hold the same value."""
+
+    def __init__(self, handles: set[TensorName]) -> None:
+        """Name the variables' handles."""
+        super().__init__(sorted(handles))
+        self.handles = handles
+
+
+class Conversions:
+    """Know where a step's tensors are, and bring them to other placements, as a `Conversion` does.
 
     Attributes:
-        traced: the step.
-        placed: by the traced tensor's name: what stands for it on a tower, and how that is placed.
-        declared: lengths that are fixed, of so many rows for each sample, and what fixes them, in words.
+        graph: into which ops and exchanges are put.
+        share: the tower's, of the batch.
+        axes, lengths: what is known of lengths.
         costs: of the step.
+        placed: by the traced tensor's name: what stands for it on a tower, and how that is placed.
         converted: tensors that stand for others, by what they stand for and both placements.
         learned: by name of a result: shapes that count rows, as another op has shown, where the trace knows nothing.
         rows_of: PARTIAL tensors that have as many rows as the batch, once whole, with the placement of these.
-        reduced_reads: names of reads of metric state that were reduced.
-        joins_slices: ops that put the slices of a weight that is used several times one after the other.
-        undivided: whether every tower computes the whole batch, for a fault: nothing is told of what that costs.
     """
 
-    undivided = False
-
-    def __init__(self, traced: TracedGraph, learned: Mapping[TensorName, Any]) -> None:
-        """Take a step of which nothing is placed."""
-        rowed = [name for name, placed in traced.argument_placements.items() if placed == Shard()]
-        known = {name: given_rows(traced.tensor(name)) for name in rowed}
-        known |= {
-            handle: Items(tuple((each * batch.rows, *variable.shape[1:]) for batch in BATCHES))
-            for handle, variable, each in traced.opened
-        }
-        known |= {name: tuple((batch.rows + 1,) for batch in BATCHES) for name in traced.row_splits}
-        self.learned = dict(learned)
-        known |= learned
-        functions = Functions(traced.definition.library.function, traced.tf_graph)
-        super().__init__(functions, Axes(functions, known))
-        self.traced = traced
-        self.nodes, self.writes, self.must_run = dict(traced.nodes), dict(traced.writes), set(traced.must_run)
-        self.inputs: dict[OpName, Sequence[TensorName]] = dict(traced.inputs)
-        self.controls: dict[OpName, Sequence[OpName]] = dict(traced.controls)
-        self.ops: list[tf.Operation] = []
-        self.by_name: dict[OpName, tf.Operation] = {}
-        self.stood_for: dict[OpName, tf.Operation] = {}
-        self.open_axes: dict[TensorName, int] = {}
-        self.by_rows: dict[TensorName, Shard] = {}
-        self.local: set[OpName] = set()
-        self.differing: set[TensorName] = set()
-        self.exchanges: dict[TensorName, Exchange] = {}
-        self.folds: set[OpName] = set()
-        self.outputs: list[tuple[TensorName, bool]] = []
-        self.row_splits = {name: name for name in traced.row_splits}
-        self.share, self.marks = traced.trace.share, traced.trace.marks
+    def __init__(
+        self, graph: StepBuilder, axes: Axes, lengths: Lengths, costs: Costs, learned: Mapping[TensorName, Any]
+    ) -> None:
+        """Begin with a step of which nothing is placed."""
+        self.graph, self.axes, self.lengths, self.costs = graph, axes, lengths, costs
+        self.share, self.learned = graph.traced.trace.share, dict(learned)
         self.placed: dict[TensorName, tuple[tf.Tensor, Placement]] = {}
-        self.declared = {(int(v.shape[0]), each): f"the variable {v.name!r}" for _, v, each in traced.opened}
-        self.stretched = bool(traced.opened)
-        self.looks = not traced.trace.jit_compile  # XLA compiles a program for each number of rows
-        self.costs = Costs(self.functions, self.axes)
         self.converted: dict[tuple[TensorName, Placement, Placement], tf.Tensor] = {}
-        self._exchanged: dict[tuple[TensorName, Collective, TensorName | None], tf.Tensor] = {}
+        self.rows_of: dict[TensorName, Shard] = {}
         self._copies: dict[OpName, tf.Operation] = {}  # of ops, that take whole inputs
         self._extents: dict[TensorName, tuple[tf.Tensor, tf.Tensor, tf.Tensor]] = {}
-        self.rows_of: dict[TensorName, Shard] = {}
-        self.reduced_reads: set[OpName] = set()
-        self._seen = len(traced.tf_graph.get_operations())
-        marked = [name for name, mark in self.marks.items() if mark.purpose == Purpose.SLICES and name in traced.inputs]
-        self.joins_slices = {op_name(tensor) for name in marked for tensor in traced.inputs[name]} & {
-            op.name for op in traced.ops if op.type == "ConcatV2"
-        }
 
-    def append(self, op: tf.Operation) -> None:
-        """Compute an op next, unless it was computed before."""
-        if op.name in self.by_name:
-            return
-        self.ops.append(op)
-        self.by_name[op.name] = op
-        if not self.differing.isdisjoint(self.inputs[op.name]):
-            self.local.add(op.name)
-
-    @contextlib.contextmanager
-    def building(self) -> Iterator[None]:
-        """Take over the ops that are made meanwhile, to be computed before the op that is being placed."""
-        with self.traced.tf_graph.as_default(), tf.name_scope("ncclsync_partition/"), tf.device(None):
-            yield
-        made = self.traced.tf_graph.get_operations()[self._seen :]
-        self._seen += len(made)
-        made = [op for op in made if not op.outputs or op.outputs[0].name not in self.exchanges]
-        if any(map(tf_compat.calls_functions, made)):
-            definitions = self.traced.tf_graph.as_graph_def().library.function
-            self.functions.definitions.update((definition.signature.name, definition) for definition in definitions)
-        for op in made:
-            self.nodes[op.name], self.writes[op.name] = op.node_def, set()
-            self.inputs[op.name] = [tensor.name for tensor in op.inputs]
-            self.controls[op.name] = [control.name for control in op.control_inputs]
-            self.append(op)
-            if op.name in self.local:
-                self.differing.update(output.name for output in op.outputs)
-
-    def exchange(
-        self, tensor: tf.Tensor, collective: Collective, op: tf.Operation, when: TensorName | None = None
-    ) -> tf.Tensor:
-        """Exchange a tensor with its counterparts, for `op`; return what stands for the result; see `Exchange`."""
-        key = (tensor.name, collective, when)
-        if key in self._exchanged:
-            return self._exchanged[key]
-        sent, wire = tensor, collective
-        if tensor.dtype.name not in native.DTYPES and not collective.concatenates:  # rows are, as they are
-            if tensor.dtype == tf.bool and collective.op == "sum":
-                wire = dataclasses.replace(collective, op="max")  # whether any is True
-            with self.building():
-                sent = carried(tensor)
-        axis = self.open_axes.get(sent.name)
-        shape = collective.shape(sent.shape if axis is None else opened(sent.shape, axis))
-        with self.traced.tf_graph.as_default(), tf.name_scope(""):
-            result = tf.compat.v1.placeholder(sent.dtype, shape, name=f".exchange_{len(self.exchanges)}")
-        mark = self.marks.get(op.name)
-        line = place = user_line(op.traceback) if mark is None else mark.line
-        if line == KERAS_STEP:
-            asks = op.graph.get_operation_by_name(mark.of) if mark is not None and mark.of else op
-            place = f"{KERAS_STEP}, {own_place(asks)[0]}"
-        self.exchanges[result.name] = Exchange(sent.name, result.name, wire, shape, sent.dtype, when, line, place)
-        if collective.differs:
-            self.differing.add(result.name)
-        if sent is not tensor:
-            with self.building():
-                result = delivered(result, tensor.dtype)
-        return self._exchanged.setdefault(key, result)
+    def put(self, output: tf.Tensor, tensor: tf.Tensor, placed: Placement) -> None:
+        """Let a tensor, placed so, stand for one of the trace on a tower."""
+        self.placed[output.name] = tensor, placed
+        self.graph.learn(tensor, placed)
 
     def convert(self, tensor: tf.Tensor, before: Placement, after: Placement, op: tf.Operation) -> tf.Tensor:
-        """Return a tensor placed otherwise; see `Placer`."""
+        """Return a tensor placed otherwise, for `op`."""
         if serves(before, after):
             return tensor
         if before.whole and isinstance(after, Shard) and op.type in rules.OF_EQUAL_ROWS:
             self._learn_rows(tensor, after, op)
         key = (tensor.name, before, after)
         if key not in self.converted:
-            with self.building():
+            with self.graph.building():
                 self.converted[key] = self._convert(tensor, before, after, op)
         return self.converted[key]
 
     def _learn_rows(self, tensor: tf.Tensor, after: Shard, op: tf.Operation) -> None:
         """Learn that a length of which nothing is known counts rows, since it meets rows: for the next try."""
         each = after.rows
-        for given, name in zip(op.inputs, self.traced.inputs[op.name], strict=False):
+        for given, name in zip(op.inputs, self.graph.traced.inputs[op.name], strict=False):
             unknown = self.axes.unknown(given, after.axis) if self.placed[name][0] is tensor else None
             if unknown is None or not each or after.unit:
                 continue
-            results = (made for one in self.traced.ops for made in one.outputs)
+            results = (made for one in self.graph.traced.ops for made in one.outputs)
             states = ((made.name, self.axes.with_rows(made, unknown, each)) for made in results)
             self.learned.update(itertools.islice((one for one in states if one[1] is not None), 1))
 
     def reduced(self, tensor: tf.Tensor) -> Placement:
-        """See `Placer`."""
+        """Return how a PARTIAL tensor is placed where it is added up."""
         return self.rows_of.get(tensor.name, REPLICATE)
 
     def spares(self, tensor: tf.Tensor, placed: Placement, depth: int = 8) -> bool:
         """Return whether each tower can compute all of a tensor, of whole ones, by up to `depth` element-wise ops."""
         if placed.whole or (not isinstance(placed, Local) and (tensor.name, placed, REPLICATE) in self.converted):
             return True
-        op, given = tensor.op, self.traced.inputs.get(tensor.op.name)
+        op, given = tensor.op, self.graph.traced.inputs.get(tensor.op.name)
         if not depth or given is None or op.type not in rules.ELEMENTWISE | rules.MOVING | rules.FILLING:
             return isinstance(placed, Counts) and not placed.unit
         return all(self.spares(*self.placed[name], depth - 1) for name in given)
@@ -232,7 +144,7 @@ class Conversions(Placer):
         if isinstance(after, Shard):
             return self.rows_of_tower(tensor, rules.counted(after), op)
         if after == SUM:
-            if tensor.name not in self.exchanges and rules.is_zero(tensor):
+            if tensor.name not in self.graph.exchanges and rules.is_zero(tensor):
                 return tensor
             return tf.where(tf.equal(self.share.tower, 0), tensor, tf.zeros_like(tensor))
         raise NcclSyncError(f"Expected a tensor that can be placed as {after}. Received: {before}, {tensor.name}")
@@ -251,26 +163,19 @@ class Conversions(Placer):
         if isinstance(before, Partial):
             if before == SUM and tensor.dtype == tf.float32 and self._add_halves(tensor, op):
                 return self.anew(tensor)
-            if tensor.op.type == "ReadVariableOp":
-                self.reduced_reads.add(tensor.op.name)
-            reduced = self.exchange(tensor, Collective(CollectiveKind.ALL_REDUCE, before.op), op)
-            if (
-                not self.undivided
-                and (size := self.costs.roofline.size_bytes(tensor)).power
-                and op.name not in self.marks
-            ):
+            if self.costs.tells_of(op) and (size := self.costs.roofline.size_bytes(tensor)).power:
                 self.costs.receive(op, size, CollectiveKind.ALL_REDUCE)
-            return reduced
+            return self.graph.exchange(tensor, Collective(CollectiveKind.ALL_REDUCE, before.op), op)
         if isinstance(before, Counts):
             return self._total_counts(tensor, before, op)
         if isinstance(before, Local):
             if tensor.dtype.is_floating and before == LOCAL:
-                return self.exchange(tensor, Collective(CollectiveKind.ALL_REDUCE, "mean"), op)
+                return self.graph.exchange(tensor, Collective(CollectiveKind.ALL_REDUCE, "mean"), op)
             return self.followed(tensor, op)
         if isinstance(before, Numbers) and before.which in (Which.OWN, Which.EVERY) and before.count:
             return self.convert(self.convert(tensor, before, before.by, op), before.by, REPLICATE, op)
         if before == SPLITS:  # the row splits of all rows
-            lengths = self.exchange(tensor[1:] - tensor[:-1], GATHER, op)
+            lengths = self.graph.exchange(tensor[1:] - tensor[:-1], GATHER, op)
             return tf.concat([tf.zeros([1], lengths.dtype), tf.cumsum(lengths)], 0)
         if isinstance(before, Recomputed):  # such as a cast of the rows' places
             return self.anew(tensor)
@@ -281,7 +186,7 @@ class Conversions(Placer):
 
         One device rounds their sum to float16, which may be infinite: a loss scale goes by that.
         """
-        given = self.traced.inputs.get(tensor.op.name)
+        given = self.graph.traced.inputs.get(tensor.op.name)
         if given is None or tensor.op.type not in rules.ELEMENTWISE | rules.MOVING:
             return False
         parts = [(one, placed) for one, placed in map(self.placed.__getitem__, given) if isinstance(placed, Partial)]
@@ -298,22 +203,26 @@ class Conversions(Placer):
         """Return the batch's counts of rows."""
         counts = _counts_of(tensor, before)
         if before.unit and None in before.counts:  # a tower may have none of the unit
-            return tf.where(counts == 0, tensor, self.exchange(tensor, ADD_UP, op))
+            return tf.where(counts == 0, tensor, self.graph.exchange(tensor, ADD_UP, op))
         rows, total = (tf.cast(one, tensor.dtype) for one in self.extent(before.unit, op)[1:])
         each = tf.constant(np.nan_to_num(counts), tensor.dtype)
         counted = each * total
         if None in before.counts:
             counted = tf.where(each > 0, each, tensor // rows) * total
-        return counted if np.all(counts) and not self.stretched else tf.where(self._as_counted(counts), tensor, counted)
+        return (
+            counted
+            if np.all(counts) and not self.lengths.stretched
+            else tf.where(self._as_counted(counts), tensor, counted)
+        )
 
     def _as_counted(self, counts: np.ndarray) -> Any:
         """Return which elements of a tower's counts are the batch's: all, if it has one row, which each tower has."""
-        return tf.logical_or(counts == 0, tf.equal(self.share.total, 1)) if self.stretched else counts == 0
+        return tf.logical_or(counts == 0, tf.equal(self.share.total, 1)) if self.lengths.stretched else counts == 0
 
     def followed(self, tensor: tf.Tensor, op: tf.Operation) -> tf.Tensor:
         """Give all towers the tensor of tower 0."""
         if tensor.dtype.name in native.DTYPES and tensor.shape.is_fully_defined():
-            return self.exchange(tensor, FOLLOW, op)
+            return self.graph.exchange(tensor, FOLLOW, op)
         first = tf.equal(self.share.tower, 0)
         flat, shape = tf.reshape(tensor, [-1]), tf.shape(tensor)
         flat, shape = (one[: tf.where(first, tf.size(one), 0)] for one in (flat, shape))
@@ -323,7 +232,7 @@ class Conversions(Placer):
         """Return what tower 0 sends, of any dtype and shape; the others add no elements to it."""
         for one in (flat, shape):
             one.set_shape([None])
-        values, lengths = self.exchange(flat, GATHER, op), self.exchange(shape, GATHER, op)
+        values, lengths = self.graph.exchange(flat, GATHER, op), self.graph.exchange(shape, GATHER, op)
         return tf.ensure_shape(tf.reshape(values, lengths), like.shape)
 
     def anew(self, tensor: tf.Tensor) -> tf.Tensor:
@@ -334,12 +243,12 @@ class Conversions(Placer):
         op = tensor.op
         if op.name in self._copies:
             return self._copies[op.name].outputs[tensor.value_index]
-        if tf_compat.written_handles(op) or self.functions.hides_state(op, REPEATABLE):
+        if tf_compat.written_handles(op) or self.graph.functions.hides_state(op, REPEATABLE):
             raise NcclSyncError(
                 "Expected a loop that can be run again for the whole batch. Received: "
                 f"{op.type}, which writes a variable, at {user_line(op.traceback)}. Write it outside the loop"
             )
-        given = [self.placed[name] for name in self.traced.inputs[op.name]]
+        given = [self.placed[name] for name in self.graph.traced.inputs[op.name]]
         inputs = [self.convert(one, placed, REPLICATE, op) for one, placed in given]
         self._copies[op.name] = tf_compat.copied_op(op, inputs)
         return self._copies[op.name].outputs[tensor.value_index]
@@ -361,8 +270,8 @@ class Conversions(Placer):
             if before.blocks > 1:
                 moved = tf.reshape(moved, tf.concat([[before.blocks, -1], rest], 0))
                 moved = _swapped(moved, rank)  # [rows, blocks, ...]
-        whole = self.exchange(moved, GATHER, op)
-        if not self.undivided and op.name not in self.marks and op.name not in self.joins_slices:
+        whole = self.graph.exchange(moved, GATHER, op)
+        if self.costs.tells_of(op):
             lengths = self.costs.roofline.lengths(tensor)
             others = lengths[: before.axis] + lengths[before.axis + 1 :]
             rows = rows or Size((before.rows or before.blocks) * max(tensor.dtype.size, 1), 1)
@@ -379,11 +288,13 @@ class Conversions(Placer):
         if not unit:
             return self.share.begin, self.share.rows, self.share.total
         if unit not in self._extents:
-            named = self.traced.tensor(unit)
-            placed = self.traced.argument_placements.get(unit) or self.placed[unit][1]  # the step may not need splits
+            named = self.graph.traced.tensor(unit)
+            placed = (
+                self.graph.traced.argument_placements.get(unit) or self.placed[unit][1]
+            )  # the step may not need splits
             ends = isinstance(placed, Piece)
             count = tf.cast(tf.reduce_sum(named[-1:]), tf.int32) if ends else tf.shape(named)[0]
-            every = self.exchange(tf.stack([self.share.begin, count])[None], GATHER, op)
+            every = self.graph.exchange(tf.stack([self.share.begin, count])[None], GATHER, op)
             before = tf.where(every[:, 0] < self.share.begin, every[:, 1], 0)
             self._extents[unit] = tf.reduce_sum(before), count, tf.reduce_sum(every[:, 1])
         return self._extents[unit]
@@ -406,9 +317,9 @@ class Conversions(Placer):
             size = tf.where(fits, size, length + count + 2)
         else:
             line = f"a tensor of that length, at {user_line(op.traceback)}"
-            self.declared.setdefault((known, after.rows or after.blocks), line)
+            self.lengths.declared.setdefault((known, after.rows or after.blocks), line)
         # A slice takes up to 8 axes; XLA compiles it anew for each first row.
-        if after.blocks > 1 or self.traced.trace.jit_compile or tensor.shape.rank > 8:
+        if after.blocks > 1 or self.graph.traced.trace.jit_compile or tensor.shape.rank > 8:
             blocks = after.blocks if broadcast is None else tf.where(broadcast, 1, after.blocks)
             starts = tf.range(blocks) * (length // after.blocks) + begin
             places = tf.reshape(starts[:, None] + tf.range(size)[None], [-1])

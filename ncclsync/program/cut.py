@@ -8,6 +8,7 @@ what it receives. Before that, a target's passes may make the program cheaper.
 
 import dataclasses
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 from ncclsync.compat.names import OpName, TensorName, op_name
@@ -16,10 +17,11 @@ from ncclsync.errors import NcclSyncError
 from ncclsync.ops import Collective, CollectiveKind
 from ncclsync.ops.buckets import ALIGNED_BYTES, fill_buckets
 from ncclsync.ops.spans import Meter
-from ncclsync.program.conversion import ADD_UP
+from ncclsync.program.builder import ADD_UP
+from ncclsync.program.conversion import Unshared
 from ncclsync.program.crossing import Forms, find_uncrossable
 from ncclsync.program.graph import StepGraph, TracedGraph
-from ncclsync.program.partition import Fault, Partition, Unshared
+from ncclsync.program.partition import Fault, Partition, PlacedStep
 from ncclsync.program.phases import divide
 from ncclsync.program.program import Bucket, Exchange, Program, Results, Target
 from ncclsync.program.schedule import Schedule, schedule
@@ -27,6 +29,7 @@ from ncclsync.program.segment import SegmentPlan, compile_segment
 from ncclsync.program.shapes import find_mismatch
 from ncclsync.program.trace import Trace
 from ncclsync.program.updates import find_updates
+from ncclsync.semantics import rules
 from ncclsync.semantics.placing import is_unrepeatable, told_fault
 from ncclsync.sharding.roles import Role, declare_role, role_of
 
@@ -37,21 +40,10 @@ _MOST_FOLD, _MOST_MORE = 16, 5_000
 _MOST_FAULTY = 4
 
 # Ops that may fail by the numbers that they are given.
-_RAISING = frozenset(
-    {
-        "Assert",
-        "CheckNumerics",
-        "CheckNumericsV2",
-        "Cholesky",
-        "MatrixInverse",
-        "MatrixLogarithm",
-        "MatrixSolve",
-        "MatrixSolveLs",
-        "MatrixSquareRoot",
-        "MatrixTriangularSolve",
-        "SelfAdjointEigV2",
-    }
-)
+_RAISING = rules.names("""
+    Assert CheckNumerics CheckNumericsV2 Cholesky MatrixInverse MatrixLogarithm MatrixSolve MatrixSolveLs
+    MatrixSquareRoot MatrixTriangularSolve SelfAdjointEigV2
+""")
 
 
 def cut(
@@ -83,6 +75,8 @@ def cut(
                 many_shards=target.many_shards,
                 undivided=undivided,
             )
+            if not undivided:
+                _check_size(placed.graph)
             program = _cut(placed, target, results, undone, traceless, meter)
             return dataclasses.replace(program, warnings=(*told, *program.warnings))
         except (NcclSyncError, MemoryError):
@@ -94,12 +88,9 @@ def cut(
 
 
 def _cut(
-    placed: Partition, target: Target, results: Results, undone: bool, traceless: bool, meter: Meter | None
+    placed: PlacedStep, target: Target, results: Results, undone: bool, traceless: bool, meter: Meter | None
 ) -> Program:
-    trace = placed.traced.trace
-    graph, traced = placed.graph, placed.traced
-    if not placed.undivided:
-        _check_size(graph)
+    graph, traced, trace = placed.graph, placed.graph.traced, placed.graph.traced.trace
     for handle, variable in traced.variable_of.items():
         role = traced.role[handle]
         # What this step takes to be the same stays so, even if another step is seen to draw from it.
@@ -132,11 +123,13 @@ def _cut(
         structure=trace.function.structured_outputs,
         results=results,
         warnings=tuple(warnings),
-        draws=tuple(dict.fromkeys(placed.draws)),
+        draws=tuple(dict.fromkeys(placed.placer.draws)),
         normalized=tuple(dict.fromkeys(placed.normalized)),
-        declared=tuple(sorted({n // each: what for (n, each), what in placed.declared.items()}.items())),
+        declared=tuple(
+            sorted({n // each: what for (n, each), what in placed.conversions.lengths.declared.items()}.items())
+        ),
         fixed=placed.variables_of_rows(),
-        work=placed.costs.step_work(),
+        work=placed.conversions.costs.step_work(),
         rollback=_rollback(graph, scheduled, undone, traceless),
         updates=tuple(find_updates(graph).items()),
         last_meeting=scheduled.last_meeting,
@@ -153,17 +146,17 @@ def place(
     many_shards: bool = False,
     exact: bool = False,
     undivided: bool = False,
-) -> Partition:
+) -> PlacedStep:
     """Partition a trace; see `cut` and `Partition`."""
     shared: set[int] = set()
-    learned: dict[TensorName, Any] = {}
+    learned: Mapping[TensorName, Any] = {}
     faulty: dict[OpName, str] = {}
     while True:
         traced = TracedGraph(trace, home_device, same_seeds, shared)
         try:
-            placed = Partition(traced, results, exact, many_shards, undivided, learned, faulty).run()
-            if placed.learned.keys() != learned.keys():
-                learned = placed.learned
+            placed = Partition(traced, exact, many_shards, undivided, learned, faulty).run(results)
+            if placed.conversions.learned.keys() != learned.keys():
+                learned = placed.conversions.learned
                 continue
             # Where a variable fixes the rows, the step is traced again, with these left open.
             fault = None if undivided or placed.variables_of_rows() else _mismatch(placed)
@@ -176,7 +169,7 @@ def place(
             shared |= {id(traced.variable_of[handle]) for handle in found.handles}
 
 
-def _mismatch(placed: Partition) -> Fault | None:
+def _mismatch(placed: PlacedStep) -> Fault | None:
     """Return what `find_mismatch` does; if it fails itself, a warning says so, and the step runs."""
     try:
         return find_mismatch(placed)

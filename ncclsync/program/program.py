@@ -206,7 +206,7 @@ class Program:
         draws: lines that draw random numbers for rows, different ones on each tower.
         normalized: lines that normalise by a tower's rows alone.
         declared: numbers of rows that a state or a constant of the step fixes, and which: a batch has as many, or one.
-        fixed: see `Partition.variables_of_rows`.
+        fixed: see `PlacedStep.variables_of_rows`.
         work: of the step's ops, and the rows that every tower gets of all.
         rollback: (name of a variable's handle, whether it is restored if a gradient is not finite, too: metrics count
             the batch) of what is restored if a step fails on the way: what is written before the last segment, or

@@ -89,22 +89,9 @@ def compile_segment(
     if plan.jit_compile:
         meter = None
     definition, outside, added = _graph_def(plan)
-    if plan.jit_compile:
-        keep_declared_shapes(graph, definition)
-    else:  # XLA makes no copies
-        if not plan.shares_memory:
-            HostValues(definition, graph, outside).run(plan.needed_ops)
-        read_rows_only(definition, graph, plan.needed_ops)
-        added += order_sums(definition, on_cpu=plan.shares_memory)
     crossing = {name: forms[name] for name in plan.fetches if name in forms}
     fetches = {*plan.fetches}.intersection(taken).union(*(form.names for form in crossing.values()))
     written = sorted({handle for op in plan.ops for handle in graph.writes[op]})
-    whole = ("Assign", "ResourceApply", "Rng")  # begins of types that write all of a variable
-    sliced = {n for op in plan.ops if not graph.by_name[op].type.startswith(whole) for n in graph.writes[op]}
-    for op in plan.ops:  # before rows are taken of it, a variable gets memory of its own
-        handles = traced.variable_of.keys() & {*graph.inputs[op]}
-        if handles and any(one.startswith("ResourceGather") for one in graph.functions.op_types(graph.by_name[op])):
-            sliced |= handles
     held = [traced.variable_of[name] for name in written] if plan.jit_compile else []
     signature = [
         [forms[name].specs for name in plan.sources],
@@ -153,9 +140,20 @@ def compile_segment(
         plan.once,
         plan.unrepeatable,
         tuple(written),
-        frozenset(sliced),
+        _sliced(graph, plan.ops),
         holding([variable.dtype for variable in held]) if held else None,
     )
+
+
+def _sliced(graph: StepGraph, ops: Sequence[OpName]) -> frozenset[TensorName]:
+    """Return `Segment.sliced`."""
+    whole = ("Assign", "ResourceApply", "Rng")  # begins of types that write all of a variable
+    sliced = {n for op in ops if not graph.by_name[op].type.startswith(whole) for n in graph.writes[op]}
+    for op in ops:  # before rows are taken of it, a variable gets memory of its own
+        handles = graph.traced.variable_of.keys() & {*graph.inputs[op]}
+        if handles and any(one.startswith("ResourceGather") for one in graph.functions.op_types(graph.by_name[op])):
+            sliced |= handles
+    return frozenset(sliced)
 
 
 def holding(dtypes: Sequence[tf.DType]) -> Any:
@@ -176,7 +174,7 @@ def holding(dtypes: Sequence[tf.DType]) -> Any:
 
 
 def _graph_def(plan: SegmentPlan) -> tuple[tf.compat.v1.GraphDef, set[TensorName], list[Any]]:
-    """Return the plan's ops; the names of the tensors from outside that they take; and new functions."""
+    """Return the plan's ops, rewritten; the names of the tensors from outside that they take; and new functions."""
     graph, traced, inside = plan.graph, plan.graph.traced, set(plan.ops)
     replaced = {member for rewrite in plan.rewrites for member in rewrite.members}
     left = [name for name in plan.ops if name not in replaced]
@@ -201,7 +199,15 @@ def _graph_def(plan: SegmentPlan) -> tuple[tf.compat.v1.GraphDef, set[TensorName
         added += own_memory(definition)
     definition.node.extend(rewrite.node for rewrite in plan.rewrites)
     inside.update(constants)
-    return definition, {name for name in used if op_name(name) not in inside}, added
+    outside = {name for name in used if op_name(name) not in inside}
+    if plan.jit_compile:
+        keep_declared_shapes(graph, definition)
+    else:  # XLA makes no copies
+        if not plan.shares_memory:
+            HostValues(definition, graph, outside).run(plan.needed_ops)
+        read_rows_only(definition, graph, plan.needed_ops)
+        added += order_sums(definition, on_cpu=plan.shares_memory)
+    return definition, outside, added
 
 
 @functools.cache

@@ -18,7 +18,8 @@ import tensorflow as tf
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.names import OpName, TensorName, op_name
 from ncclsync.ops import CollectiveKind
-from ncclsync.program.partition import Fault, Partition
+from ncclsync.program.graph import StepGraph
+from ncclsync.program.partition import Fault, PlacedStep
 from ncclsync.program.program import Exchange
 from ncclsync.program.schedule import ancestors
 from ncclsync.semantics import rules
@@ -36,15 +37,21 @@ class ShapeMismatch(Exception):
     """A tower's tensor has another shape than its placement says."""
 
 
-def find_mismatch(placed: Partition) -> Fault | None:
+def find_mismatch(placed: PlacedStep) -> Fault | None:
     """Return the fault of the first op of which a tower's tensors have other shapes than their placements say."""
     sizes: Iterable[tuple[int, int]] = _SIZES
-    given = ((placed.traced.tensor(name), one) for name, one in placed.traced.argument_placements.items())
+    graph, traced = placed.graph, placed.graph.traced
+    given = ((traced.tensor(name), one) for name, one in traced.argument_placements.items())
     totals = {tensor.shape[0] for tensor, one in given if isinstance(one, Shard) and not one.unit} - {None}
-    if totals := totals | {length // each for length, each in placed.declared}:  # the only batches that the step takes
+    if totals := totals | {
+        length // each for length, each in placed.conversions.lengths.declared
+    }:  # the only batches that the step takes
         total = max(totals)
         sizes = [(total // n, n) for n in range(2, total + 1) if total % n == 0][:1]
-    scopes = [_step_of(placed), *(_body_of(placed, body) for body in placed.bodies if body.op.name in placed.local)]
+    scopes = [
+        _step_of(placed),
+        *(_body_of(graph, body) for body in placed.placer.bodies if body.op.name in graph.local),
+    ]
     for (rows, towers), scope in itertools.product(sizes, scopes):
         fault = _Tower(scope, rows, towers).fault()
         # What TensorFlow refuses in the trace, too, one device refuses.
@@ -53,9 +60,8 @@ def find_mismatch(placed: Partition) -> Fault | None:
     return None
 
 
-def _needed(placed: Partition) -> set[OpName]:
+def _needed(graph: StepGraph) -> set[OpName]:
     """Return the ops that a tower runs; in place of others copies were put in."""
-    graph = placed.graph
     results = [graph.origin(name)[0] for name, _ in graph.outputs]
     return ancestors(graph, [*graph.must_run, *graph.folds, *results], graph.inputs)
 
@@ -76,7 +82,7 @@ class _Scope:
     """Describe what a tower computes at one level: the step, or a function that the step runs.
 
     Attributes:
-        placed: the step.
+        graph: the step.
         axes: of the graph.
         tensor: finds a tensor of the graph by its name.
         ops: that a tower computes; asked: those of which the shapes are asked.
@@ -86,7 +92,7 @@ class _Scope:
         within: the op of the step that runs the function; None: this is the step.
     """
 
-    placed: Partition
+    graph: StepGraph
     axes: Axes
     tensor: Callable[[TensorName], tf.Tensor]
     ops: Sequence[tf.Operation]
@@ -99,46 +105,46 @@ class _Scope:
 
     def as_traced(self) -> "_Scope":
         """Return the same as one device computes it."""
-        inputs = self.placed.traced.inputs if self.within is None else self.inputs
+        inputs = self.graph.traced.inputs if self.within is None else self.inputs
         asked = {op.name for op in self.traced}
         return dataclasses.replace(self, ops=self.traced, asked=asked, inputs=inputs, stands={})
 
     def is_traced(self, name: OpName) -> bool:
         """Return whether an op is one of the trace's; others were put in."""
-        return self.within is not None or name in self.placed.traced.nodes
+        return self.within is not None or name in self.graph.traced.nodes
 
 
-def _step_of(placed: Partition) -> _Scope:
-    traced = placed.traced
+def _step_of(placed: PlacedStep) -> _Scope:
+    graph, traced = placed.graph, placed.graph.traced
     stands = {name: (name, placement) for name, placement in traced.argument_placements.items()}
-    for name, (tensor, placement) in placed.placed.items():
+    for name, (tensor, placement) in placed.conversions.placed.items():
         stands.setdefault(tensor.name, (name, placement))
-    for (name, _, after), tensor in placed.converted.items():
+    for (name, _, after), tensor in placed.conversions.converted.items():
         if name in stands:
             stands.setdefault(tensor.name, (stands[name][0], after))
-    needed = _needed(placed) - traced.placeholders
+    needed = _needed(graph) - traced.placeholders
     # That take what towers have apart, or were put in.
-    asked = {op.name for op in placed.ops if op.name in placed.local or op.name not in traced.nodes}
-    asked = needed & (asked | {op.name for op in placed.ops if all(map(_may_count, op.outputs))})
+    asked = {op.name for op in graph.ops if op.name in graph.local or op.name not in traced.nodes}
+    asked = needed & (asked | {op.name for op in graph.ops if all(map(_may_count, op.outputs))})
     before = [op for op in traced.ops if op.name not in traced.placeholders]
-    return _Scope(placed, placed.axes, traced.tensor, placed.ops, asked, before, placed.inputs, placed.nodes, stands)
+    return _Scope(graph, graph.axes, traced.tensor, graph.ops, asked, before, graph.inputs, graph.nodes, stands)
 
 
-def _body_of(placed: Partition, body: Body) -> _Scope:
+def _body_of(graph: StepGraph, body: Body) -> _Scope:
     ops = [op for op in in_order(body.graph.get_operations()) if op.type != "Placeholder"]
     stands = {name: (name, placement) for name, placement in body.placements.items() if not placement.whole}
     inputs = {op.name: [tensor.name for tensor in op.inputs] for op in ops}
     nodes = {op.name: op.node_def for op in ops}
     find = body.graph.get_tensor_by_name
-    return _Scope(placed, body.axes, find, ops, inputs.keys(), ops, inputs, nodes, stands, within=body.op)
+    return _Scope(graph, body.axes, find, ops, inputs.keys(), ops, inputs, nodes, stands, within=body.op)
 
 
 class _Tower:
     """Infer the shapes of what one of several towers computes."""
 
     def __init__(self, scope: _Scope, rows: int, towers: int) -> None:
-        self._scope, self._placed, self._rows, self._towers = scope, scope.placed, rows, towers
-        self._graph = tf.compat.v1.GraphDef(versions=self._placed.traced.definition.versions)
+        self._scope, self._step, self._rows, self._towers = scope, scope.graph, rows, towers
+        self._graph = tf.compat.v1.GraphDef(versions=self._step.traced.definition.versions)
         self._sources: dict[TensorName, str] = {}  # the output of a node that stands for a tensor
 
     def fault(self) -> Fault | None:
@@ -157,13 +163,13 @@ class _Tower:
 
     def _asking(self, name: OpName) -> tf.Operation:
         """Return the op of the trace for which this one was put in, or itself."""
-        ops, traced = self._placed.ops, self._placed.traced
+        ops, traced = self._step.ops, self._step.traced
         at = next((i for i, op in enumerate(ops) if op.name == name), 0)
         return next((op for op in ops[at:] if op.name in traced.nodes and op.name not in traced.placeholders), ops[-1])
 
     def _add(self, op: tf.Operation) -> None:
         """Ask for the shapes of an op's results."""
-        if not op.outputs or op.type == "Const" or tf_compat.calls_functions(op) or self._placed.functions.runs(op):
+        if not op.outputs or op.type == "Const" or tf_compat.calls_functions(op) or self._step.functions.runs(op):
             return
         names = self._scope.inputs[op.name]
         pairs = zip(op.inputs, names, strict=True)
@@ -189,13 +195,13 @@ class _Tower:
 
     def _source(self, name: TensorName) -> str:
         if name not in self._sources:
-            exchange = None if self._scope.within else self._placed.exchanges.get(name)
+            exchange = None if self._scope.within else self._step.exchanges.get(name)
             self._sources[name] = self._given(name) if exchange is None else self._exchanged(exchange)
         return self._sources[name]
 
     def _given(self, name: TensorName) -> str:
         """Stand for a tensor for whose shape TensorFlow is not asked."""
-        traced, tensor = self._placed.traced, self._scope.tensor(name)
+        traced, tensor = self._step.traced, self._scope.tensor(name)
         if tensor.op.type == "Const" and (tensor.shape.num_elements() or 0) <= _LARGE:
             return f"{self._node(tensor.op.name).name}:0"
         if self._scope.within is not None:
@@ -225,7 +231,7 @@ class _Tower:
         return np.reshape(numbers, tensor.shape).astype(tensor.dtype.as_numpy_dtype)
 
     def _new(self, op_type: str) -> Any:
-        return self._graph.node.add(name=f"{self._placed.traced.free_prefix}_{len(self._graph.node)}", op=op_type)
+        return self._graph.node.add(name=f"{self._step.traced.free_prefix}_{len(self._graph.node)}", op=op_type)
 
     def _unknown(self, dtype: tf.DType, shape: Any) -> str:
         node = self._new("Placeholder")

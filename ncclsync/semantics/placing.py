@@ -1,11 +1,10 @@
 """Place an op: ask its rule which placements its results have, and convert its inputs to those that the rule takes.
 
-`Placer` has what placing a step (`partition.py`) and placing a function have in common; `FunctionPlacer`
-places the functions that loops, branches and calls run.
+A `Placer` serves the step (`partition.py`), or, in a `FunctionPlacer`, a function that a loop, a branch or a call runs.
 """
 
-import abc
 import dataclasses
+import enum
 import functools
 import logging
 import os
@@ -49,6 +48,7 @@ from ncclsync.semantics.placements import (
     rows,
 )
 from ncclsync.semantics.rules import Call
+from ncclsync.semantics.scope import Conversion, Lengths, Scope
 
 logger = logging.getLogger("ncclsync")
 
@@ -106,124 +106,98 @@ def told_fault(fault: Exception, op: tf.Operation | None, what: str = "could not
     return f"{where} {what}, by a fault of ncclsync's own ({type(fault).__name__}: {fault}). Please report this line"
 
 
-class Placer(abc.ABC):
-    """Place ops one by one: what a step and a function have in common.
+class Instead(enum.Enum):
+    """Say what becomes of an op that towers cannot compute by their rows."""
+
+    WHOLE = "whole"  # every tower computes it, on the batch's values
+    ALIKE = "alike"  # tower 0 computes it, on the batch's values, and all towers take its results
+
+
+# How the results of an op are placed, or what becomes of it.
+Made = list[Placement] | Instead
+
+
+class Placer:
+    """Place ops one by one.
 
     Attributes:
-        functions: of the step.
-        axes: of the graph whose ops are placed.
-        lenient: whether whole tensors may be taken for rows, while a loop's body is tried, to see how it begins.
-        row_by_row: whether the ops are in a loop over a tower's rows.
-        looks: whether the step can look whether numbers leave a tower's rows.
-        within: whether they are in a function, where nothing can be put before them.
-        row_splits: by name of the row splits of ragged tensors whose values lie in rows, not in rows of rows: the
-            unit of these values.
-        masks: by name of a mask, or of the lengths that it shows: the unit of its true elements.
-        limits: by name of lengths: up to which limit a mask shows them.
-        row_lengths: by name of the lengths of ragged rows that were counted: the unit of the values.
-        summed: which inputs of the function that was placed last are lists of whole items to which parts are added.
+        scope: where the ops stand.
         draws: the user's lines that draw numbers which are each tower's own.
         bodies: the functions that were placed by rows.
-        fixed: rows per sample, by the length that the trace has of an axis that is divided.
-        stretched: whether a batch of one row may have more rows of a tensor than `each` says, since it was broadcast.
     """
 
-    lenient = row_by_row = within = stretched = looks = False
-
-    def __init__(self, functions: Functions, axes: Axes) -> None:
-        """Know the step's functions, and the axes of the graph."""
-        self.functions = functions
-        self.axes = axes
+    def __init__(self, scope: Scope, row_by_row: "RowByRow | None" = None) -> None:
+        """Begin; `row_by_row` places what a loop over rows does with its row."""
+        self.scope = scope
         self.draws: list[str] = []
         self.bodies: list[Body] = []
-        self.fixed: dict[int, int] = {}
-        self.row_splits: dict[TensorName, TensorName] = {}
-        self.row_lengths: dict[TensorName, TensorName] = {}
-        self.masks: dict[TensorName, TensorName] = {}
-        self.limits: dict[TensorName, TensorName | int] = {}
-        self.summed: set[int] = set()
+        self._row_by_row = row_by_row
 
-    @abc.abstractmethod
-    def convert(self, tensor: tf.Tensor, before: Placement, after: Placement, op: tf.Operation) -> tf.Tensor:
-        """Return a tensor as it must be placed for `op`."""
-
-    def spares(self, tensor: tf.Tensor, placed: Placement) -> bool:
-        """Return whether a tensor can be placed otherwise, and nothing is exchanged for it; see `rules.Call`."""
-        return placed.whole
-
-    def reduced(self, tensor: tf.Tensor) -> Placement:
-        """Return how a PARTIAL tensor is placed where it is added up: by rows if it is known to have them."""
-        return REPLICATE
-
-    def _row_by_row(self, call: Call) -> list[Placement]:
-        raise Refused("it is not in a loop over rows")
-
-    @abc.abstractmethod
-    def whole(self, call: Call) -> list[Placement]:
-        """Give an op the batch's values; return how its results are placed."""
-
-    @abc.abstractmethod
-    def alike(self, call: Call) -> list[Placement]:
-        """Let tower 0 compute, on the batch's values, and all towers take its result."""
-
-    def place(self, call: Call) -> list[Placement]:
+    def place(self, call: Call) -> Made:
         """Choose how the results of an op are placed, and convert its inputs as that requires.
 
-        If that fails by a fault of ncclsync's own, the op is made whole.
+        If that fails by a fault of ncclsync's own, the op is to be made whole, as it is if its rule says nothing.
         """
         try:
-            return self._place_by_rows(call)
+            made = self._place(call)
+            if isinstance(made, Instead):
+                call.begin_anew()
+            return made
         except (Found, NcclSyncError):
             raise
         except Exception as fault:  # of any kind: of the rules', of the inference of shapes, or of their conversions
-            self.functions.faults.append(COMPUTED_WHOLE.format(told_fault(fault, call.op)))
+            self.scope.functions.faults.append(COMPUTED_WHOLE.format(told_fault(fault, call.op)))
             call.begin_anew()
-            return self.whole(call)
+            return Instead.WHOLE
 
-    def _place_by_rows(self, call: Call) -> list[Placement]:
+    def _place(self, call: Call) -> Made:
+        axes = self.scope.axes
         for output in call.op.outputs:
             if output.shape.rank is None:
-                self.axes.refine(output)
-        made = self._place(call)
-        for i, (output, placed) in enumerate(zip(call.op.outputs, made, strict=True)):
+                axes.refine(output)
+        made = self._by_kind(call)
+        results: list[Placement] = made if isinstance(made, list) else [REPLICATE] * len(call.op.outputs)
+        for i, (output, placed) in enumerate(zip(call.op.outputs, results, strict=True)):
             lengths = output.shape.as_list() if output.shape.rank is not None else []
             if isinstance(placed, Shard):
-                made[i] = self._with_rows(output, placed, call)
+                results[i] = self._with_rows(output, placed, call)
                 del lengths[placed.axis : placed.axis + 1]
             if None in lengths:
-                self.axes.refine(output)
+                axes.refine(output)
         return made
 
     def _with_rows(self, output: tf.Tensor, placed: Shard, call: Call) -> Shard:
         """Return the placement with the number of rows for each sample, if it is known."""
         if placed.unit:
             return placed
-        sure = not self.stretched and _keeps_rows(call, output, placed.axis)
+        axes, lengths = self.scope.axes, self.scope.lengths
+        sure = not lengths.stretched and _keeps_rows(call, output, placed.axis)
         if not (placed.each and sure):
-            count = self.axes.rows(output, placed.axis)
+            count = axes.rows(output, placed.axis)
             if not placed.each and count and count % placed.blocks == 0:
                 placed = dataclasses.replace(placed, each=count // placed.blocks)
-            self.stretched |= placed.rows not in (None, count)
+            lengths.stretched |= placed.rows not in (None, count)
         if placed.rows and output.shape.rank and output.shape[placed.axis] is not None:
-            self.fixed[output.shape[placed.axis]] = placed.rows
+            lengths.fixed[output.shape[placed.axis]] = placed.rows
         if placed.rows and output.shape.rank:
-            self.axes.learn(output, placed.axis, placed.rows, sure=sure)
+            axes.learn(output, placed.axis, placed.rows, sure=sure)
         return placed
 
-    def _place(self, call: Call) -> list[Placement]:
+    def _by_kind(self, call: Call) -> Made:
         op = call.op
         if op.type in rules.DRAWS:
             return self._draw(call)
         begins = op.type in ("TensorListReserve", "EmptyTensorList") and only(call.inputs, Replicate, Counts)
         if begins and not any(isinstance(placed, Counts) and placed.unit for placed in call.inputs):
-            return list(rules.RULES[op.type](call) or self.whole(call))
-        if self.row_by_row and has(call.inputs, Local, ListOf):
-            return self._row_by_row(call)
+            listed = rules.RULES[op.type](call)
+            return Instead.WHOLE if listed is None else list(listed)
+        if self._row_by_row is not None and has(call.inputs, Local, ListOf):
+            return self._row_by_row.place(call)
         if op.type in ("OptionalNone", "OptionalFromValue") and len(op.inputs) < 2:
             return [ListOf(call.inputs[0] if call.inputs else None)]
         if only(call.inputs, Replicate):
             return [REPLICATE] * len(op.outputs)
-        if self.functions.runs(op):
+        if self.scope.functions.runs(op):
             return self._function(call)
         if has(call.inputs, Local):
             if only(call.inputs, Local, Replicate, Counts):
@@ -235,8 +209,7 @@ class Placer(abc.ABC):
         made = self._by_rule(call)
         # A list does not tell that some of its items are a tower's own.
         if made is None or (call.local and has(made, ListOf)):
-            call.begin_anew()
-            return self.whole(call)
+            return Instead.WHOLE
         alike = [placed for placed in call.given[1] if isinstance(placed, Shard)]
         divided = [placed for placed in call.inputs if isinstance(placed, (Shard, Piece, Numbers))]
         # If every sharded input has identical rows, so has the result, unless an ordinary sharded input was mixed in.
@@ -279,13 +252,13 @@ class Placer(abc.ABC):
         kind = call.op.type
         if has(call.inputs, Partial):
             for output in call.op.outputs:
-                self.axes.refine(output)
+                call.axes.refine(output)
             made = rules.LINEAR[kind](call) if kind in rules.LINEAR else None
             if made is not None:
                 return made
             for i, placed in enumerate(call.inputs):
                 if isinstance(placed, Partial):
-                    call.require(i, self.reduced(call.tensors[i]))
+                    call.require(i, self.scope.conversion.reduced(call.tensors[i]))
         if has(call.inputs, Counts):
             compared = call.inputs[: rules.COMPARING.get(kind, 0)]
             every = compared and all(isinstance(placed, Counts) and 0 not in placed.counts for placed in compared)
@@ -310,36 +283,35 @@ class Placer(abc.ABC):
             return None
         given = []
         for tensor, placed in zip(call.op.inputs, call.inputs, strict=True):
-            values = self.axes.values(tensor)
+            values = call.axes.values(tensor)
             if values is None and not (tensor.shape.is_fully_defined() and tensor.dtype.is_integer):
                 return None
             if values is None:
                 values = tuple(np.full(tensor.shape, batch.open, tensor.dtype.as_numpy_dtype) for batch in BATCHES)
             given.append([_of_tower(values, placed, *tower) for tower in _TOWERS])
-        found = self.axes.computed(call.op, given)
+        found = call.axes.computed(call.op, given)
         if found is None or any(len({np.shape(value) for value in case}) > 1 for case in found):
             return None
         counts = list(map(_counts_of, found))
         return None if None in counts else [rows(one) for one in counts if one is not None]
 
-    def _draw(self, call: Call) -> list[Placement]:
+    def _draw(self, call: Call) -> Made:
         """Place random numbers: of one seed, whole and alike; else each tower's own for its rows."""
         seeded = call.op.type in rules.SEEDED_DRAWS
         if seeded and not has(call.inputs, Local):
-            return self.whole(call)
+            return Instead.WHOLE
         call.count_local_as_whole()
         made = rules.RULES[call.op.type](call)
         if made is None:
-            call.begin_anew()
-            return self.alike(call)
+            return Instead.ALIKE
         if seeded:  # `draws.check_draws` reports draws from a state that TensorFlow hides
             self.draws.append(user_line(call.op.traceback))
         return list(made)
 
-    def _function(self, call: Call) -> list[Placement]:
+    def _function(self, call: Call) -> Made:
         """Place a loop, a branch or a call: by each tower's rows if all ops in it have rules, else whole."""
         if has(call.inputs, SummedAxes, Kept):
-            return self.whole(call)
+            return Instead.WHOLE
         drawn, ran = len(self.draws), len(self.bodies)
         parts = [
             i for i, p in enumerate(call.inputs) if isinstance(p, Partial) and call.tensors[i].dtype != tf.resource
@@ -351,7 +323,7 @@ class Placer(abc.ABC):
                 del self.draws[drawn:], self.bodies[ran:]
                 call.begin_anew()
                 for i in parts:
-                    call.require(i, self.reduced(call.tensors[i]))
+                    call.require(i, self.scope.conversion.reduced(call.tensors[i]))
                 if not parts:
                     raise
                 made = self._function_by_rows(call)
@@ -367,7 +339,7 @@ class Placer(abc.ABC):
             )
             if has(call.inputs, Local) and only(call.inputs, Local, Replicate, Counts) and not handles:
                 return [local_of(call.inputs)] * len(call.op.outputs)
-            return self.whole(call)
+            return Instead.WHOLE
 
     def _function_by_rows(self, call: Call) -> list[Placement]:
         op = call.op
@@ -378,7 +350,7 @@ class Placer(abc.ABC):
                     continue
                 given = call.inputs[i]
                 if not isinstance(one, ListOf):
-                    shape = self.axes.lengths(op.inputs[i])
+                    shape = call.axes.lengths(op.inputs[i])
                     unknown = isinstance(one, Shard) and (shape is None or shape[one.axis] in (None, 1, Rows(0)))
                     if unknown and given.whole:  # it has to be known to have all rows
                         raise Refused(f"a loop's variable that becomes {one} begins with {shape}")
@@ -392,13 +364,11 @@ class Placer(abc.ABC):
             if isinstance(call.inputs[0], Local):
                 raise Refused("the condition of the branch is local to each tower")
             call.require(0, REPLICATE)
-            names = self.functions.taken_by(op, call.constant(0))
-            ways = [self._body(op, name, call.inputs[1:]) for name in names]
-            graphs = [self.axes.body(op, name)[0] for name in names]
-            results = zip(*(graph.outputs for graph in graphs), strict=True)
-            return [_any_of(ones, tensors) for ones, tensors in zip(zip(*ways, strict=True), results, strict=True)]
-        (name,) = self.functions.called_by(op)
-        return self._body(op, name, call.inputs)
+            ways = [self._body(op, n, call.inputs[1:]) for n in self.scope.functions.taken_by(op, call.constant(0))]
+            tensors = zip(*(way.graph.outputs for way in ways), strict=True)
+            return list(map(_any_of, zip(*(way.made for way in ways), strict=True), tensors))
+        (name,) = self.scope.functions.called_by(op)
+        return self._body(op, name, call.inputs).made
 
     def _loop(self, call: Call) -> tuple[list[Placement], list[Placement]]:
         """Place a loop's variables, while it runs and afterwards, so that their begins and the body's results agree."""
@@ -412,13 +382,13 @@ class Placer(abc.ABC):
         placed = [_listed(REPLICATE, p) if i in zeros else p for i, p in enumerate(placed)]
         for _ in range(8):
             # A state that is whole when the loop begins may have to be divided: the body shows it.
-            made = self._body(op, body, placed, lenient=True)
-            if summed := self.summed.intersection(zeros):
+            tried = self._body(op, body, placed, lenient=True)
+            if summed := tried.added_to().intersection(zeros):
                 placed = [_listed(SUM, p) if i in summed else p for i, p in enumerate(placed)]
                 continue
-            joined = [_joined(one, two) for one, two in zip(placed, made, strict=True)]
+            joined = [_joined(one, two) for one, two in zip(placed, tried.made, strict=True)]
             if joined == placed:
-                if self._body(op, condition, placed) != [REPLICATE]:
+                if self._body(op, condition, placed).made != [REPLICATE]:
                     raise Refused("whether the loop goes on depends on rows")
                 self._body(op, body, placed)
                 return placed, placed
@@ -430,9 +400,9 @@ class Placer(abc.ABC):
     ) -> tuple[list[Placement], list[Placement]]:
         """Place a loop that takes one of a tower's rows after the other, as `tf.map_fn` does, and its gradient."""
         op = call.op
-        graph, _ = self.axes.body(op, body)
+        graph, _ = call.axes.body(op, body)
         stays = [passed_on(tensor) is given for tensor, given in zip(graph.outputs, graph.inputs, strict=True)]
-        if self.row_by_row or len(each) > 1 or each == {None}:
+        if self.scope.row_by_row or len(each) > 1 or each == {None}:
             raise Refused("it is not known to be a loop over rows")
         placed = [
             COUNTER if p.whole and not stays[i] and np.array_equal(call.constant(i), 0) else p
@@ -440,9 +410,9 @@ class Placer(abc.ABC):
         ]
         made: list[Placement] = []
         for lenient in (True, True, True, False):
-            made = self._body(op, body, placed, lenient, row_by_row=True)
+            made = self._body(op, body, placed, lenient, row_by_row=True).made
             placed = [_joined(one, two) for one, two in zip(placed, made, strict=True)]
-        goes_on = self._body(op, condition, placed, row_by_row=True)
+        goes_on = self._body(op, condition, placed, row_by_row=True).made
         counts = {one.counts for one in placed if isinstance(one, Counts)}
         if goes_on != [LOCAL] or counts != {(one,) for one in each}:
             raise Refused("the loop does not end with the last row")
@@ -453,17 +423,16 @@ class Placer(abc.ABC):
 
     def _body(
         self, op: tf.Operation, name: str, placed: Sequence[Placement], lenient: bool = False, row_by_row: bool = False
-    ) -> list[Placement]:
-        graph, axes = self.axes.body(op, name)
-        placer = FunctionPlacer(self.functions, axes, lenient or self.lenient, row_by_row or self.row_by_row)
-        placer.fixed = self.fixed
-        made = placer.place_function(graph, placed)
-        if not placer.lenient:
-            self.bodies += [*placer.bodies, Body(op, graph, axes, placer.placements)]
-        self.summed = {i for i, tensor in enumerate(graph.inputs) if tensor.name in placer.added_to}
-        self.draws += placer.draws
-        self.stretched |= placer.stretched
-        return made
+    ) -> "FunctionPlacer":
+        """Place a function that an op runs, with inputs that are placed so."""
+        graph, axes = self.scope.axes.body(op, name)
+        body = FunctionPlacer(graph, axes, self.scope, lenient=lenient, row_by_row=row_by_row)
+        body.place(placed)
+        if not body.scope.lenient:
+            self.bodies += [*body.placer.bodies, Body(op, graph, axes, body.placements)]
+        self.draws += body.placer.draws
+        self.scope.lengths.stretched |= body.scope.lengths.stretched
+        return body
 
 
 # By numbers of BATCHES: the tower's rows, and the whole batch. A count of the batch's rows is no count of the tower's.
@@ -566,20 +535,18 @@ def _either(one: Placement, two: Placement) -> Placement:
     raise Refused(f"branches give {one} and {two}")
 
 
-class FunctionPlacer(Placer):
-    """Place a function's tensors. Nothing can be put in between: an op that would need it is refused."""
+class RowByRow:
+    """Place what a loop over a tower's rows computes of its row."""
 
-    within = True
-
-    def __init__(self, functions: Functions, axes: Axes, lenient: bool = False, row_by_row: bool = False) -> None:
-        super().__init__(functions, axes)
-        self.lenient, self.row_by_row = lenient, row_by_row
+    def __init__(self, graph: Any, scope: Scope) -> None:
+        """Take the function that is placed, the loop's body or its condition."""
+        self._scope = scope
         self._pops = self._counts = False
-        self._carried: set[TensorName] = set()  # inputs that the function changes
-        self.placements: dict[TensorName, Placement] = {}
-        self.added_to: set[TensorName] = set()  # lists of whole items to which parts are added
+        pairs = zip(graph.inputs, graph.outputs, strict=False)
+        # Inputs that the function changes.
+        self._carried = {given.name for given, made in pairs if passed_on(made) is not given}
 
-    def _row_by_row(self, call: Call) -> list[Placement]:
+    def place(self, call: Call) -> list[Placement]:
         """Place an op of a loop over a tower's rows: what it computes of one row, and of whole tensors, is that row's.
 
         An op is refused if it takes anything else, or takes the row's number other than to find the row in a list.
@@ -609,12 +576,12 @@ class FunctionPlacer(Placer):
             SUM if one.whole and passed_on(t).name in self._carried else one
             for t, one in zip(op.inputs, inputs, strict=True)
         ]
-        adds = op.type in ("Add", "AddV2", "AddN") and SUM in (sums if self.lenient else inputs)
+        adds = op.type in ("Add", "AddV2", "AddN") and SUM in (sums if self._scope.lenient else inputs)
         adds = adds and set(sums) <= {SUM, EACH}
         if adds and op.outputs[0].dtype.is_floating and all(one.shape == op.outputs[0].shape for one in op.inputs):
             return [SUM]
-        runs = self.functions.runs(op)
-        if runs and SEEDED in inputs and not rules.DRAWS.isdisjoint(self.functions.op_types(op)):
+        runs = self._scope.functions.runs(op)
+        if runs and SEEDED in inputs and not rules.DRAWS.isdisjoint(self._scope.functions.op_types(op)):
             raise Refused(f"{op.type} {op.name} draws for each row the same numbers")
         reads = runs and not tf_compat.written_handles(op)  # as a loop within the loop
         handles = not reads and any(tensor.dtype == tf.resource for tensor in op.inputs)
@@ -623,61 +590,92 @@ class FunctionPlacer(Placer):
         result = EACH if EACH in inputs else LOCAL
         return [REPLICATE if output.dtype == tf.resource else result for output in op.outputs]
 
-    def place_function(self, graph: Any, inputs: Sequence[Placement]) -> list[Placement]:
-        """Return how a function's results are placed; raise `Refused` if an op needs other inputs."""
-        placed = self.placements = {t.name: one for t, one in zip(graph.inputs, inputs, strict=True)}
-        pairs = zip(graph.inputs, graph.outputs, strict=False)
-        self._carried = {given.name for given, made in pairs if passed_on(made) is not given}
-        writes = {t.name for t in graph.inputs if t.dtype == tf.resource}
-        for op in in_order(graph.get_operations()):
-            if op.type == "Placeholder":
-                continue
-            given = [placed[t.name] for t in op.inputs]
-            call = Call(op, list(op.inputs), list(given), self)
-            if op.type == "IdentityN":
-                made = given
-            elif op.type == "ReadVariableOp":
-                made = [given[0]]
-                self.axes.refine(op.outputs[0])
-            elif tf_compat.written_handles(op) & writes and not self.functions.runs(op):
-                made = self._write(call)
-            elif op.type == "Assert":
-                made = []
-                if not (given[0].whole or isinstance(given[0], Local) or given[0] == rules.EVERY):
-                    raise Refused("an assertion is about rows")
-            else:
-                if self.functions.hides_state(op, REPEATABLE | rules.DRAWS):
-                    raise Refused(f"{op.type} has a state of its own")
-                made = self.place(call)
-            placed.update((t.name, one) for t, one in zip(op.outputs, made, strict=True))
-        return [placed[t.name] for t in graph.outputs]
+
+class NoConversion(Conversion):
+    """Refuse what would have to be put into a function."""
+
+    def __init__(self, lenient: bool) -> None:
+        """Begin; `lenient`: see `Scope`."""
+        self._lenient = lenient
+        self.added_to: set[TensorName] = set()  # lists of whole items to which parts are added
+
+    def convert(self, tensor: tf.Tensor, before: Placement, after: Placement, op: tf.Operation) -> tf.Tensor:
+        """Return a tensor that serves as it is."""
+        if self._lenient and before.whole and after == SUM and tensor.op.type == "TensorListPopBack":
+            self.added_to.add(passed_on(tensor.op.inputs[0]).name)
+        if serves(before, after) or (self._lenient and before.whole):
+            return tensor
+        if before in (REPLICATE, MEAN) and after == SUM and rules.is_zero(tensor):
+            return tensor
+        raise Refused(f"{op.type} {op.name} needs {after} of {before}")
+
+
+class FunctionPlacer:
+    """Place a function's tensors. Nothing can be put in between: an op that would need it is refused.
+
+    Attributes:
+        graph: the function.
+        scope: its own.
+        placer: of its ops.
+        placements: by name of its tensors.
+        made: how its results are placed.
+    """
+
+    def __init__(self, graph: Any, axes: Axes, outer: Scope, *, lenient: bool, row_by_row: bool) -> None:
+        """Take a function that is run in the scope `outer`; see `Scope`."""
+        lenient, row_by_row = lenient or outer.lenient, row_by_row or outer.row_by_row
+        self.graph, self._conversion, lengths = graph, NoConversion(lenient), Lengths(outer.lengths.fixed)
+        self.scope = Scope(
+            outer.functions, axes, self._conversion, lengths, within=True, lenient=lenient, row_by_row=row_by_row
+        )
+        self.placer = Placer(self.scope, RowByRow(graph, self.scope) if row_by_row else None)
+        self.placements: dict[TensorName, Placement] = {}
+        self.made: list[Placement] = []
+
+    def added_to(self) -> set[int]:
+        """Return which inputs are lists of whole items to which parts are added."""
+        return {i for i, tensor in enumerate(self.graph.inputs) if tensor.name in self._conversion.added_to}
+
+    def place(self, inputs: Sequence[Placement]) -> None:
+        """Place its tensors, given its inputs' placements; raise `Refused` if an op needs other inputs."""
+        placed = self.placements = {t.name: one for t, one in zip(self.graph.inputs, inputs, strict=True)}
+        writes = {t.name for t in self.graph.inputs if t.dtype == tf.resource}
+        for op in in_order(self.graph.get_operations()):
+            if op.type != "Placeholder":
+                call = Call(op, list(op.inputs), [placed[t.name] for t in op.inputs], self.scope)
+                placed.update((t.name, one) for t, one in zip(op.outputs, self._place(call, writes), strict=True))
+        self.made = [placed[t.name] for t in self.graph.outputs]
+
+    def _place(self, call: Call, writes: set[TensorName]) -> list[Placement]:
+        op, functions = call.op, self.scope.functions
+        if op.type == "IdentityN":
+            return call.inputs
+        if op.type == "ReadVariableOp":
+            self.scope.axes.refine(op.outputs[0])
+            return call.inputs
+        if tf_compat.written_handles(op) & writes and not functions.runs(op):
+            return self._write(call)
+        if op.type == "Assert":
+            if not (call.inputs[0].whole or isinstance(call.inputs[0], Local) or call.inputs[0] == rules.EVERY):
+                raise Refused("an assertion is about rows")
+            return []
+        if functions.hides_state(op, REPEATABLE | rules.DRAWS):
+            raise Refused(f"{op.type} has a state of its own")
+        made = self.placer.place(call)
+        if made is Instead.ALIKE:
+            raise Refused(f"{op.type} draws numbers that tower 0 would have to send")
+        if made is not Instead.WHOLE:
+            return made
+        if all(placed.whole for placed in call.inputs):
+            return [REPLICATE] * len(op.outputs)
+        raise Refused(f"{op.type} {op.name} has no rule for {', '.join(map(str, call.inputs))}")
 
     def _write(self, call: Call) -> list[Placement]:
         handle, values = call.inputs[0], call.inputs[1:]
-        if self.row_by_row:
+        if self.scope.row_by_row:
             raise Refused(f"{call.op.type} writes a variable for each row")
         if isinstance(handle, Local) or all(one.whole for one in call.inputs):
             return [REPLICATE] * len(call.op.outputs)
         if handle == SUM and call.op.type.startswith("Assign") and values[0] == SUM:
             return [REPLICATE] * len(call.op.outputs)
         raise Refused(f"{call.op.type} writes {', '.join(map(str, values))} to what is {handle}")
-
-    def convert(self, tensor: tf.Tensor, before: Placement, after: Placement, op: tf.Operation) -> tf.Tensor:
-        """See `Placer`."""
-        if self.lenient and before.whole and after == SUM and tensor.op.type == "TensorListPopBack":
-            self.added_to.add(passed_on(tensor.op.inputs[0]).name)
-        if serves(before, after) or (self.lenient and before.whole):
-            return tensor
-        if before in (REPLICATE, MEAN) and after == SUM and rules.is_zero(tensor):
-            return tensor
-        raise Refused(f"{op.type} {op.name} needs {after} of {before}")
-
-    def whole(self, call: Call) -> list[Placement]:
-        """See `Placer`."""
-        if all(placed.whole for placed in call.inputs):
-            return [REPLICATE] * len(call.op.outputs)
-        raise Refused(f"{call.op.type} {call.op.name} has no rule for {', '.join(map(str, call.inputs))}")
-
-    def alike(self, call: Call) -> list[Placement]:
-        """See `Placer`."""
-        raise Refused(f"{call.op.type} draws numbers that tower 0 would have to send")

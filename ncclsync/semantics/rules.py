@@ -45,6 +45,7 @@ from ncclsync.semantics.placements import (
     only,
     rows,
 )
+from ncclsync.semantics.scope import Scope
 
 
 @dataclasses.dataclass
@@ -54,10 +55,9 @@ class Call:
     Attributes:
         op: as it was traced.
         tensors, inputs: what the op will get, and its placements; a rule changes them by `require`.
-        placer: the `placing.Placer` that asks.
+        scope: where the op stands.
         given: the tensors and their placements as they came.
         local: indices of LOCAL inputs, which count as whole meanwhile.
-        axes: what is known of the lengths of the op's inputs and outputs.
         loose: the index of the input that may number other towers' rows: the step has to look.
         unit: of the rows of its inputs, and so of its results, whatever a rule says; see `Placement`.
     """
@@ -65,14 +65,18 @@ class Call:
     op: tf.Operation
     tensors: list[tf.Tensor]
     inputs: list[Placement]
-    placer: Any
+    scope: Scope
 
     def __post_init__(self) -> None:
         self.given = list(self.tensors), list(self.inputs)
         self.local: set[int] = set()
-        self.axes: Axes = self.placer.axes
         self.unit = SAMPLES
         self.loose: int | None = None
+
+    @property
+    def axes(self) -> Axes:
+        """Return what is known of the lengths of the op's inputs and outputs."""
+        return self.scope.axes
 
     def require(self, index: int, placement: Placement) -> None:
         """Give the op input `index` with that placement."""
@@ -80,7 +84,7 @@ class Call:
             return
         before = self.given[1][index] if index in self.local else self.inputs[index]
         self.local.discard(index)
-        self.tensors[index] = self.placer.convert(self.tensors[index], before, placement, self.op)
+        self.tensors[index] = self.scope.conversion.convert(self.tensors[index], before, placement, self.op)
         self.inputs[index] = placement
 
     def make_whole(self, classes: type[Placement] | tuple[type[Placement], ...], but: Any = ()) -> None:
@@ -95,7 +99,7 @@ class Call:
 
     def spares(self, index: int) -> bool:
         """Return whether every tower can compute all of input `index` itself, so that no rows are gathered."""
-        return self.placer.spares(self.tensors[index], self.inputs[index])
+        return self.scope.conversion.spares(self.tensors[index], self.inputs[index])
 
     def count_local_as_whole(self) -> None:
         """Let LOCAL inputs count as whole from now on."""
@@ -352,7 +356,7 @@ def _in_one_input(call: Call) -> Sequence[Placement] | None:
     if kind in _PASSING | MOVING:
         return [placed]
     if kind in _PICKING:  # within a function alone: elsewhere one sum is exchanged, not each of its slices
-        return _all(call, placed) if call.placer.within and placed == SUM else None
+        return _all(call, placed) if call.scope.within and placed == SUM else None
     # Not integers: their sums wrap, each tower's by itself, and their mean is cut off.
     widens = before == after or (before.is_floating and after.is_floating and before.size < after.size)
     fits = widens if kind == "Cast" else kind != "Mean" or before.is_floating
@@ -383,7 +387,7 @@ def _add_partial(call: Call) -> Sequence[Placement] | None:
     state = any(passed_on(call.op.inputs[i], "Cast").op.type == "ReadVariableOp" for i in parts)
     for i in range(len(call.inputs)):
         # Each tower's part of a gradient has its part of a regularisation; a count stays one, on tower 0.
-        if shape and not state and not call.placer.lenient and call.op.outputs[0].dtype.is_floating:
+        if shape and not state and not call.scope.lenient and call.op.outputs[0].dtype.is_floating:
             call.require(i, MEAN if call.inputs[i].whole else call.inputs[i])
         call.require(i, SUM)
     return [SUM]
@@ -442,8 +446,8 @@ def _reduce(call: Call) -> Sequence[Placement] | None:
     along = {int(axis) % rank for axis in np.ravel(over)}
     made = "".join("-" * call.op.get_attr("keep_dims") if axis in along else _AXES[axis] for axis in range(rank))
     reduced = None if call.op.type == "Mean" and not dtype.is_floating else _REDUCED.get(call.op.type)
-    if reduced == MEAN and call.unit:  # towers have any shares of them: `Partition` weighs their means
-        reduced = None if call.placer.within else SUM
+    if reduced == MEAN and call.unit:  # towers have any shares of them: `adjusting.py` weighs their means
+        reduced = None if call.scope.within else SUM
     return _by_letters(call, [_AXES[:rank], None], [made], reduced)
 
 
@@ -933,14 +937,14 @@ def _reshaped_literally(call: Call, placed: Shard) -> Sequence[Placement] | None
     """Place a reshape to a literal shape, which fits batches of one number of rows alone."""
     before, after = call.axes.lengths(call.op.inputs[0]), call.constant(1)
     inner = _product(before[1:]) if before and has_samples(placed) and call.inputs[1].whole else None
-    if call.placer.within or not inner or not placed.each or after is None or not after.size or (after < 1).any():
+    if call.scope.within or not inner or not placed.each or after is None or not after.size or (after < 1).any():
         return None
     count, left = divmod(math.prod(after.tolist()), inner * placed.each)
     if left or count < 2 or after[0] % count:
         return None
     each = int(after[0]) // count
     what = f"a reshape to that length, at {user_line(call.op.traceback)}"
-    call.placer.declared.setdefault((int(after[0]), each), what)
+    call.scope.lengths.declared.setdefault((int(after[0]), each), what)
     call.require(1, rows((each, *[0] * (after.size - 1))))
     return [Shard(0, 1, each)]
 
@@ -1240,18 +1244,18 @@ def _list_get(call: Call) -> Sequence[Placement] | None:
 def _list_set(call: Call) -> Sequence[Placement] | None:
     at = 2 if call.op.type == "TensorListSetItem" else 1
     placed, item = call.inputs[0], call.inputs[at]
-    if not isinstance(placed, ListOf) or (isinstance(item, Partial) and not call.placer.within):
+    if not isinstance(placed, ListOf) or (isinstance(item, Partial) and not call.scope.within):
         return None
-    if call.placer.row_by_row and at == 1:
+    if call.scope.row_by_row and at == 1:
         made = ListOf(item, by_row=True)
         return [made] if placed.of is None or placed == made else None
-    if call.placer.row_by_row:
+    if call.scope.row_by_row:
         return [ListOf(EACH)] if placed.of in (None, EACH) and call.inputs[1] == COUNTER else None
     if at == 2 and not call.inputs[1].whole:
         return None
     if isinstance(item, Shard) and item.axis < len(placed.shape) and placed.shape[item.axis] is not None:
         return None  # it takes tensors of so many rows alone
-    if placed.of is not None and placed.of.whole and call.placer.lenient:
+    if placed.of is not None and placed.of.whole and call.scope.lenient:
         return [ListOf(item)]
     if both := either(placed, ListOf(item)):
         return [both]

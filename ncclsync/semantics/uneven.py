@@ -79,9 +79,9 @@ def _moved_numbers(call: Call) -> Sequence[Placement] | None:
     """Place numbers that an op moves, and does not change: they go where rows go."""
     placed, kind = call.inputs[0], call.op.type
     if isinstance(placed, Piece):
-        splits, unit = call.op.outputs[0].name, call.placer.row_splits.get(call.op.inputs[0].name)
-        if unit is not None and not call.placer.within:
-            call.placer.row_splits[splits] = unit
+        splits, unit = call.op.outputs[0].name, call.scope.units.row_splits.get(call.op.inputs[0].name)
+        if unit is not None and not call.scope.within:
+            call.scope.units.row_splits[splits] = unit
         return [placed] if kind in ("Cast", "Identity") else None
     fits = call.op.outputs[0].dtype in (tf.int32, tf.int64)
     if not fits or not isinstance(placed, Numbers) or placed.which is Which.MAP:
@@ -261,7 +261,7 @@ def _sliced_numbers(call: Call) -> Sequence[Placement] | None:
         return [rows((placed.each,))] if spec == ["one"] and begin[0] == 0 else None
     if placed == Splits(Part.LENGTH):
         return [placed] if spec == ["one"] or (begin[0] == 0 and spec == ["all"]) else None
-    if placed == SPLITS and call.op.inputs[0].name in call.placer.row_splits:
+    if placed == SPLITS and call.op.inputs[0].name in call.scope.units.row_splits:
         if begin[0] == 1 and call.op.get_attr("end_mask") and spec == ["some"]:
             return [Splits(Part.ENDS)]
         begins = (call.op.get_attr("begin_mask") or begin[0] == 0) and end[0] == -1 and spec == ["some"]
@@ -282,7 +282,7 @@ def _sliced_numbers(call: Call) -> Sequence[Placement] | None:
 @_numbered("Shape Size")
 def _shape_of_numbers(call: Call) -> Sequence[Placement] | None:
     (placed,), rank, whole = call.inputs, rank_of(call, 0), call.op.type == "Shape"
-    if placed == SPLITS and whole and call.op.inputs[0].name in call.placer.row_splits:
+    if placed == SPLITS and whole and call.op.inputs[0].name in call.scope.units.row_splits:
         return [Splits(Part.LENGTH)]
     if not isinstance(placed, Numbers) or rank is None or (rank != 1 and not whole):
         return None
@@ -321,7 +321,7 @@ def _packed_numbers(call: Call) -> Sequence[Placement] | None:
     ends = call.inputs[1] if len(call.inputs) > 1 else REPLICATE
     if isinstance(ends, Splits) and ends.part is Part.ENDS and not packs and len(call.inputs) == 3:
         if ends.unit and np.array_equal(call.constant(0), [0]):
-            call.placer.row_splits[call.op.outputs[0].name] = ends.unit
+            call.scope.units.row_splits[call.op.outputs[0].name] = ends.unit
             return [SPLITS]
         return None
     first, *others = call.inputs if packs else call.inputs[:-1]
@@ -369,7 +369,7 @@ def _stay(call: Call, index: int, can_look: bool = True) -> bool:
     if not isinstance(placed, Numbers) or placed.which is not Which.LOOSE:
         return True
     call.loose = index
-    return can_look and call.placer.looks and not placed.unit and placed.count is not None
+    return can_look and call.scope.looks and not placed.unit and placed.count is not None
 
 
 @_numbered("GatherNd")
@@ -424,16 +424,16 @@ def _has_rows(placed: Placement, numbers: Numbers) -> bool:
 def _where(call: Call) -> Sequence[Placement] | None:
     """Place the indices of true elements, which number the tower's rows."""
     placed, rank = call.inputs[0], rank_of(call, 0)
-    if not isinstance(placed, Shard) or placed.axis or placed.blocks != 1 or rank is None or call.placer.within:
+    if not isinstance(placed, Shard) or placed.axis or placed.blocks != 1 or rank is None or call.scope.within:
         return None
-    unit = _unit_of(call.op.outputs[0], call.placer.row_splits)
+    unit = _unit_of(call.op.outputs[0], call.scope.units.row_splits)
     if unit is None:
         mask, limit = _mask_of(call.op.inputs[0]), _columns_of(call.op.outputs[0])
         if limit is not None:  # the same lengths have other true elements up to another limit
             known = tf.get_static_value(limit)
             known = limit.name if known is None else int(known)
-            mask = mask if call.placer.limits.setdefault(mask, known) == known else call.op.inputs[0].name
-        unit = call.placer.masks.setdefault(mask, call.op.outputs[0].name)
+            mask = mask if call.scope.units.limits.setdefault(mask, known) == known else call.op.inputs[0].name
+        unit = call.scope.units.masks.setdefault(mask, call.op.outputs[0].name)
     return [Indices(placed.each, 1, unit=unit)]
 
 
@@ -492,7 +492,7 @@ _NUMBERED_SEGMENTS = names("""
 
 @_numbered(*SEGMENTS, *SORTED_SEGMENTS, *_NUMBERED_SEGMENTS)
 def _segments_numbered(call: Call) -> Sequence[Placement] | None:
-    """Place results whose segments are the tower's rows; `Partition` adds rows that no number names at the end."""
+    """Place results whose segments are the tower's rows; `adjusting.py` adds rows that no number names at the end."""
     gathered, counted_by_last = call.op.type.startswith("Sparse"), call.op.type in SORTED_SEGMENTS
     data, ids = call.inputs[gathered : gathered + 2]  # or, of a whole table, which rows of it
     if not isinstance(ids, Places) or ids.axis or not ids.count or ids.which is Which.MAP:
@@ -566,7 +566,7 @@ def _sparse_values(call: Call) -> Sequence[Placement] | None:
 def _sparse_fill(call: Call) -> Sequence[Placement] | None:
     """Place a sparse tensor with a value in each row, and where the values go that there were."""
     placed, indices = _sparse_rows(call, 0, 1, 2), call.inputs[0]
-    if placed is None or not isinstance(indices, Indices) or not call.inputs[3].whole or call.placer.within:
+    if placed is None or not isinstance(indices, Indices) or not call.inputs[3].whole or call.scope.within:
         return None
     filled = Shard(unit=call.op.outputs[1].name)
     return [indices.moved(filled, Which.EVERY), filled, placed, Places(None, 1, Which.MAP, unit=indices.unit)]
@@ -583,10 +583,10 @@ def _sparse_fill_back(call: Call) -> Sequence[Placement] | None:
 
 @_numbered("RaggedTensorToTensor")
 def _ragged_to_dense(call: Call) -> Sequence[Placement] | None:
-    """Place a padded ragged tensor; `Partition` sees to it that all towers pad up to the batch's longest row."""
+    """Place a padded ragged tensor; `adjusting.py` sees to it that all towers pad up to the batch's longest row."""
     values, default, *pieces = call.inputs[1:]
     lengths = call.constant(0)
-    known = not call.placer.within and default.whole and _are_rows_of(call, 3, pieces, values)
+    known = not call.scope.within and default.whole and _are_rows_of(call, 3, pieces, values)
     open_ = lengths is not None and np.ravel(lengths)[0] == -1 and call.op.outputs[0].shape.rank is not None
     return [Shard()] if known and open_ else None
 
@@ -596,7 +596,7 @@ def _are_rows_of(call: Call, index: int, pieces: Sequence[Placement], values: Pl
     if not isinstance(values, Shard) or values != Shard(unit=values.unit) or not values.unit:
         return False
     if list(pieces) == [SPLITS]:
-        return call.placer.row_splits.get(call.op.inputs[index].name) == values.unit
+        return call.scope.units.row_splits.get(call.op.inputs[index].name) == values.unit
     count, ids = pieces if len(pieces) == 2 else (REPLICATE, REPLICATE)
     if not isinstance(ids, Places) or ids.which in (Which.MAP, Which.LOOSE) or ids.unit != values.unit:
         return False
@@ -619,7 +619,7 @@ def _set_size(call: Call) -> Sequence[Placement] | None:
 def _split_texts(call: Call) -> Sequence[Placement] | None:
     """Place the pieces of each row's text, or what two sets of each row have, as a sparse tensor."""
     placed, *others = call.inputs
-    if not has_samples(placed) or not placed.each or call.placer.within:
+    if not has_samples(placed) or not placed.each or call.scope.within:
         return None
     if call.op.type == "DenseToDenseSetOperation":
         if not has_samples(others[0]) or not same_rows(placed, others[0]) or rank_of(call, 0) != 2:
@@ -634,7 +634,7 @@ def _split_texts(call: Call) -> Sequence[Placement] | None:
 def _split_characters(call: Call) -> Sequence[Placement] | None:
     """Place the characters of each row's text as a ragged tensor."""
     (placed, *_) = call.inputs
-    return _ragged(call) if has_samples(placed) and placed.each == 1 and not call.placer.within else None
+    return _ragged(call) if has_samples(placed) and placed.each == 1 and not call.scope.within else None
 
 
 @_numbered("StringNGrams")
@@ -646,7 +646,7 @@ def _grams(call: Call) -> Sequence[Placement] | None:
 def _ragged(call: Call, at: int = 0) -> list[Placement]:
     """Return the placements of row splits, the result `at`, and of the others, which have the values."""
     splits = call.op.outputs[at].name
-    call.placer.row_splits[splits] = splits
+    call.scope.units.row_splits[splits] = splits
     return [SPLITS, *[Shard(unit=splits)] * (len(call.op.outputs) - 1)]
 
 
@@ -658,7 +658,7 @@ def _row_lengths(call: Call) -> Sequence[Placement] | None:
         return None
     if not ids.count or size != rows((ids.count,)) or lengths_of(call.op.inputs[2]) != [0]:
         return None
-    call.placer.row_lengths[call.op.outputs[0].name] = ids.unit
+    call.scope.units.row_lengths[call.op.outputs[0].name] = ids.unit
     return [Shard(0, 1, ids.count)]
 
 
@@ -668,10 +668,12 @@ def _row_ends(call: Call) -> Sequence[Placement] | None:
     (made,), lengths, placed = call.op.outputs, call.op.inputs[0], call.inputs[0]
     splits = [one for one in made.consumers() if one.type == "ConcatV2" and len(one.inputs) == 3]
     ends = has_samples(placed) and placed.each == 1 and rank_of(call, 0) == 1 and made.dtype.is_integer
-    ends = ends and not (call.placer.within or call.op.get_attr("exclusive") or call.op.get_attr("reverse"))
+    ends = ends and not (call.scope.within or call.op.get_attr("exclusive") or call.op.get_attr("reverse"))
     if not ends or not splits or len(splits) < len(made.consumers()):
         return _cumulated(call)
-    unit = call.placer.row_lengths.get(lengths.name) or call.placer.masks.setdefault(_mask_of(lengths), made.name)
+    unit = call.scope.units.row_lengths.get(lengths.name) or call.scope.units.masks.setdefault(
+        _mask_of(lengths), made.name
+    )
     return [Splits(Part.ENDS, unit)]
 
 

@@ -335,8 +335,8 @@ class Programs:
                     "gradients are not finite, and lowers its scale by them."
                 )
             program = _with_gradients(program, tuple(observer.names))
-        if self.trains and self.towers.watch.traces is not None:
-            self.towers.watch.traces.append(traced.trace)
+        if self.trains:
+            self.towers.watch.add_trace(traced.trace)
         if program.jit_compile:
             share_programs(self.towers.layout.devices)
         return dataclasses.replace(program, graph=traced.trace.function.graph)

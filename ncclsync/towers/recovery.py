@@ -131,6 +131,10 @@ class Rollback:
         with tf.control_dependencies([done]):
             return tf.group(self._begun.assign(False))
 
+    def forget(self) -> None:
+        """Forget whether a step was undone: the next begins."""
+        self.undone = False
+
     def restore(self) -> None:
         """Undo a step that failed under way; do nothing if it failed before it began."""
         self.undone = self.under_way

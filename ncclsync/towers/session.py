@@ -146,6 +146,10 @@ class Session:
                 "Call it before the first model on towers is made"
             )
 
+    def close(self) -> None:
+        """Be closed from now on."""
+        self.closed = True
+
     def require_open(self) -> None:
         """Raise NcclSyncError if the towers are closed."""
         if self.closed:

@@ -121,7 +121,7 @@ class TowerState:
             session.failures.settle()
         except NcclSyncError as error:  # raised when all is closed
             failure = error
-        session.closed = True
+        session.close()
         if replicas.sharding is not None:
             replicas.sharding.release()
         with contextlib.ExitStack() as ends:  # each, whatever fails before

@@ -282,7 +282,7 @@ class TowerStep:
         """
         session, replicas = self.towers.session, self.towers.replicas
         if function is not None:
-            function.rollback.undone = False
+            function.rollback.forget()
         session.failures.forget()
         begun = None
         try:

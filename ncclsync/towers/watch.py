@@ -37,6 +37,11 @@ class Watch:
         """Keep the traces of training steps from now on."""
         self.traces = []
 
+    def add_trace(self, trace: Any) -> None:
+        """Keep the trace of a training step, if that is asked for."""
+        if self.traces is not None:
+            self.traces.append(trace)
+
     def watch_next(self, watcher: Watcher) -> None:
         """Give `watcher` the timestamps of the next training step, or of all steps that the next call makes.
 

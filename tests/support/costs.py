@@ -174,7 +174,7 @@ def _debugged() -> Iterator[list[str]]:
 
 def _place(trace: Any, target: Any, results: Any, **_: Any) -> Any:
     placed = place(trace, target.home_device, results, target.same_seeds, many_shards=target.many_shards)
-    graph, costs = placed.graph, placed.costs
+    graph, costs = placed.graph, placed.conversions.costs
     # Multiplications, and numbers of four bytes that are moved; of one row, beside what is done for one row.
     counts = costs.works([*costs.alike, *costs.by_rows]).sum(axis=2) @ (1, 1 / 4, 0)
     shares = counts[: len(costs.alike)] / (counts.sum() or 1.0)
@@ -192,7 +192,7 @@ def _place(trace: Any, target: Any, results: Any, **_: Any) -> Any:
     work, segments = costs.step_work(), schedule(graph, None).count
     lost = losses_of(work, weights, ROWS, TOWERS)
     on_cores = losses_of(work, weights, CORE_ROWS, CORE_TOWERS, segments, CORE)
-    ops = frozenset(kind for op in graph.ops for kind in (op.type, *placed.functions.op_types(op)))
+    ops = frozenset(kind for op in graph.ops for kind in (op.type, *graph.functions.op_types(op)))
     cost = Cost(gathered, alike, weights, len(graph.exchanges), lost, on_cores, ops=ops)
     if fixed := placed.variables_of_rows():  # it is traced once more, if that can be
         return _First(fixed, cost)

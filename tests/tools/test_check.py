@@ -16,7 +16,8 @@ from ncclsync.compat import keras as keras_compat
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.gradients.hooks import step_hooks
 from ncclsync.program import cut
-from ncclsync.program.partition import Partition
+from ncclsync.program.conversion import Conversions
+from ncclsync.program.marks import Marks
 from ncclsync.program.trace import trace
 from ncclsync.semantics import rules
 from ncclsync.semantics.placements import MEAN, REPLICATE, SUM, Partial, Shard
@@ -154,21 +155,21 @@ def reduced_as(name, placement):
     return lambda patch: patch.setitem(rules._REDUCED, name, placement)
 
 
-def partition_with(name, method):
-    return lambda patch: patch.setattr(Partition, name, method(getattr(Partition, name)))
+def partition_with(name, method, of=Conversions):
+    return lambda patch: patch.setattr(of, name, method(getattr(of, name)))
 
 
 def share_with(**changes):
     """Towers that are told something else of their part of the batch."""
 
     def sabotage(patch):
-        begin = Partition.__init__
+        begin = Conversions.__init__
 
         def wrong(self, *arguments, **options):
             begin(self, *arguments, **options)
             self.share = self.share._replace(**{name: change(self.share) for name, change in changes.items()})
 
-        patch.setattr(Partition, "__init__", wrong)
+        patch.setattr(Conversions, "__init__", wrong)
 
     return sabotage
 
@@ -261,7 +262,7 @@ SABOTAGES = {
         lambda: regression(lambda p, y: 0.5 + tf.reduce_sum(tf.square(p - y))),
     ),
     "slices are each tower's": (
-        partition_with("_slices", lambda slices: lambda self, op, mark, call: list(call.tensors)),
+        partition_with("_slices", lambda slices: lambda self, op, mark, call: list(call.tensors), of=Marks),
         words,
     ),
     "own rows are taken for all": (

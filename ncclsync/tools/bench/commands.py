@@ -4,6 +4,7 @@ The benchmarks stand in `bench.all_reduce`, `.on_gpus` and `.training`. Nothing 
 """
 
 import argparse
+import functools
 import importlib
 import re
 from collections.abc import Callable
@@ -40,114 +41,11 @@ def add_bench(commands: Any) -> None:
         "result was wrong; 2: nothing was measured.",
     )
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
-
-    def add(name: str, home: str, rounds: int, about: str, *options: Option) -> None:
-        """Add a benchmark of the module `home`, whose sides take so many turns by default."""
-        parser = benchmarks.add_parser(name, help=about.partition(". ")[0], description=about)
-        parser.set_defaults(run=lambda given: _run(given, home))
+    for name, home, rounds, about, *options in _BENCHMARKS:
+        one = benchmarks.add_parser(name, help=about.partition(". ")[0], description=about)
+        one.set_defaults(run=functools.partial(_run, home=home))
         json = file("--json", "write all figures there as well")
-        add_options(parser, *options, number("--rounds", 1, rounds, "turns of each side"), json)
-
-    xla = switch("--xla", "on CPUs, too, let XLA compile what Keras has it compile on GPUs")
-    towers, numbers = number("--towers", 1, 4), _list("--towers", at_least(1), "1,2,4,8", "N,N")
-    against_mirrored = _against(("mirrored",), "mirrored", _MIRRORED)
-    gpus = "Needs as many GPUs as towers. A launcher's processes share the towers."
-    add(
-        "all-reduce",
-        "all_reduce",
-        11,
-        "Time the all-reduce alone, as nccl-tests does. It is of float32, with checked results: by NCCL if there is a "
-        "GPU and CUDA_VISIBLE_DEVICES is not empty, otherwise in host memory. The columns are those of nccl-tests: "
-        "size of one tower's buffer, algbw = size / time, busbw = algbw * 2(n-1)/n. memcpy is a copy of all "
-        "towers' buffers on all cores: it reads and writes the same bytes. Under mpirun: between its processes, one "
-        "tower of each, beside MPI_Allreduce.",
-        option("--towers", "default 2,4,8; not under mpirun", type=listed(at_least(2)), metavar="N,N"),
-        _list("--sizes", _size, "4KiB,1MiB,25MiB,100MiB", "SIZE,SIZE", "of each tower's buffer"),
-        _against(("mpi",), "mpi", "mpi: MPI_Allreduce, by mpi4py and mpirun, left out with a note if not installed"),
-    )
-    add(
-        "exchange",
-        "on_gpus",
-        11,
-        "Time how long the host needs to enqueue an all-reduce between GPUs. One graph has many of one small bucket in "
-        f"a row; beside it the call of an empty graph is timed. {gpus}",
-        _list("--towers", at_least(2), "2,4,8", "N,N"),
-    )
-    add(
-        "overlap",
-        "on_gpus",
-        5,
-        "Measure the share of the exchange that back-propagation hides. A step of dense layers, whose gradients fill "
-        "five buckets, is timed as it is and without its exchanges, and the same exchanges alone. hidden: (without + "
-        "exchange - step) / exchange. And the host's lead: when the call of a step returns, and when the GPUs are "
-        f"through. {gpus}",
-        number("--towers", 2, 4),
-        switch("--xla", "let XLA compile the step, in a program for each bucket"),
-        option("--link", "show too what `plan` predicts for it, such as run.py's --link", type=link, metavar="GB/s,µs"),
-    )
-    add(
-        "step",
-        "training",
-        15,
-        "Time a step inside fit, and where its time goes. Beside it the same model is timed under MirroredStrategy and "
-        "on one device by plain Keras. The parts add up to the step. compute: forward and backward of all towers; "
-        "communicate: what the exchanges between towers add; apply: the optimizer and all else after the last "
-        "exchange; feed: what fit adds to a step on a batch in memory (making batches, callbacks, logs). They are "
-        "differences of timings of the same step with parts left out, so that a small part may be negative by noise.",
-        _models(",".join(training.MODEL_NAMES)),
-        towers,
-        _against(training.PEERS, "mirrored,single", _LIBRARIES),
-        ("--no-split", {"dest": "split", "action": "store_false", "help": "only whole steps"}),
-        switch(
-            "--cpu",
-            "only the seconds of cores that a step takes, beside plain Keras on one device: on the same batch in "
-            "memory, an op on one thread on both sides. Batches are larger, so that the arithmetic on rows outweighs "
-            "the update of the weights, which each tower does for itself",
-        ),
-        switch("--watched", "also time steps that Timeline and Throughput watch"),
-        _shards("also time steps"),
-        xla,
-    )
-    add(
-        "start",
-        "training",
-        3,
-        "Time from the call of the decorated factory to the end of the first step. It is timed in fresh processes, "
-        "without imports. build: the factory's part of that time.",
-        _models("resnet50"),
-        numbers,
-        against_mirrored,
-        xla,
-    )
-    add(
-        "feed",
-        "training",
-        15,
-        "Time a step inside fit on NumPy arrays, a tf.data.Dataset and a generator. A constant batch in memory is the "
-        "ceiling: 1 means that feeding costs nothing.",
-        _models("mlp"),
-        towers,
-        _list("--data", _one_of(training.FEEDS), ",".join(training.FEEDS), "KIND,KIND"),
-        _against(
-            ("mirrored", "single"), "none", "what feeding costs mirrored (MirroredStrategy), single (plain Keras)"
-        ),
-    )
-    add(
-        "memory",
-        "training",
-        3,
-        "Measure the peak resident memory of a fresh process that trains for a few steps. imported: the memory before "
-        "the model is built. state: the bytes of weights and optimizer. of needed: the peak, over the peak with one "
-        "tower and the state of each further tower. of rows: the memory of the rows with shards, over that without. "
-        "beyond: the peak less what is needed, over one tower's activations. The memory of rows, and of activations, "
-        "is the peak less the peak with one row for each tower.",
-        _models("resnet50"),
-        numbers,
-        against_mirrored,
-        _shards("also measure"),
-        switch("--activations", "also tell how much more than needed is taken, over one tower's activations"),
-        number("--batch-size", 1, None, "default: each model's own, as of `step`, and with --shards 64 times that"),
-    )
+        add_options(one, *options, number("--rounds", 1, rounds, "turns of each side"), json)
 
 
 def _list(name: str, parse: Callable[[str], Any], default: str, metavar: str, meaning: str = "") -> Option:
@@ -214,3 +112,108 @@ def _size(text: str) -> int:
     if not found or found[2] not in _UNITS or found[1].count(".") > 1:
         raise argparse.ArgumentTypeError(f"expected a size such as 4KiB or 25MiB, received {text!r}")
     return int(float(found[1]) * _UNITS[found[2]])
+
+
+_XLA = switch("--xla", "on CPUs, too, let XLA compile what Keras has it compile on GPUs")
+_TOWERS, _NUMBERS = number("--towers", 1, 4), _list("--towers", at_least(1), "1,2,4,8", "N,N")
+_AGAINST_MIRRORED = _against(("mirrored",), "mirrored", _MIRRORED)
+_GPUS = "Needs as many GPUs as towers. A launcher's processes share the towers."
+# Each with the module of `bench` that has it, how many turns its sides take by default, what it is about, and options.
+_BENCHMARKS: tuple[tuple[Any, ...], ...] = (
+    (
+        "all-reduce",
+        "all_reduce",
+        11,
+        "Time the all-reduce alone, as nccl-tests does. It is of float32, with checked results: by NCCL if there is a "
+        "GPU and CUDA_VISIBLE_DEVICES is not empty, otherwise in host memory. The columns are those of nccl-tests: "
+        "size of one tower's buffer, algbw = size / time, busbw = algbw * 2(n-1)/n. memcpy is a copy of all "
+        "towers' buffers on all cores: it reads and writes the same bytes. Under mpirun: between its processes, one "
+        "tower of each, beside MPI_Allreduce.",
+        option("--towers", "default 2,4,8; not under mpirun", type=listed(at_least(2)), metavar="N,N"),
+        _list("--sizes", _size, "4KiB,1MiB,25MiB,100MiB", "SIZE,SIZE", "of each tower's buffer"),
+        _against(("mpi",), "mpi", "mpi: MPI_Allreduce, by mpi4py and mpirun, left out with a note if not installed"),
+    ),
+    (
+        "exchange",
+        "on_gpus",
+        11,
+        "Time how long the host needs to enqueue an all-reduce between GPUs. One graph has many of one small bucket in "
+        f"a row; beside it the call of an empty graph is timed. {_GPUS}",
+        _list("--towers", at_least(2), "2,4,8", "N,N"),
+    ),
+    (
+        "overlap",
+        "on_gpus",
+        5,
+        "Measure the share of the exchange that back-propagation hides. A step of dense layers, whose gradients fill "
+        "five buckets, is timed as it is and without its exchanges, and the same exchanges alone. hidden: (without + "
+        "exchange - step) / exchange. And the host's lead: when the call of a step returns, and when the GPUs are "
+        f"through. {_GPUS}",
+        number("--towers", 2, 4),
+        switch("--xla", "let XLA compile the step, in a program for each bucket"),
+        option("--link", "show too what `plan` predicts for it, such as run.py's --link", type=link, metavar="GB/s,µs"),
+    ),
+    (
+        "step",
+        "training",
+        15,
+        "Time a step inside fit, and where its time goes. Beside it the same model is timed under MirroredStrategy and "
+        "on one device by plain Keras. The parts add up to the step. compute: forward and backward of all towers; "
+        "communicate: what the exchanges between towers add; apply: the optimizer and all else after the last "
+        "exchange; feed: what fit adds to a step on a batch in memory (making batches, callbacks, logs). They are "
+        "differences of timings of the same step with parts left out, so that a small part may be negative by noise.",
+        _models(",".join(training.MODEL_NAMES)),
+        _TOWERS,
+        _against(training.PEERS, "mirrored,single", _LIBRARIES),
+        ("--no-split", {"dest": "split", "action": "store_false", "help": "only whole steps"}),
+        switch(
+            "--cpu",
+            "only the seconds of cores that a step takes, beside plain Keras on one device: on the same batch in "
+            "memory, an op on one thread on both sides. Batches are larger, so that the arithmetic on rows outweighs "
+            "the update of the weights, which each tower does for itself",
+        ),
+        switch("--watched", "also time steps that Timeline and Throughput watch"),
+        _shards("also time steps"),
+        _XLA,
+    ),
+    (
+        "start",
+        "training",
+        3,
+        "Time from the call of the decorated factory to the end of the first step. It is timed in fresh processes, "
+        "without imports. build: the factory's part of that time.",
+        _models("resnet50"),
+        _NUMBERS,
+        _AGAINST_MIRRORED,
+        _XLA,
+    ),
+    (
+        "feed",
+        "training",
+        15,
+        "Time a step inside fit on NumPy arrays, a tf.data.Dataset and a generator. A constant batch in memory is the "
+        "ceiling: 1 means that feeding costs nothing.",
+        _models("mlp"),
+        _TOWERS,
+        _list("--data", _one_of(training.FEEDS), ",".join(training.FEEDS), "KIND,KIND"),
+        _against(
+            ("mirrored", "single"), "none", "what feeding costs mirrored (MirroredStrategy), single (plain Keras)"
+        ),
+    ),
+    (
+        "memory",
+        "training",
+        3,
+        "Measure the peak resident memory of a fresh process that trains for a few steps. imported: the memory before "
+        "the model is built. state: the bytes of weights and optimizer. of needed: the peak, over the peak with one "
+        "tower and the state of each further tower. of rows: the memory of the rows with shards, over that without. "
+        "beyond: the peak less what is needed, over one tower's activations. The memory of rows, and of activations, "
+        "is the peak less the peak with one row for each tower.",
+        _models("resnet50"),
+        _NUMBERS,
+        _AGAINST_MIRRORED,
+        _shards("also measure"),
+        switch("--activations", "also tell how much more than needed is taken, over one tower's activations"),
+        number("--batch-size", 1, None, "default: each model's own, as of `step`, and with --shards 64 times that"),
+    ),
+)

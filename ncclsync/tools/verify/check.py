@@ -22,7 +22,7 @@ from ncclsync.compat.source_lines import own_place, user_line
 from ncclsync.ops import Collective, CollectiveKind, Purpose, Share
 from ncclsync.ops.comparing import distance
 from ncclsync.program.cut import place
-from ncclsync.program.partition import Fault, Partition
+from ncclsync.program.partition import Fault, PlacedStep
 from ncclsync.program.program import Results
 from ncclsync.program.trace import Site, Trace
 from ncclsync.semantics.placements import Partial, Placement, Shard
@@ -61,7 +61,7 @@ def first_difference(trace: Trace, home_device: str, batch: Any, towers: int) ->
         placing = place(trace, home_device, Results.COMBINED, same_seeds=True, exact=True)
     except Fault as fault:
         raise Unchecked(f"{fault}") from fault
-    graph, traced = placing.graph, placing.traced
+    graph, traced = placing.graph, placing.graph.traced
     for op in traced.ops:
         if op.name not in traced.placeholders and op.type not in PRINTS and is_unrepeatable(op, graph.functions):
             raise Unchecked(f"{op.type}, at {user_line(op.traceback)}, must not run twice")
@@ -102,9 +102,9 @@ class _Check:
     as the parts of an optimizer's state that is divided among towers.
     """
 
-    def __init__(self, placing: Partition, whole: Shards, parts: Shards, state: Mapping[TensorName, Any]) -> None:
+    def __init__(self, placing: PlacedStep, whole: Shards, parts: Shards, state: Mapping[TensorName, Any]) -> None:
         """Begin with the variables' values, by the names of their handles."""
-        self._graph, traced = placing.graph, placing.traced
+        self._graph, traced = placing.graph, placing.graph.traced
         self._start = state
         self._shares = [*whole.shares, *parts.shares]
         sites = map(_site, [0, *range(len(parts.shares))])
@@ -132,13 +132,13 @@ class _Check:
         self._counts_towers: set[TensorName] = set()  # tensors with a row for each tower, and numbers of such rows
         # By the names of the towers' tensors: the placement, the trace's op that makes it, and this op's inputs.
         self._traced: dict[TensorName, tuple[Placement, tf.Operation, list[TensorName]]] = {}
-        for name, (tensor, placed) in placing.placed.items():
-            op, mark = self._graph.traced.tensor(name).op, placing.marks.get(op_name(name))
+        for name, (tensor, placed) in placing.conversions.placed.items():
+            op, mark = self._graph.traced.tensor(name).op, traced.trace.marks.get(op_name(name))
             # A sparse gradient's slices may come in another order: only what they write is compared. A Bitcast's bits
             # cannot be compared by a tolerance.
             is_sparse = mark is not None and mark.purpose in (Purpose.SLICES, Purpose.SLICES_PART)
             if not is_sparse and op.type != "Bitcast" and tensor.dtype not in (tf.variant, tf.resource):
-                inputs = [placing.placed[one][0].name for one in traced.inputs[op.name]]
+                inputs = [placing.conversions.placed[one][0].name for one in traced.inputs[op.name]]
                 self._traced.setdefault(tensor.name, (placed, op, inputs))
 
     def run(self) -> str:

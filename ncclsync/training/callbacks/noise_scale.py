@@ -83,7 +83,7 @@ class NoiseScale(keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         """Let steps leave the estimate out."""
         if (averages := self._averages()) is not None:
-            averages.active = False
+            averages.stop()
 
     def _averages(self) -> NoiseAverages | None:
         towers = towers_of(self.model)

@@ -7,6 +7,7 @@ import ctypes
 import functools
 import gc
 import itertools
+import os
 import re
 import sys
 import threading
@@ -347,7 +348,8 @@ def open_rows(variables: Iterable[tf.Variable]) -> Iterator[None]:
 Line = tuple[str, int]  # a file, and the number of a line in it
 
 # What Keras has of an open length is something else, without an error: `tests/compat` finds all such functions.
-_GOING_BY_LENGTHS = frozenset({"array_split", "associative_scan"})
+_GOING_BY_LENGTHS = frozenset({"array_split", "associative_scan", "elastic_transform"})
+_KERAS = os.path.join(os.path.dirname(keras.__file__), "")
 # They are asked for a shape, and answer with that of a tensor.
 _PASSING_ON = frozenset({"get_shape", "shape"})
 # Members of a shape that tell no length.
@@ -384,13 +386,13 @@ def _lengths_asked(lengths: Sequence[int | None], key: Any = None, *_: Any) -> S
 def _asking_line(is_library: Callable[[str], bool]) -> Line | None:
     """Return the line that asks for a shape, as the caller's caller; None if that is a library's own question."""
     frame: Any = sys._getframe(3)
-    names = set[str]()
+    names, is_of_keras = set[str](), frame.f_code.co_filename.startswith(_KERAS)
     while frame is not None and is_library(frame.f_code.co_filename):
         if frame.f_globals.get("__name__") == "__main__":  # typed in, or run from a text
             break
         names.add(frame.f_code.co_name)
         frame = frame.f_back
-    if frame is None or (names - _PASSING_ON and not names & _GOING_BY_LENGTHS):
+    if frame is None or (names - _PASSING_ON and not (is_of_keras and names & _GOING_BY_LENGTHS)):
         return None
     file = frame.f_code.co_filename
     return "" if "__autograph_generated_file" in file else file, frame.f_lineno

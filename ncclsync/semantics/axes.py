@@ -709,9 +709,9 @@ def _shape_of(tensor: tf.Tensor) -> Shape | None:
 
 
 def _hashable(given: Any) -> Any:
-    if given is None or isinstance(given, list | tuple):
-        return type(given), given and tuple(given)
-    return given.shape, given.tobytes()
+    if isinstance(given, (list, tuple)):
+        return type(given), *map(_hashable, given)
+    return (given.shape, given.tobytes()) if isinstance(given, (np.ndarray, np.generic)) else given
 
 
 MEASURES: dict[str, Callable[[Shape], Any]] = {"Shape": np.array, "ShapeN": np.array, "Size": np.prod, "Rank": len}

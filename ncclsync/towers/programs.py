@@ -138,7 +138,7 @@ class Programs:
             # Keras wraps what a model raises in a RuntimeError.
             if not isinstance(error, _BY_LENGTHS) and not isinstance(cause, _BY_LENGTHS):
                 raise
-            if not told and kind[1] != repr(specs) and _knows_rows(alone):
+            if not told and _knows_rows(alone) and not _knows_rows(shard):
                 return self._otherwise(self._asking, kind, specs, meter, version)
             if repr(specs) == kind[1]:
                 raise
@@ -252,7 +252,7 @@ class Programs:
 
     def _asked(self, source: Source, specs: Any, alone: Any) -> _Traced:
         """Trace the step, unless Python goes by a length that is open here, and not on one device."""
-        if not _knows_rows(alone):
+        if _knows_rows(specs) or not _knows_rows(alone):
             return self._trace(source, specs)
         with tf_compat.open_lengths_asked(is_library) as asked:
             traced = self._trace(source, specs)

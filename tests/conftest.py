@@ -15,9 +15,10 @@ import pytest
 from standin import COMPILER, Loaded, Standin
 from virtual_host import PATH, run
 
-# For the processes that tests start.
+# For the processes that tests start: the modules of `support`, and quicker imports.
+SUPPORT = os.path.join(os.path.dirname(__file__), "support")
 os.environ["PYTHONPATH"] = os.pathsep.join(
-    [os.path.join(os.path.dirname(__file__), "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    [SUPPORT, os.path.join(SUPPORT, "children"), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 
 # Only errors: TensorFlow says on import that it found no GPU. Subprocesses inherit it.

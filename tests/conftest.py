@@ -15,9 +15,10 @@ import pytest
 from standin import COMPILER, Loaded, Standin
 from virtual_host import PATH, run
 
-# For the processes that tests start.
+# For the processes that tests start: the modules of `support`, and quicker imports.
+SUPPORT = os.path.join(os.path.dirname(__file__), "support")
 os.environ["PYTHONPATH"] = os.pathsep.join(
-    [os.path.join(os.path.dirname(__file__), "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    [SUPPORT, os.path.join(SUPPORT, "children"), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 
 # Only errors: TensorFlow says on import that it found no GPU. Subprocesses inherit it.
@@ -51,16 +52,23 @@ def pytest_report_header(config):
 
 
 TOGETHER = 20  # tests of a file that run one after another, since they share what is made once for a file
+LONG = 300  # seconds; a test with a limit above it comes before the others
 
 
 def by_lot(items, seed):
-    """Return the tests in an order drawn by lot, up to `TOGETHER` of a file at a time."""
+    """Return the tests in an order drawn by lot, up to `TOGETHER` of a file at a time, those of a long limit first.
+
+    At the end of a run a long test would keep one worker busy, while the others have nothing left.
+    """
     groups = collections.defaultdict(list)
     for i, item in enumerate(items):
-        groups[item.path, i // TOGETHER].append(item)
-    drawn = list(groups.values())
+        marker = item.get_closest_marker("timeout")
+        limit = marker.args[0] if marker and marker.args else 0
+        groups[limit if limit > LONG else 0, item.path, i // TOGETHER].append(item)
+    drawn = list(groups.items())
     random.Random(seed).shuffle(drawn)
-    return [item for group in drawn for item in group]
+    drawn.sort(key=lambda one: -one[0][0])
+    return [item for _, group in drawn for item in group]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -61,13 +61,24 @@ def test_rows(n):
 """
 
 
+LONG = """
+import pathlib, pytest
+
+@pytest.mark.timeout(900)
+def test_long():
+    with open(pathlib.Path(__file__).parent / "ran", "a") as ran: ran.write("long ")
+"""
+
+
 def test_what_a_run_of_some_minutes_leaves_out_is_drawn_by_lot(tmp_path):
-    """Groups of 20 come in another order each time, and each group in its own; the tests that are late are listed."""
+    """Groups of 20 come in another order each time, and each group in its own; a test of a long limit comes first."""
     orders = set()
+    (tmp_path / "test_long.py").write_text(LONG)
     for _ in range(9):
         (tmp_path / "test_file.py").write_text(ORDER.replace("PAUSE", "0"))
-        assert "60 passed" in pytest_in(tmp_path, "--minutes", "5").stdout
-        ran = (tmp_path / "ran").read_text().split()
+        assert "61 passed" in pytest_in(tmp_path, "--minutes", "5").stdout
+        first, *ran = (tmp_path / "ran").read_text().split()
+        assert first == "long"
         (tmp_path / "ran").unlink()
         groups = [[int(n) for n in ran[i : i + 20]] for i in (0, 20, 40)]
         assert sorted(groups) == [[*range(i, i + 20)] for i in (0, 20, 40)]

@@ -126,7 +126,10 @@ def train_all_in_a_process(folder):
     ]
     done = subprocess.run(
         [sys.executable, __file__, str(folder)],
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "-1", "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        env=os.environ
+        | {"CUDA_VISIBLE_DEVICES": "-1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        # Open MPI spawns processes for root, too.
+        | dict.fromkeys(["PRTE_ALLOW_RUN_AS_ROOT", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM"], "1"),
         capture_output=True,
         text=True,
         timeout=280,

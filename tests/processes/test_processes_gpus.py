@@ -79,12 +79,14 @@ def said(process):
 
 
 @pytest.fixture(scope="module")
-def alone(virtual_gpus, tmp_path_factory):
+def alone(virtual_gpus, made_once):
     """The numbers of one process on four virtual GPUs."""
-    out = tmp_path_factory.mktemp("alone") / "out"
-    command = [sys.executable, virtual_gpus, "--gpus", "4", SCRIPTS / "gpus.py", out, "4"]
-    subprocess.run(list(map(str, command)), env=environment(), check=True, capture_output=True, timeout=280)
-    return dict(np.load(f"{out}.0.npz"))
+
+    def train(folder):
+        command = [sys.executable, virtual_gpus, "--gpus", "4", SCRIPTS / "gpus.py", folder / "out", "4"]
+        subprocess.run(list(map(str, command)), env=environment(), check=True, capture_output=True, timeout=280)
+
+    return dict(np.load(made_once("one-process-on-gpus", train) / "out.0.npz"))
 
 
 @pytest.mark.parametrize("launcher", ["RANK", "TF_CONFIG", *LAUNCHERS])

@@ -1,5 +1,7 @@
 """What an axis counts, from shape inference for batches of several sizes; and loops that take a batch's rows apart."""
 
+from functools import partial
+
 import keras
 import numpy as np
 import pytest
@@ -350,14 +352,16 @@ def _left(x):
 
 
 @pytest.mark.slow(but=1)
-@pytest.mark.parametrize("rows", [7, 30, 32, 900, 2048])
+@pytest.mark.parametrize("many", [(7, 30, 32, 900, 2048), (2048, 7)], ids=["longer", "shorter"])
 @pytest.mark.parametrize("step", [_hardest, _capped, _decided, _counted, _divided, _as_long, _masked, _left])
-def test_a_longer_batch_than_was_asked_about(step, rows):
+def test_another_batch_than_was_asked_about(step, many):
     """A length that counts rows up to some number of them does not count rows; nor does a count that is no length."""
-    batch = tf.constant(np.random.default_rng(0).normal(size=(rows, 4)).astype("float32"))
-    expected = tf.function(step)(batch)
+    alone = tf.function(step, input_signature=[tf.TensorSpec([None, 4])])
     with ncclsync.Towers(2) as towers:
-        assert_close([one.numpy() for one in towers.run(step, batch)], [one.numpy() for one in expected], 1e-5)
+        for rows in many:
+            batch = tf.constant(np.random.default_rng(0).normal(size=(rows, 4)).astype("float32"))
+            found, expected = ([one.numpy() for one in call(batch)] for call in (partial(towers.run, step), alone))
+            assert_close(found, expected, 1e-5, f"{rows} rows:")
 
 
 class _Asking(keras.layers.Layer):
@@ -384,21 +388,34 @@ class _Asking(keras.layers.Layer):
         return sums[:, None] + ends + tf.reduce_mean(tf.math.top_k(frames[:, 0], 9)[0])
 
 
-@pytest.mark.slow(but=1)
-@pytest.mark.parametrize("length", [1, 6, 9, 40, 600])
-def test_lengths_over_time_that_a_condition_asks_for(length):
+def test_lengths_over_time_that_a_condition_asks_for():
     """What an open length decides is not known before a batch comes."""
-    x, y = np.random.default_rng(0).normal(size=(10, length, 4)).astype("float32"), np.ones((10, 1), "float32")
-    specs = tf.TensorSpec([None, None, 4]), tf.TensorSpec([None, 1])
-    batches = tf.data.Dataset.from_generator(lambda: [(x, y)], output_signature=specs)
 
     def build():
         model = keras.Sequential([keras.Input((None, 4)), _Asking()])
         model.compile(loss="mse")
         return model
 
-    found = [make().evaluate(batches, verbose=0) for make in (build, ncclsync.nccl_parallel(towers=2)(build))]
-    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    check_lengths(build, [((length,), ()) for length in (1, 6, 9, 40, 600)], (4, 1))
+
+
+def check_lengths(build, shapes, last):
+    """A model evaluates batches of x and y of these shapes as on one device, by the program for the first one.
+
+    Args:
+        build: makes the model.
+        shapes: [batches], (shape of x, shape of y) of one row, without the last axis.
+        last: the lengths of both last axes.
+    """
+    specs = tuple(tf.TensorSpec([None, *[None] * len(one), end]) for one, end in zip(shapes[0], last, strict=True))
+    alone, model = build(), ncclsync.nccl_parallel(towers=2)(build)()
+    for of_x, of_y in shapes:
+        x = np.random.default_rng(0).normal(size=(10, *of_x, last[0])).astype("float32")
+        pair = x, np.ones((10, *of_y, last[1]), "float32")
+        batches = tf.data.Dataset.from_generator(lambda pair=pair: [pair], output_signature=specs)
+        expected = alone.evaluate(batches, verbose=0)
+        assert model.evaluate(batches, verbose=0) == pytest.approx(expected, rel=1e-5), of_x
+    model.towers.close()
 
 
 class _Comparing(keras.layers.Layer):
@@ -414,21 +431,15 @@ class _Comparing(keras.layers.Layer):
         return tf.add_n([tf.cond(one, lambda: x - tf.reduce_mean(x, 0), lambda: 2 * x) for one in asked])
 
 
-@pytest.mark.slow(but=1)
-@pytest.mark.parametrize("size", [(9, 4), (4, 9), (5, 5)])
-def test_lengths_of_two_axes_that_a_condition_asks_for(size):
+def test_lengths_of_two_axes_that_a_condition_asks_for():
     """Open lengths that are equal where they are inferred may differ: H - W is not 0."""
-    x, y = np.random.default_rng(0).normal(size=(10, *size, 2)).astype("float32"), np.ones((10, *size, 2), "float32")
-    specs = (tf.TensorSpec([None, None, None, 2]),) * 2
-    batches = tf.data.Dataset.from_generator(lambda: [(x, y)], output_signature=specs)
 
     def build():
         model = keras.Sequential([keras.Input((None, None, 2)), _Comparing()])
         model.compile(loss="mse")
         return model
 
-    found = [make().evaluate(batches, verbose=0) for make in (build, ncclsync.nccl_parallel(towers=2)(build))]
-    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    check_lengths(build, [(size, size) for size in ((9, 4), (4, 9), (5, 5))], (2, 2))
 
 
 _OF_A_SHAPE = {

@@ -192,21 +192,22 @@ def results_of(call, batch, w):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_uneven_rows(lengths):
-    """Forward, and backward to what is trained: equal to one device."""
-    batch, w = batch_of(lengths), tf.Variable(WEIGHTS)
+def test_uneven_rows():
+    """Forward, and backward to what is trained: equal to one device, whichever rows and towers have no values."""
+    w = tf.Variable(WEIGHTS)
 
     def step(batch):
         return {name: results_of(call, batch, w) for name, (call, _) in PROGRAMS.items()}
 
-    specs = tf.nest.map_structure(opened, batch)
-    expected = tf.function(step, input_signature=[specs], autograph=False)(batch)
+    batches = {name: batch_of(lengths) for name, lengths in LENGTHS.items()}
+    specs = tf.nest.map_structure(opened, next(iter(batches.values())))
+    alone = tf.function(step, input_signature=[specs], autograph=False)
     with ncclsync.Towers(TOWERS) as towers:
-        found = towers.run(step, batch)
-    for name in PROGRAMS:
-        for one, other in zip(found[name], expected[name], strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9, err_msg=name)
+        for of, batch in batches.items():
+            found, expected = towers.run(step, batch), alone(batch)
+            for name in PROGRAMS:
+                for one, other in zip(found[name], expected[name], strict=True):
+                    np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9, err_msg=f"{of}: {name}")
 
 
 def opened(leaf):

@@ -177,7 +177,7 @@ class Plugin:
 
         def run_counted(step, iterator):
             results = run(step, iterator)
-            self._test.trained += step._name == "train_step"
+            self._test.trained += step.step.trains
             return results
 
         def find_inexact(model, *args):

@@ -51,7 +51,7 @@ BY_XLA = ["none", "without the record", "without the wait", "launch before the l
 
 LIBRARIES = ["-lpthread", "-lm", "-ldl"]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.usefixtures("virtual_gpus"), pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def build(folder, file, old, new):
@@ -76,11 +76,9 @@ def build(folder, file, old, new):
 
 
 @pytest.mark.parametrize(("name", "xla"), [*((name, False) for name in MUTATIONS), *((name, True) for name in BY_XLA)])
-def test_mutation(name, xla, tmp_path):
+def test_mutation(name, xla, made_once):
     """Without a mutation all is equal to one device; with any it is not."""
-    if run.CXX is None or run.COMPILER is None:
-        pytest.skip(run.MISSING)
-    folder = build(tmp_path / "mutated", *MUTATIONS[name])
+    folder = made_once(name.partition(",")[0], lambda folder: build(folder, *MUTATIONS[name]))
     arguments = ["shard_optimizer"] if MUTATIONS[name][0] == GROUP else []  # several collectives in each group
     # What would be taken too early comes late, however slow the host is: a group's end, or what one GPU computes.
     is_late = "wait" in name or "early" in name
@@ -93,7 +91,7 @@ def test_mutation(name, xla, tmp_path):
         timeout=300,
         env={
             **os.environ,
-            "PYTHONPATH": str(folder),
+            "PYTHONPATH": os.pathsep.join([str(folder), os.environ["PYTHONPATH"]]),
             "NCCLSYNC_GPU_EVENTS": "context" if "by contexts" in name else "stream",
         },
     )

@@ -1466,7 +1466,9 @@ def test_what_keras_makes_of_an_open_length():
     homes = keras.ops, keras.ops.image, keras.ops.linalg, keras.ops.nn, keras.random
     functions = {name: one for home in homes for name, one in vars(home).items() if callable(one)}
     del functions["associative_scan"], functions["SeedGenerator"]
-    for (name, function), call in itertools.product(sorted(functions.items()), CALLS.values()):
+    for (name, function), (how, call) in itertools.product(sorted(functions.items()), CALLS.items()):
+        if name in vars(keras.random) and "seed" not in how:
+            continue  # it draws other numbers each time
         known = made(function, call, 6)
         opened = None if known is None else made(function, call, None)
         pairs = [] if opened is None else [*itertools.zip_longest(known, opened, fillvalue=np.empty([0]))]

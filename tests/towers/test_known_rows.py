@@ -130,6 +130,10 @@ def a_part(x, _):
     return x + tf.reduce_mean(keras.ops.array_split(x, 2)[-1])
 
 
+def warped(x, _):
+    return keras.ops.image.elastic_transform(x[:, :, None, None], seed=3)[..., 0, 0]
+
+
 def in_another_order(x, _):
     return tf.subtract(*((x, 2 * x) if x.shape[0] else (2 * x, x)))
 
@@ -188,7 +192,17 @@ def unstacked(x, _):
 TOLD = (unpacked, whichever_is_known, by_list, branching, halved, counted, steps_of_rows, drawn, as_many_steps)
 TOLD += (another_factor, another_op, another_count, centred_if_known, by_all_lengths, by_kind_of_number)
 TOLD += (in_a_branch, of_an_array, by_its_dims, by_comparison, by_a_slice, another_variable, another_choice)
-TOLD += (another_end, in_parts, a_part, in_another_order, another_output, another_array, another_seed, by_its_text)
+TOLD += (
+    another_end,
+    in_parts,
+    a_part,
+    warped,
+    in_another_order,
+    another_output,
+    another_array,
+    another_seed,
+    by_its_text,
+)
 TOLD += (within_python, of_another_axis, handed_on, a_loop_of_pythons, divided_by, a_diagonal)
 WHOLE = (by_a_spec, unstacked)
 NEEDING = (handed_on, a_loop_of_pythons, divided_by, a_diagonal, unstacked)  # which Keras' symbolic call lacks

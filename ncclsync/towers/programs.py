@@ -235,16 +235,16 @@ class Programs:
 
     def _converted(self, source: Source, specs: Any, alone: Any, is_told: bool) -> _Traced:
         """Trace the step, through autograph if it must be."""
-        trace = self._told if is_told else self._asked
+        trace_once = self._told if is_told else self._asked
         try:
-            return trace(source, specs, alone)
+            return trace_once(source, specs, alone)
         except TypeError as error:  # Python's `if`, `for` or `len` of a tensor
             if not source.autograph:
                 raise
             logger.info("%s is traced through autograph, as tf.function does", source.function)
             converted = tf_compat.autograph_converted(source.function)
             try:
-                return trace(dataclasses.replace(source, function=converted), specs, alone)
+                return trace_once(dataclasses.replace(source, function=converted), specs, alone)
             except TypeError as other:
                 if str(error) in str(other):  # autograph changes nothing about it
                     raise error from None

@@ -131,7 +131,7 @@ class Partition:
         functions.faults += [*traced.trace.faults, *map(COMPUTED_WHOLE.format, faulty.values())]
         axes = Axes(functions, {**_known_shapes(traced), **learned})
         declared = {(int(v.shape[0]), each): f"the variable {v.name!r}" for _, v, each in traced.opened}
-        lengths = Lengths(declared=declared, stretched=bool(traced.opened))
+        lengths = Lengths(declared=declared, batch=traced.trace.rows, stretched=bool(traced.opened))
         costs = Costs(functions, axes, _joining_slices(traced), traced.trace.marks, told=not undivided)
         self._conversions = Conversions(self._graph, axes, lengths, costs, learned)
         looks = not traced.trace.jit_compile  # XLA compiles a program for each number of rows

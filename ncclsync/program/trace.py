@@ -39,6 +39,7 @@ class Trace:
         marks: by name of the marking op.
         jit_compile: whether XLA compiles it.
         opened: see `trace`.
+        rows: how many every batch has for which this is the program; None: any.
         faults: of ncclsync's own, for which the graph is not as plain as it could be, in words.
     """
 
@@ -49,6 +50,7 @@ class Trace:
     marks: dict[OpName, Mark]
     jit_compile: bool
     opened: Opened = ()
+    rows: int | None = None
     faults: tuple[str, ...] = ()
 
 
@@ -110,7 +112,7 @@ def trace(step: Callable[[Any], Any], batch_specs: Any, *, jit_compile: bool = F
     except Exception as fault:  # of any kind: of a TensorFlow that is not known yet
         faults.append(f"Exact, but more is computed alike: {told_fault(fault, None)}")
     _, context, (batch, share, site) = traces[-1]
-    result = Trace(function, batch, share, site, context.marks, jit_compile, opened, tuple(faults))
+    result = Trace(function, batch, share, site, context.marks, jit_compile, opened, faults=tuple(faults))
     for _, context, _ in traces:  # TensorFlow keeps the functions of custom gradients for good, and they keep theirs
         vars(context).clear()
     return result

@@ -818,13 +818,17 @@ def _letters_of_slice(spec: list[Any]) -> tuple[str, str]:
 
 @rule_for("StridedSliceGrad", counting=True)
 def _strided_slice_back(call: Call) -> Sequence[Placement] | None:
-    shape, *_, placed = call.inputs
-    of, blocks = counted_by(shape), 0
+    *_, placed = call.inputs
+    spec = slice_spec(call)
+    if isinstance(placed, Shard) and spec is not None:
+        operand, result = _letters_of_slice(spec)
+        _count_literal(call, 0, operand.find(result[placed.axis]), placed.each)
+    of, blocks = counted_by(call.inputs[0]), 0
     if isinstance(of, Shard) and isinstance(placed, Shard):
         blocks = _blocks_of_slice(call, of.axis, placed.each, of.each)
     for i in (1, 2) if not blocks else ():
         call.require(i, REPLICATE)
-    spec = slice_spec(call)
+    spec = slice_spec(call)  # of what is known by now
     if spec is None:
         return None
     operand, result = _letters_of_slice(spec)
@@ -904,11 +908,26 @@ def _broadcast_axes(call: Call) -> Sequence[Placement] | None:
     if len(places) != 1:
         return None
     (place,) = places
+    (each,) = {one.each for one in operands if isinstance(one, Shard)} if len(operands) == 2 else {None}
     for i, (one, length) in enumerate(zip(operands, lengths, strict=True)):
         # It must be known whether it was broadcast along the rows.
         if one.whole and length + place >= 0 and _constant_element(call, i, length + place) != 1:
-            return None
+            if not _count_literal(call, i, length + place, each):
+                return None
+            operands[i] = counted_by(call.inputs[i])
     return [SummedAxes(operand, max(lengths) + place) for operand in operands]
+
+
+def _count_literal(call: Call, index: int, axis: int, each: int | None) -> bool:
+    """Take a literal length of a shape for the rows that it numbers, `each` for a sample; return whether it does.
+
+    A number of rows that Python was told stands in the trace as any other number.
+    """
+    shape = call.constant(index) if call.inputs[index].whole and axis >= 0 else None
+    if not each or shape is None or shape[axis] != each * (call.scope.lengths.batch or 0):
+        return False
+    call.require(index, rows(tuple(each * (at == axis) for at in range(len(shape)))))
+    return True
 
 
 @rule_for("DynamicStitch", counting=True)
@@ -937,7 +956,12 @@ def _reshaped_literally(call: Call, placed: Shard) -> Sequence[Placement] | None
     """Place a reshape to a literal shape, which fits batches of one number of rows alone."""
     before, after = call.axes.lengths(call.op.inputs[0]), call.constant(1)
     inner = _product(before[1:]) if before and has_samples(placed) and call.inputs[1].whole else None
-    if call.scope.within or not inner or not placed.each or after is None or not after.size or (after < 1).any():
+    if call.scope.within or not inner or not placed.each or after is None or not after.size:
+        return None
+    rest = inner * placed.each * (call.scope.lengths.batch or 0)
+    if np.count_nonzero(after == -1) == 1 and rest and after[0] > 0:  # which is as long as the rest
+        after = np.where(after == -1, rest // -np.prod(after), after)
+    if (after < 1).any():
         return None
     count, left = divmod(math.prod(after.tolist()), inner * placed.each)
     if left or count < 2 or after[0] % count:

@@ -50,11 +50,13 @@ class Lengths:
     Attributes:
         fixed: rows per sample, by the length that the trace has of an axis that is divided.
         declared: lengths that are fixed, of so many rows for each sample, and what fixes them, in words.
+        batch: how many rows each batch has for which the step is traced; None: any.
         stretched: whether a batch of one row may have more rows of a tensor than `each` says, since it was broadcast.
     """
 
     fixed: dict[int, int] = dataclasses.field(default_factory=dict)
     declared: dict[tuple[int, int], str] = dataclasses.field(default_factory=dict)
+    batch: int | None = None
     stretched: bool = False
 
 

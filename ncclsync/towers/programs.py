@@ -97,7 +97,14 @@ class _Traced:
     trace: Trace
     observer: Observer | None  # of its gradients, if something reads them
     before: PythonState
-    shapes: tf_compat.ReadShapes | None = None  # that Python was told, as one device's trace shows them
+    told: "_Told | None" = None  # what Python was told
+
+
+class _Told(NamedTuple):
+    """Hold what Python is told in a trace, as one device's trace shows it."""
+
+    shapes: tf_compat.ReadShapes
+    rows: int | None  # of every batch for which the trace is; None: its tensors have different numbers
 
 
 class Programs:
@@ -138,7 +145,7 @@ class Programs:
             # Keras wraps what a model raises in a RuntimeError.
             if not isinstance(error, _BY_LENGTHS) and not isinstance(cause, _BY_LENGTHS):
                 raise
-            if not told and _knows_rows(alone) and not _knows_rows(shard):
+            if not told and _is_known(alone) and not _is_known(shard):
                 return self._otherwise(self._asking, kind, specs, meter, version)
             if repr(specs) == kind[1]:
                 raise
@@ -252,7 +259,7 @@ class Programs:
 
     def _asked(self, source: Source, specs: Any, alone: Any) -> _Traced:
         """Trace the step, unless Python goes by a length that is open here, and not on one device."""
-        if _knows_rows(specs) or not _knows_rows(alone):
+        if _is_known(specs) or not _is_known(alone):
             return self._trace(source, specs)
         with tf_compat.open_lengths_asked(is_library) as asked:
             traced = self._trace(source, specs)
@@ -266,21 +273,22 @@ class Programs:
         with tf_compat.shapes_read(is_library) as shapes:
             self._trace(source, alone, observed=False)
         before.restore()
-        return self._trace_told(shapes, source, specs)
+        lengths = _numbers_of_rows(alone)
+        return self._trace_told(_Told(shapes, lengths.pop() if len(lengths) == 1 else None), source, specs)
 
-    def _trace_told(self, shapes: tf_compat.ReadShapes | None, *given: Any) -> _Traced:
+    def _trace_told(self, told: _Told | None, *given: Any) -> _Traced:
         """Trace the step, and tell Python these shapes, if any.
 
         Raises:
             _Asked: Python goes by a length that it was not told.
         """
-        if shapes is None:
+        if told is None:
             return self._trace(*given)
-        with tf_compat.shapes_read(is_library, shapes) as read:
+        with tf_compat.shapes_read(is_library, told.shapes) as read:
             traced = self._trace(*given)
-        if line := read.untold(shapes):
+        if line := read.untold(told.shapes):
             raise _Asked(line)
-        return dataclasses.replace(traced, shapes=shapes)
+        return dataclasses.replace(traced, trace=dataclasses.replace(traced.trace, rows=told.rows), told=told)
 
     def _trace(self, source: Source, specs: Any, opened: Opened = (), *, observed: bool = True) -> _Traced:
         step: Callable[[Any], Any] = functools.partial(_on_given, python_step(source.function))
@@ -324,7 +332,7 @@ class Programs:
             # A part with a fixed number of rows would be computed for the whole batch: trace again, with it left open.
             traced.before.restore()
             try:
-                other = self._trace_told(traced.shapes, traced.source, traced.specs, program.fixed)
+                other = self._trace_told(traced.told, traced.source, traced.specs, program.fixed)
                 return self._cut(other, meter, again=False)
             except (TypeError, ValueError) as error:
                 logger.debug("The step needs the number of rows of its variables: %s", error)
@@ -359,10 +367,15 @@ class Programs:
             self.towers.session.warn_once(text)
 
 
-def _knows_rows(specs: Any) -> bool:
-    """Return whether the specs of a batch say how many rows it has."""
+def _numbers_of_rows(specs: Any) -> set[int | None]:
+    """Return how many rows the tensors of a batch have, by their specs; None is an open number."""
     shapes = [spec.shape for spec in tf.nest.flatten(specs) if hasattr(spec, "shape")]
-    return any(shape.rank and shape[0] is not None for shape in shapes)
+    return {shape[0] for shape in shapes if shape.rank}
+
+
+def _is_known(specs: Any) -> bool:
+    """Return whether the specs of a batch say how many rows it has."""
+    return bool(_numbers_of_rows(specs) - {None})
 
 
 def _with_gradients(program: Program, names: tuple[str, ...]) -> Program:

@@ -168,6 +168,18 @@ def handed_on(x, _):
     return tf.ones(x.shape) * x + tf.zeros([x.shape[0], 1])
 
 
+def numbered(x, _):
+    return tf.one_hot(tf.range(x.shape[0]) % 3, 6) * x
+
+
+def tiled(x, _):
+    return x * tf.tile([[1.0, 2, 3, 4, 5, 6]], [x.shape[0], 1])
+
+
+def reshaped(x, _):
+    return 2 * tf.reshape(tf.reshape(x, [x.shape[0], 3, -1]), [x.shape[0], -1])[:, ::-1]
+
+
 def a_loop_of_pythons(x, _):
     return tf.stack([2 * x[row] for row in range(x.shape[0])])
 
@@ -205,7 +217,16 @@ TOLD += (
 )
 TOLD += (within_python, of_another_axis, handed_on, a_loop_of_pythons, divided_by, a_diagonal)
 WHOLE = (by_a_spec, unstacked)
-NEEDING = (handed_on, a_loop_of_pythons, divided_by, a_diagonal, unstacked)  # which Keras' symbolic call lacks
+NEEDING = (
+    handed_on,
+    a_loop_of_pythons,
+    divided_by,
+    a_diagonal,
+    unstacked,
+    numbered,
+    tiled,
+    reshaped,
+)  # which Keras' symbolic call lacks
 
 
 class Asking(keras.layers.Layer):
@@ -224,10 +245,11 @@ class Asking(keras.layers.Layer):
         return keras.KerasTensor(x.shape, x.dtype) if self.asks in NEEDING else super().compute_output_spec(x)
 
 
-def with_asking(call):
+def with_asking(call, *before):
     def build():
         keras.utils.set_random_seed(1)
-        model = keras.Sequential([keras.Input([6]), Asking(call), keras.layers.Dense(1)])
+        made = [keras.layers.Dense(units) for units in before]
+        model = keras.Sequential([keras.Input([6]), *made, Asking(call), keras.layers.Dense(1)])
         model.compile(keras.optimizers.SGD(0.01), "mse")
         return model
 
@@ -320,10 +342,10 @@ def test_lines_that_are_typed_in():
     assert_close(by_dataset(model), by_dataset(alone))
 
 
-@pytest.mark.parametrize("call", [divided_by, another_factor, another_op, by_its_text])
+@pytest.mark.parametrize("call", [divided_by, another_factor, another_op, by_its_text, handed_on, numbered, tiled])
 def test_what_is_told_is_by_rows(call):
-    """Each tower has its own rows alone."""
-    model = on_towers(with_asking(call), 3)
+    """Each tower has its own rows alone, forward and backward."""
+    model = on_towers(with_asking(call, 6), 3)
     by_dataset(model)
     (program,) = step_of(model).programs.kept.values()
     assert program.work.wholes == () and program.work.alike == ()

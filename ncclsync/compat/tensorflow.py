@@ -410,6 +410,11 @@ class ReadShapes(list[tuple[Line, tf.TensorShape]]):
         super().__init__()
         self.open: list[Line] = []
 
+    def begin(self) -> None:
+        """Forget all: the Python that reads them begins, or begins again."""
+        self.clear()
+        self.open.clear()
+
     def untold(self, told: "ReadShapes") -> Line | None:
         """Return a line that has gone by other shapes than these, of an earlier trace; None if there is none."""
         longest = itertools.zip_longest(self, told)

@@ -271,7 +271,7 @@ class Programs:
         """Trace the step so that Python reads what one device's trace shows of each tensor's shape."""
         before = PythonState(self._step.model)
         with tf_compat.shapes_read(is_library) as shapes:
-            self._trace(source, alone, observed=False)
+            self._trace(source, alone, observed=False, begin=shapes.begin)
         before.restore()
         lengths = _numbers_of_rows(alone)
         return self._trace_told(_Told(shapes, lengths.pop() if len(lengths) == 1 else None), source, specs)
@@ -285,13 +285,22 @@ class Programs:
         if told is None:
             return self._trace(*given)
         with tf_compat.shapes_read(is_library, told.shapes) as read:
-            traced = self._trace(*given)
+            traced = self._trace(*given, begin=read.begin)
         if line := read.untold(told.shapes):
             raise _Asked(line)
         return dataclasses.replace(traced, trace=dataclasses.replace(traced.trace, rows=told.rows), told=told)
 
-    def _trace(self, source: Source, specs: Any, opened: Opened = (), *, observed: bool = True) -> _Traced:
-        step: Callable[[Any], Any] = functools.partial(_on_given, python_step(source.function))
+    def _trace(
+        self,
+        source: Source,
+        specs: Any,
+        opened: Opened = (),
+        *,
+        observed: bool = True,
+        begin: Callable[[], None] = lambda: None,
+    ) -> _Traced:
+        """Trace the step; `begin` is called before its Python runs, which is twice where it creates variables."""
+        step: Callable[[Any], Any] = functools.partial(_on_given, begin, python_step(source.function))
         readers = self.readers() if observed else {}
         observer, before = Observer() if readers else None, PythonState(self._step.model)
         with contextlib.ExitStack() as stack:
@@ -395,6 +404,7 @@ def python_step(step: Callable) -> Callable:
     return step
 
 
-def _on_given(function: Callable[[Any], Any], batch: Any) -> Any:
-    """Call a step on a batch as its author gave it."""
+def _on_given(begin: Callable[[], None], function: Callable[[Any], Any], batch: Any) -> Any:
+    """Call a step on a batch as its author gave it, after `begin`."""
+    begin()
     return function(ungrouped(batch))

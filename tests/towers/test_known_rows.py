@@ -375,6 +375,33 @@ class TwoLosses(keras.Model):
         return {"loss": loss}
 
 
+class Dividing(TwoLosses):
+    """A model whose step has no trace without the number of rows."""
+
+    def train_step(self, data):
+        """Train on a sum that Python's number divides."""
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum((self(data[0], training=True) - data[1]) ** 2) / data[0].shape[0]
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+def test_a_step_that_creates_variables_where_it_is_told(caplog):
+    """TensorFlow traces it twice; the optimizer's variables are made when one device's trace is."""
+
+    def build():
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input([6])
+        model = Dividing(inputs, keras.layers.Dense(1)(inputs))
+        model.compile(keras.optimizers.Adam(0.01))
+        return model
+
+    alone, model = build(), on_towers(build, 3)
+    with caplog.at_level(logging.WARNING, "ncclsync"):
+        assert_close(by_dataset(model), by_dataset(alone))
+    assert "a fixed number of rows" not in caplog.text
+
+
 def test_a_step_that_asks_keras(caplog):
     """What `keras.ops.shape` returns is what one device has; the step is divided."""
 

@@ -43,9 +43,9 @@ def find_mismatch(placed: PlacedStep) -> Fault | None:
     graph, traced = placed.graph, placed.graph.traced
     given = ((traced.tensor(name), one) for name, one in traced.argument_placements.items())
     totals = {tensor.shape[0] for tensor, one in given if isinstance(one, Shard) and not one.unit} - {None}
-    if totals := totals | {
-        length // each for length, each in placed.conversions.lengths.declared
-    }:  # the only batches that the step takes
+    lengths = placed.conversions.lengths
+    totals |= {length // each for length, each in lengths.declared} | {lengths.batch} - {None}
+    if totals:  # the only batches that the step takes
         total = max(totals)
         sizes = [(total // n, n) for n in range(2, total + 1) if total % n == 0][:1]
     scopes = [

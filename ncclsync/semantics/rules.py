@@ -822,7 +822,8 @@ def _strided_slice_back(call: Call) -> Sequence[Placement] | None:
     spec = slice_spec(call)
     if isinstance(placed, Shard) and spec is not None:
         operand, result = _letters_of_slice(spec)
-        _count_literal(call, 0, operand.find(result[placed.axis]), placed.each)
+        if result[placed.axis] != "-":  # all of an axis is taken
+            _count_literal(call, 0, operand.index(result[placed.axis]), placed.each)
     of, blocks = counted_by(call.inputs[0]), 0
     if isinstance(of, Shard) and isinstance(placed, Shard):
         blocks = _blocks_of_slice(call, of.axis, placed.each, of.each)

@@ -909,7 +909,9 @@ def _broadcast_axes(call: Call) -> Sequence[Placement] | None:
     if len(places) != 1:
         return None
     (place,) = places
-    (each,) = {one.each for one in operands if isinstance(one, Shard)} if len(operands) == 2 else {None}
+    # Of a literal length it is known what it numbers where the other operand's shape counts some for each sample.
+    eaches = {one.each for one in operands if isinstance(one, Shard)}
+    each = eaches.pop() if len(eaches) == 1 else None
     for i, (one, length) in enumerate(zip(operands, lengths, strict=True)):
         # It must be known whether it was broadcast along the rows.
         if one.whole and length + place >= 0 and _constant_element(call, i, length + place) != 1:

@@ -39,6 +39,8 @@ logger = logging.getLogger("ncclsync")
 MOST_KEPT = 32
 # What Python raises where a length is None.
 _BY_LENGTHS = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, AssertionError)
+# So many traces of a step that is told each batch's shapes mean that most batches have shapes of their own.
+_TOLD_BEFORE_WARNING = 8
 BESIDE = Version(0, None)  # of a program that is made beside the steps, as to explain it
 
 
@@ -110,14 +112,22 @@ class _Told(NamedTuple):
 class Programs:
     """Trace a step, cut it into programs, and keep them."""
 
-    def __init__(self, towers: TowerState, step: Traceable, *, trains: bool) -> None:
-        """Prepare; nothing is traced before the first batch."""
+    def __init__(self, towers: TowerState, step: Traceable, *, trains: bool, any_rows: bool = False) -> None:
+        """Prepare; nothing is traced before the first batch.
+
+        Args:
+            towers: on which it runs.
+            step: to trace.
+            trains: whether it counts as a training step.
+            any_rows: whether another number of rows is no reason to trace anew, unless Python asks for that number.
+        """
         self.towers = towers
-        self.trains = trains  # whether it counts as a training step
+        self.trains = trains
+        self.any_rows = any_rows
         self.kept: dict[Key, Program] = {}  # the one used last at the end
-        # Versions, and specs of shards: that cannot be traced for them; for which Python asks for lengths.
-        self.too_open: set[tuple[int, str]] = set()
-        self._asking: set[tuple[int, str]] = set()
+        # Versions, and specs of shards, with the line of Python that cannot be traced for them, or asks for lengths.
+        self._too_open: dict[tuple[int, str], str] = {}
+        self._asking: dict[tuple[int, str], str] = {}
         self._step = step
 
     def of(self, specs: Any, meter: Meter | None = None, version: Version = BESIDE) -> Program:
@@ -127,9 +137,9 @@ class Programs:
         it, Python is told what one device would tell. If the step cannot be traced so either, every tower computes the
         whole batch.
         """
-        shard, alone = self.shard_specs(specs, version), specs if version.specs is None else version.specs
+        shard, alone = self.shard_specs(specs, version), self._specs_alone(specs, version)
         kind = version.number, repr(shard)
-        told = repr(alone) if kind in self._asking else ""
+        told = self.told_for(specs, version)
         key = Key(kind[1], tuple(self.readers()), version.number, meter is not None, self.towers.layout, told)
         if key in self.kept:
             self.kept[key] = self.kept.pop(key)
@@ -145,11 +155,15 @@ class Programs:
             # Keras wraps what a model raises in a RuntimeError.
             if not isinstance(error, _BY_LENGTHS) and not isinstance(cause, _BY_LENGTHS):
                 raise
-            if not told and _is_known(alone) and not _is_known(shard):
+            # One device has a trace for each length if it has a trace for each number of rows.
+            is_relaxed = self.any_rows and kind[1] != repr(open_specs(specs))
+            if not told and _is_known(alone) and not _is_known(shard) and not is_relaxed:
+                self._asking[kind] = line
                 return self._otherwise(self._asking, kind, specs, meter, version)
             if repr(specs) == kind[1]:
                 raise
-            program = self._otherwise(self.too_open, kind, specs, meter, version)
+            self._too_open[kind] = line
+            program = self._otherwise(self._too_open, kind, specs, meter, version)
             if kind[1] == repr(open_specs(specs)):
                 self.towers.session.warn_once(
                     "The step can be traced for batches of a fixed number of rows alone, and cannot be divided: "
@@ -161,6 +175,11 @@ class Programs:
         except Exception:  # raised again
             self._step.forget_failed()
             raise
+        if self.any_rows and told and len({one.told for one in self.kept} - {"", told}) + 1 == _TOLD_BEFORE_WARNING:
+            self.towers.session.warn_once(
+                f"The step has been traced for {_TOLD_BEFORE_WARNING} shapes of batches, and will be for each further "
+                f"shape: {self._asking[kind]} asks for x.shape while it is traced. Use tf.shape(x) instead"
+            )
         program = self._cut(traced, meter)
         lines = dict.fromkeys(one.unrepeatable for one in program.segments if one.unrepeatable)
         if self.towers.options.on_oom is not None and lines:
@@ -174,14 +193,18 @@ class Programs:
         return self.kept.setdefault(key, program)
 
     def _otherwise(
-        self, kinds: set[tuple[int, str]], kind: tuple[int, str], specs: Any, meter: Meter | None, version: Version
+        self,
+        kinds: dict[tuple[int, str], str],
+        kind: tuple[int, str],
+        specs: Any,
+        meter: Meter | None,
+        version: Version,
     ) -> Program:
-        """Return the program of a step that is traced otherwise, as this kind's being among `kinds` says."""
-        kinds.add(kind)
+        """Return the program of a step that is traced otherwise, as its kind's being among `kinds` says."""
         try:
             return self.of(specs, meter, version)
         except Exception:  # raised again: another batch may be traced as usual
-            kinds.discard(kind)
+            kinds.pop(kind, None)
             raise
 
     def forget_other_layouts(self) -> bool:
@@ -190,6 +213,19 @@ class Programs:
         for key in old:
             del self.kept[key]
         return bool(old)
+
+    def __len__(self) -> int:
+        """Return how many kinds of batches are not traced as others are."""
+        return len(self._too_open) + len(self._asking)
+
+    def told_for(self, specs: Any, version: Version) -> str:
+        """Return what `Key.told` is for batches of these specs, of a version."""
+        kind = version.number, repr(self.shard_specs(specs, version))
+        return repr(self._specs_alone(specs, version)) if kind in self._asking else ""
+
+    def _specs_alone(self, specs: Any, version: Version) -> Any:
+        """Return the specs for which one device traces the step, for batches of these specs."""
+        return specs if self.any_rows or version.specs is None else version.specs
 
     def shard_specs(self, specs: Any, version: Version = BESIDE) -> Any:
         """Return the specs to trace the step with, for batches of these specs, of a version.
@@ -200,13 +236,13 @@ class Programs:
         opened = open_specs(specs)
         if self.takes_relaxed(specs, version):
             return relaxed_like(opened, version.specs)
-        return specs if (version.number, repr(opened)) in self.too_open else opened
+        return specs if (version.number, repr(opened)) in self._too_open else opened
 
     def takes_relaxed(self, specs: Any, version: Version) -> bool:
         """Return whether the step is traced with the version's own specs, for batches of these specs."""
         if version is BESIDE:
             return False
-        return (version.number, repr(relaxed_like(open_specs(specs), version.specs))) not in self.too_open
+        return (version.number, repr(relaxed_like(open_specs(specs), version.specs))) not in self._too_open
 
     def readers(self) -> dict[str, Callable[[Observer], tf.Tensor | None]]:
         """Return the readers of this step's gradients, by the attribute of `Program` that holds their result."""

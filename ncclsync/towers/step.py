@@ -52,13 +52,12 @@ logger = logging.getLogger("ncclsync")
 class TowerStep:
     """Run a step on towers."""
 
-    def __init__(self, programs: Programs, retracing: Retracing, *, any_rows: bool = False) -> None:
-        """Prepare; `any_rows`: whether another number of rows is no reason to trace anew."""
+    def __init__(self, programs: Programs, retracing: Retracing) -> None:
+        """Prepare; nothing is traced yet."""
         self.towers, self.trains = programs.towers, programs.trains
         self.programs = programs
         self.retracing = retracing
-        self._any_rows = any_rows
-        # Versions, specs and their text, by kinds of batches, and how many traces there were when they were found.
+        # What `_version_for` returns, by kinds of batches, and how many traces there were when that was found.
         self._known: dict[tuple[bool, str, int], tuple[Version, Any, str]] = {}
         self._known_of = 0
         self._meter: Meter | None = None  # of all watched graphs
@@ -189,8 +188,11 @@ class TowerStep:
     def _version_for(
         self, kind: type[StepFunction], given: Any, version: Version | None = None
     ) -> tuple[Version, Any, str]:
-        """Return the version for batches of these specs, the specs of the function that it takes, and their text."""
-        traces = len(self.retracing) + len(self.programs.too_open)
+        """Return the version for batches of these specs, the specs of the function that it takes, and a text.
+
+        Functions of one version differ by the text: these specs, and what Python is told of each batch.
+        """
+        traces = len(self.retracing) + len(self.programs)
         if traces != self._known_of:
             self._known, self._known_of = {}, traces
         key = kind is OnGiven, repr(given), 0 if version is None else version.number
@@ -200,16 +202,18 @@ class TowerStep:
         found = version
         if found is None:
             # Processes that read their own rows all trace at the same time: they have different numbers of rows.
-            asked = open_specs(given) if self._any_rows or self._reading.own_rows is not None else given
+            asked = open_specs(given) if self.programs.any_rows or self._reading.own_rows is not None else given
             found = self.retracing.of_batch(ungrouped(asked)) if kind is OnGiven else self.retracing.of_iterator(asked)
         step = found.step or found
+        told = ""
         if kind is OnGiven:
+            told = self.programs.told_for(specs, step)
             specs = self.programs.shard_specs(specs, step)
         else:
             counted = ungrouped(specs) is not specs  # by the numbers of rows, which the version may leave open
             specs = found.specs if self.programs.takes_relaxed(specs, step) and not counted else given
-        self._known_of = len(self.retracing) + len(self.programs.too_open)
-        return self._known.setdefault(key, (found, specs, repr(specs)))
+        self._known_of = len(self.retracing) + len(self.programs)
+        return self._known.setdefault(key, (found, specs, repr(specs) + told))
 
     def _function_for(
         self, kind: type[StepFunction], batches: Any, version: Version | None, *, watched: bool, audits: bool

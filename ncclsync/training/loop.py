@@ -122,10 +122,11 @@ class Towers(TowerState):
 
         The first call traces `step(batch)` once, for any number of towers and rows; later calls with the same function
         run that trace. Another dtype or structure takes a trace of its own, another length a last one, which serves
-        all lengths. Python's state, such as `layer.trainable`, is what it was then, as in a `tf.function`: pass another
-        function after a change. In the step, gradients with respect to variables are those of the whole batch, Keras'
-        optimizers and metrics behave as in `fit`, and `ncclsync.ops` joins other tensors. All variables that the step
-        uses are replicated; tower 0 has the user's.
+        all lengths. If Python asks for a length that is open then (`x.shape[0]`), it is told the batch's, as by a
+        `tf.function`, and each shape of a batch takes a trace of its own. Python's state, such as `layer.trainable`, is
+        what it was then, as in a `tf.function`: pass another function after a change. In the step, gradients with
+        respect to variables are those of the whole batch, Keras' optimizers and metrics behave as in `fit`, and
+        `ncclsync.ops` joins other tensors. All variables that the step uses are replicated; tower 0 has the user's.
 
         Args:
             step: a function of a batch. Pass the same object each time: a new object is traced again.
@@ -163,9 +164,8 @@ class Towers(TowerState):
             if key not in self._steps:
                 if len(self._steps) >= MOST_KEPT:
                     del self._steps[next(iter(self._steps))]
-                self._steps[key] = TowerStep(
-                    Programs(self, _StepOfUser(step, results), trains=True), Retracing(), any_rows=True
-                )
+                programs = Programs(self, _StepOfUser(step, results), trains=True, any_rows=True)
+                self._steps[key] = TowerStep(programs, Retracing())
                 self._warn_of_new_functions(step)
             self._steps[key] = self._steps.pop(key)  # to the end; see `explain`
             batch = grouped(tf.nest.map_structure(to_tensor, batch))

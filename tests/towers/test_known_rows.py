@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 from parity import assert_close, data, on_towers
 
+import ncclsync
 from ncclsync.training.keras_model import step_of
 
 X, _ = data(rows=26, features=6)
@@ -279,6 +280,50 @@ def test_what_one_device_knows(call, train, caplog):
     told = [one.getMessage() for one in caplog.records if "a fixed number of rows" in one.getMessage()]
     assert len(told) == (call in WHOLE)
     assert all(f"{__file__}:" in one for one in told)
+
+
+@pytest.mark.slow(but=3)
+@pytest.mark.parametrize(
+    "call", [another_factor, by_list, by_a_spec, by_its_text, numbered, halved, in_a_branch, another_seed, drawn]
+)
+def test_loops_of_ones_own(call, caplog):
+    """A step of `Towers.run` is told each batch's number of rows, and is traced for each."""
+    weight, seen = tf.Variable(tf.ones([6, 1])), tf.Variable(0)
+    seen.two = [tf.Variable(one, trainable=False) for one in (1.0, 2.0)]
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            y = tf.cast(call(tf.matmul(x, weight * tf.eye(6)), seen), tf.float32)
+            loss = tf.reduce_mean(y) + tf.reduce_max(tf.square(y))
+        (gradient,) = tape.gradient(loss, [weight])
+        weight.assign_sub(0.01 * gradient)
+        return loss
+
+    def trained(run):
+        weight.assign(tf.ones([6, 1]))
+        seen.assign(0)
+        vars(seen).pop("seeds", None)
+        return [run(tf.constant(X[:n, :6])) for n in (8, 5, 8, 3)], weight.numpy(), seen.numpy()
+
+    alone = trained(tf.function(step))
+    with ncclsync.Towers(3) as towers, caplog.at_level(logging.WARNING, "ncclsync"):
+        assert_close(trained(lambda x: towers.run(step, x)), alone)
+        (made,) = towers._steps.values()
+    assert len(made.programs.kept) == 3
+    assert any("a fixed number of rows" in one.getMessage() for one in caplog.records) == (call in WHOLE)
+
+
+def test_a_loop_that_asks_for_ever_other_rows(caplog):
+    """Its line is named once."""
+    with ncclsync.Towers(2) as towers, caplog.at_level(logging.WARNING, "ncclsync"):
+        for n in range(3, 14):
+            assert_close(towers.run(by_a_number, X[:n]), X[:n] / n)
+    told = [one.getMessage() for one in caplog.records if "for each further shape" in one.getMessage()]
+    assert len(told) == 1 and f"{__file__}:" in told[0] and "tf.shape(x)" in told[0]
+
+
+def by_a_number(x):
+    return x / (x.shape[0] or 1)
 
 
 class OwnFunctions(keras.Model):

@@ -127,7 +127,7 @@ def test_gpus_that_tensorflow_cannot_use():
     ):
         assert part in text, done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 110
-    assert len(done.stdout.splitlines()) < 60
+    assert len(done.stdout.splitlines()) < 70  # paths of different lengths wrap
     assert not [line for line in done.stdout.splitlines() if line != line.rstrip()]
 
 

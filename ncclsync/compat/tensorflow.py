@@ -225,7 +225,7 @@ def add_functions(definitions: Sequence[Any], owner: Any) -> None:
 
 
 def copied_op(op: tf.Operation, inputs: Sequence[tf.Tensor]) -> tf.Operation:
-    """Return a copy of `op`, in the default graph, with other inputs and no control inputs."""
+    """Return a copy of `op`, with its lines, in the default graph, with other inputs and no control inputs."""
     node = op.node_def
     node.name, node.device = f"copy_of_{op.name.replace('/', '_')}", ""
     node.attr.pop("_class", None)
@@ -234,7 +234,9 @@ def copied_op(op: tf.Operation, inputs: Sequence[tf.Tensor]) -> tf.Operation:
     definition = tf.compat.v1.GraphDef(node=[node])
     definition.versions.CopyFrom(op.graph.graph_def_versions)
     given = {f"given_{i}": tensor for i, tensor in enumerate(inputs)}
-    return tf.graph_util.import_graph_def(definition, given, [node.name], name="")[0]
+    (made,) = tf.graph_util.import_graph_def(definition, given, [node.name], name="")
+    set_traceback(made, op)
+    return made
 
 
 def set_input(op: tf.Operation, index: int, tensor: tf.Tensor) -> None:
@@ -256,8 +258,9 @@ def set_attributes(op: tf.Operation, attributes: Mapping[str, Any]) -> None:
 
 
 def set_traceback(op: tf.Operation, like: tf.Operation) -> None:
-    """Give an imported op, which has none, the traceback of another op."""
-    c_api.TF_SetOpStackTrace(op._c_op, like.traceback[:])  # a copy: TensorFlow keeps the other one
+    """Give an imported op, which has none, the traceback of another op, if that has one."""
+    if like.traceback is not None:
+        c_api.TF_SetOpStackTrace(op._c_op, like.traceback[:])  # a copy: TensorFlow keeps the other one
 
 
 def new_op(

@@ -13,7 +13,7 @@ import tensorflow as tf
 from ncclsync.communicator import native
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.names import OpName, TensorName
-from ncclsync.compat.source_lines import user_line
+from ncclsync.compat.source_lines import own_place, user_line
 from ncclsync.costs.cost import Costs
 from ncclsync.costs.roofline import Size, product
 from ncclsync.errors import NcclSyncError
@@ -316,8 +316,11 @@ class Conversions:
             fits = tf.logical_or(broadcast, tf.equal(length, said * total * after.blocks))
             size = tf.where(fits, size, length + count + 2)
         else:
-            line = f"a tensor of that length, at {user_line(op.traceback)}"
-            self.lengths.declared.setdefault((known, after.rows or after.blocks), line)
+            what = (
+                f"a tensor of that length, at {own_place(op)[0]} (or shapes do not fit there, as labels [rows] beside "
+                f"outputs [rows, {known}]),"
+            )
+            self.lengths.declared.setdefault((known, after.rows or after.blocks), what)
         # A slice takes up to 8 axes; XLA compiles it anew for each first row.
         if after.blocks > 1 or self.graph.traced.trace.jit_compile or tensor.shape.rank > 8:
             blocks = after.blocks if broadcast is None else tf.where(broadcast, 1, after.blocks)

@@ -53,6 +53,7 @@ class Source:
     jit_compile: bool = False  # whether XLA compiles it
     autograph: bool = False  # whether to convert Python's conditions and loops over tensors, if the trace meets any
     twice: bool = False  # whether one device would trace it twice, since its first trace would create variables
+    returning: str = ""  # the name of a method that must return something
 
 
 class Traceable(Protocol):
@@ -336,7 +337,7 @@ class Programs:
         begin: Callable[[], None] = lambda: None,
     ) -> _Traced:
         """Trace the step; `begin` is called before its Python runs, which is twice where it creates variables."""
-        step: Callable[[Any], Any] = functools.partial(_on_given, begin, python_step(source.function))
+        step: Callable[[Any], Any] = functools.partial(_on_given, begin, source)
         readers = self.readers() if observed else {}
         observer, before = Observer() if readers else None, PythonState(self._step.model)
         with contextlib.ExitStack() as stack:
@@ -440,7 +441,13 @@ def python_step(step: Callable) -> Callable:
     return step
 
 
-def _on_given(begin: Callable[[], None], function: Callable[[Any], Any], batch: Any) -> Any:
+def _on_given(begin: Callable[[], None], source: Source, batch: Any) -> Any:
     """Call a step on a batch as its author gave it, after `begin`."""
     begin()
-    return function(ungrouped(batch))
+    results = python_step(source.function)(ungrouped(batch))
+    if source.returning and results is None:
+        raise TypeError(
+            f"Expected {source.returning} to return its results, such as a dictionary of logs, {{'loss': loss}}. "
+            "Received: None. Does its last line lack a return?"
+        )
+    return results

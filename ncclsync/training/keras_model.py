@@ -213,7 +213,7 @@ class _StepOfModel:
         """See `Traceable`; the variables that the step needs are built first."""
         self._twice = _build_state(self.model, self._name, specs) or (self._failed and self._twice)
         self._failed = False
-        return Source(self.function, Results.COMBINED, self.jit_compile, twice=self._twice)
+        return Source(self.function, Results.COMBINED, self.jit_compile, twice=self._twice, returning=self._name)
 
     def find_inexact(self) -> Sequence[Inexact]:
         """See `Traceable`."""
@@ -377,7 +377,10 @@ def _build_state(model: keras.Model, name: str, specs: Any) -> bool:
     if not (stock and plain and model.built and model.compiled and name != "predict_step"):
         return False
     known = len(keras_compat.variables_of(model))
-    keras_compat.build_symbolically(model, specs)
+    try:
+        keras_compat.build_symbolically(model, specs)
+    except Exception as error:  # of any kind: the trace raises it as Keras does, or does without
+        logger.debug("Nothing is created before the trace: %s: %s", type(error).__name__, error)
     return len(keras_compat.variables_of(model)) > known
 
 

@@ -753,6 +753,51 @@ def test_inputs_of_different_length_that_are_refused():
     assert np.isfinite(loss) and model.towers.divergence() == 0.0
 
 
+@pytest.mark.parametrize(
+    ("y", "error", "words"),
+    [
+        (None, ValueError, "None values not supported"),
+        (X[:2, :3], tf.errors.InvalidArgumentError, r"Incompatible shapes: \[2,3\] vs. \[20,3\]"),
+        (X[:20, 0], NcclSyncError, r"at the loss mse \(or shapes do not fit there, as labels \[rows\] beside outputs "),
+    ],
+    ids=["none", "too few", "of no width"],
+)
+def test_targets_that_do_not_fit(y, error, words):
+    """Plain Keras' own error, with its lines, where a step has one; else what might be meant."""
+
+    def build():
+        model = keras.Sequential([keras.Input([12]), keras.layers.Dense(3)])
+        model.compile("sgd", "mse", metrics=["accuracy"] if y is None else [])
+        return model
+
+    model = on_towers(build, 2)
+    given = (X[:20],) if y is None else (X[:20], y)
+    with pytest.raises(error, match=words):
+        model.fit((one for one in [given]), verbose=0)
+    model.fit(X[:20], X[:20, :3], verbose=0)
+    assert model.towers.divergence() == 0.0
+
+
+def test_a_step_without_a_result():
+    """A forgotten `return` is told before anything has changed."""
+
+    class Forgetful(keras.Sequential):
+        def train_step(self, data):
+            super().train_step(data)
+
+    def build():
+        model = Forgetful([keras.Input([12]), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    model = on_towers(build, 2)
+    before = model.get_weights()
+    for call in (model.fit, model.train_on_batch):
+        with pytest.raises(TypeError, match=r"Expected train_step to return .* lack a return"):
+            call(X[:20], X[:20, :1])
+    assert_close(model.get_weights(), before, 0)
+
+
 @pytest.mark.slow(but=1)
 @pytest.mark.parametrize("towers", [2, 3])
 @pytest.mark.parametrize("axis", [0, 1])

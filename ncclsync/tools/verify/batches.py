@@ -40,7 +40,7 @@ def take_batches(data: Any, steps: int, *, batch_size: int, towers: int, one_siz
     else:
         batches = list(itertools.islice(_iterated(data), steps))
     if not batches:
-        raise ValueError(f"Expected data with at least one batch. Received: none from {data!r}")
+        raise ValueError(f"Expected data with at least one batch. Received: none from {shown(data)}")
     made = [keras.tree.map_structure(to_tensor, keras.utils.unpack_x_y_sample_weight(batch)) for batch in batches]
     return list(itertools.islice(itertools.cycle(made), steps))
 
@@ -85,6 +85,6 @@ def _as_array(leaf: Any) -> Any:
     if leaf is not None and not len(getattr(leaf, "shape", ())):
         raise TypeError(
             "Expected arrays with one row per sample, as x, (x, y) or (x, y, sample_weight). "
-            f"Received: {leaf!r} of type {type(leaf).__name__}"
+            f"Received: {shown(leaf)} of type {type(leaf).__name__}"
         )
     return leaf

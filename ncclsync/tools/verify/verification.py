@@ -141,7 +141,7 @@ class _Run:
     def report(self, model: keras.Model, towers: Towers) -> Report:
         """Train `model` beside one device, and find reasons for differences."""
         if model is self._reference:
-            words = f"Expected the factory to make a new model each time. Received: {model!r} twice"
+            words = f"Expected the factory to make a new model each time. Received: {shown(model)} twice"
             raise _SameModel(f"{words}. Make and compile it within the function")
         found = self._compare(self._reference, model, f"one device and {len(towers)} towers")
         reasons = [*_nan_of(found), *self._equal_rows(), *self._refused.values()]
@@ -301,9 +301,9 @@ def _build(factory: Callable, seed: int) -> keras.Model:
     with keras_compat.names_from_start():
         model = factory()
     if not isinstance(model, keras.Model):
-        raise TypeError(f"Expected the factory to return a keras.Model each time. Received: {model!r}")
+        raise TypeError(f"Expected the factory to return a keras.Model each time. Received: {shown(model)}")
     if not model.compiled or model.optimizer is None:
-        words = f"Expected the factory to return a compiled model, with an optimizer. Received: {model!r}"
+        words = f"Expected the factory to return a compiled model, with an optimizer. Received: {shown(model)}"
         raise ValueError(f"{words}; call its compile() in the factory")
     return model
 
@@ -332,11 +332,11 @@ def _check_arguments(factory: Any, towers: int, steps: int, batch_size: int, tol
     if not callable(factory) or isinstance(factory, keras.Model):
         words = "Expected a function that returns a compiled keras.Model, a new one in each call"
         write = "Write verify(build_model, (x, y)), where build_model makes, compiles and returns it"
-        raise TypeError(f"{words}. Received: {factory!r}. {write}")
+        raise TypeError(f"{words}. Received: {shown(factory)}. {write}")
     for name, value, least in (("towers", towers, 2), ("steps", steps, 1), ("batch_size", batch_size, 1)):
         check_whole(name, value, least)
     if tolerance is not None and not (isinstance(tolerance, (int, float)) and 0 <= tolerance < float("inf")):
-        raise ValueError(f"Expected tolerance to be None or a number from 0. Received: {tolerance!r}")
+        raise ValueError(f"Expected tolerance to be None or a number from 0. Received: {shown(tolerance)}")
 
 
 def _predicts(model: keras.Model) -> bool:

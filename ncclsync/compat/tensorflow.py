@@ -359,9 +359,20 @@ _PASSING_ON = frozenset({"get_shape", "shape"})
 _OF_RANK = frozenset({"__bool__", "__init__", "__len__", "__nonzero__", "assert_has_rank", "ndims", "rank"})
 
 
+class OpenLengthAsked(BaseException):
+    """End a trace in which a line has asked for a length that is open; libraries do not catch it."""
+
+    def __init__(self, line: Line) -> None:
+        """Keep the line."""
+        super().__init__(line)
+        self.line = line
+
+
 @contextlib.contextmanager
-def open_lengths_asked(is_library: Callable[[str], bool]) -> Iterator[list[Line]]:
+def open_lengths_asked(is_library: Callable[[str], bool], *, ends: bool = False) -> Iterator[list[Line]]:
     """Note who asks meanwhile for a length of a shape, and hears that it is open: lines of files that are no library.
+
+    With `ends`, whoever asks is not answered: an OpenLengthAsked is raised.
 
     What keras.ops.shape asks counts as its caller's question, and so does what functions of Keras ask that go by a
     length. Whoever hands a shape on, to be asked there, is not heard.
@@ -371,6 +382,8 @@ def open_lengths_asked(is_library: Callable[[str], bool]) -> Iterator[list[Line]
     def asked(ask: Callable[..., Any], shape: tf.TensorShape, *given: Any) -> Any:
         if shape.rank and None in _lengths_asked(shape._dims, *given) and (line := _asking_line(is_library)):
             found.append(line)
+            if ends:
+                raise OpenLengthAsked(line)
         return ask(shape, *given)
 
     with contextlib.ExitStack() as stack:

@@ -78,7 +78,7 @@ def trace(step: Callable[[Any], Any], batch_specs: Any, *, jit_compile: bool = F
     """
     # Each graph, its context and arguments: tf.function traces again when a step created variables; the last counts.
     traces: list[tuple[tf.Graph, Context, Any]] = []
-    failures: list[Exception] = []
+    failures: list[BaseException] = []
 
     def traced(batch, share, site):
         if failures:
@@ -88,7 +88,7 @@ def trace(step: Callable[[Any], Any], batch_specs: Any, *, jit_compile: bool = F
         with running_in(context), tf.variable_creator_scope(_made_by_itself):
             try:
                 return step(batch)
-            except Exception as error:  # of any kind: it is the step's own
+            except (Exception, tf_compat.OpenLengthAsked) as error:  # of any kind: it is the step's own
                 # Raised when tf.function has initialised the variables that were created, such as an optimizer's:
                 # their owners do not create them again, if the step is traced otherwise, or by a later call.
                 failures.append(error)

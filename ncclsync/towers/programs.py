@@ -298,8 +298,13 @@ class Programs:
         """Trace the step, unless Python goes by a length that is open here, and not on one device."""
         if _is_known(specs) or not _is_known(alone):
             return self._trace(source, specs)
-        with tf_compat.open_lengths_asked(is_library) as asked:
-            traced = self._trace(source, specs)
+        # At once: what follows may be far more than what one device traces, as a loop of as many steps as there can be.
+        with tf_compat.open_lengths_asked(is_library, ends=True) as asked:
+            try:
+                traced = self._trace(source, specs)
+            except (Exception, tf_compat.OpenLengthAsked):  # raised again, unless it may come of the question
+                if not asked:
+                    raise
         if asked:
             raise _Asked(asked[0])
         return traced

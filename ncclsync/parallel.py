@@ -148,6 +148,8 @@ def _decorate(options: ModelOptions, factory: Any) -> Any:
         instead = "It is decorated already: decorate it once, with all options"
     elif isinstance(factory, (str, list, tuple)):
         instead = f"Write nccl_parallel(devices={[factory] if isinstance(factory, str) else factory!r})"
+    elif isinstance(factory, tf.types.experimental.PolymorphicFunction):
+        instead = "Leave out @tf.function: plain Python makes a model, and TensorFlow compiles its steps"
     elif not callable(factory):
         instead = f"Write nccl_parallel(towers={factory!r})" if hasattr(factory, "__index__") else "Decorate a function"
     if instead:
@@ -159,6 +161,11 @@ def _decorate(options: ModelOptions, factory: Any) -> Any:
             undone.update(decorated.nccl_parallel_options)
             return factory(*args, **kwargs)
         other_libraries.check_outside_strategy()
+        if not tf.executing_eagerly():
+            raise NcclSyncError(
+                "Expected a call of the decorated factory outside any tf.function. Received: a call inside one. Leave "
+                "out @tf.function above @nccl_parallel: plain Python makes a model, and TensorFlow compiles its steps"
+            )
         towers = Towers.of(options)
         with contextlib.ExitStack() as if_it_fails:
             if_it_fails.callback(towers.close)

@@ -99,6 +99,14 @@ def test_values_of_options_that_are_near():
         nccl_parallel(towers=2, shares=[3, 1, 1])(plain_model)()
 
 
+def test_a_factory_is_no_function_of_tensorflows():
+    """Above the decorator and below it; neither opens towers."""
+    with pytest.raises(NcclSyncError, match=r"outside any tf\.function.* Leave out @tf\.function above @nccl_parallel"):
+        tf.function(nccl_parallel(towers=2)(plain_model))()
+    with pytest.raises(TypeError, match=r"Expected a function that returns a keras\.Model.* Leave out @tf\.function"):
+        nccl_parallel(towers=2)(tf.function(plain_model))
+
+
 def test_a_method_that_runs_steps_is_no_step():
     """As `strategy.run` takes no `fit`, either."""
     with Towers(2) as towers, pytest.raises(TypeError, match=r"model.fit, which runs steps itself. Write model.fit"):

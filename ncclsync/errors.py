@@ -77,7 +77,7 @@ def remedied(words: str) -> Callable[[Callable[Arguments, Result]], Callable[Arg
                 if error.__traceback__ is None or error.__traceback__.tb_next is not None:
                     raise  # within the function
                 text = str(error).replace("TowerState.", "Towers.").replace(".__init__", "")
-                unknown = next((name for name in kwargs if f"argument '{name}'" in text), "")
+                unknown = next((name for name in kwargs if f"unexpected keyword argument '{name}'" in text), "")
                 near = difflib.get_close_matches(unknown, inspect.signature(function).parameters, 1, 0.8)
                 write = f"Write {near[0]}={shown(kwargs[unknown])}" if near else words
                 raise TypeError(f"{text}. {write}") from None

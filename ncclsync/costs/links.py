@@ -86,17 +86,18 @@ def parse_link(text: str, names: Iterable[str] = ()) -> Link:
     return link
 
 
-def cluster_of(link: str, between: Link | None = None, gpus_per_host: int | None = None) -> Cluster:
+def cluster_of(link: str, between: Link | None = None, gpus_per_host: int | None = None, gpus: int = 1) -> Cluster:
     """Return the cluster that `--link`, `--between` and `--gpus-per-host` describe.
 
     Args:
         link: one of `CLUSTERS`, or "GB/s,µs" of each GPU's link: of all, or within hosts if these are given.
         between: of a host, instead of the named cluster's.
         gpus_per_host: instead of the named cluster's.
+        gpus: how many it is asked for, at most.
 
     Raises:
-        ValueError: `link` is neither; the others are not given together for a link in numbers, or are given
-            for "ib", which has one GPU per host.
+        ValueError: `link` is neither; for a link in numbers `between` is given without `gpus_per_host`, or is not given
+            though there are several hosts of several GPUs; or they are given for "ib", which has one GPU per host.
     """
     if link in CLUSTERS:
         named = CLUSTERS[link]
@@ -108,9 +109,12 @@ def cluster_of(link: str, between: Link | None = None, gpus_per_host: int | None
         within, between, count = named.within, between or named.between, gpus_per_host or named.gpus_per_host
     else:
         within = parse_link(link, CLUSTERS)
-        if (between is None) != (gpus_per_host is None):
+        if between is not None and gpus_per_host is None:
+            raise ValueError("Expected --gpus-per-host, for a --link in numbers with --between. Received: none")
+        if between is None and gpus_per_host is not None and 1 < gpus_per_host < gpus:
             raise ValueError(
-                "Expected --between and --gpus-per-host together, for a --link in numbers. Received: one of them"
+                f"Expected --between, the link between hosts: {gpus} GPUs are several hosts of {gpus_per_host}. "
+                "Received: none"
             )
         between, count = between or within, gpus_per_host or 1
     return Cluster(between, within if count > 1 else None, count)

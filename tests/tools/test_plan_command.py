@@ -119,6 +119,15 @@ def test_the_example_of_the_page(planned):
     assert len(lines) == 4 and all(line in [one.split() for one in out.splitlines()] for line in lines)
 
 
+def test_the_command_of_the_page_for_two_gpus(planned):
+    """Of one host, so that no link between hosts is needed."""
+    page = pathlib.Path(__file__).parents[2] / "examples" / "two_gpus.md"
+    (command,) = re.findall(r"^python -m ncclsync plan \S+ (.*)$", page.read_text(), re.MULTILINE)
+    code, out, err = planned("planned_models:build", *command.split())
+    assert code == 0, err
+    assert "hosts" not in out.replace("hosts of 2 GPUs", "")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -128,7 +137,11 @@ def test_the_example_of_the_page(planned):
         (["planned_models:build", "--link", "0,5"], "Expected nvlink, pcie, ib, GB/s,µs, such as 370,1.9"),
         (["planned_models:build", "--link", "9,nan"], "Expected nvlink, pcie, ib, GB/s,µs, such as 370,1.9"),
         (["planned_models:build", "--link", "ib", "--between", "9,9"], "Received: --link ib, one GPU per host"),
-        (["planned_models:build", "--link", "9,9", "--between", "9,9"], "Received: one of them"),
+        (["planned_models:build", "--link", "9,9", "--between", "9,9"], "Expected --gpus-per-host, for a --link in"),
+        (
+            ["planned_models:build", "--link", "9,9", "--gpus-per-host", "4"],
+            "Expected --between, the link between hosts",
+        ),
         (["planned_models:build", "--between", "9"], "Expected GB/s,µs"),
         (["planned_models:build", "--gpus", "1"], "expected a whole number from 2, received '1'"),
         (["planned_models:build", "--gpus", "none"], "expected a whole number from 2, received 'none'"),

@@ -68,6 +68,7 @@ def test_decorated_must_be_callable():
     [
         (lambda: nccl_parallel(towers=2).__enter__(), r"Received: a `with`. Write model = nccl_parallel\(...\)"),
         (lambda: verify(plain_model, X, Y), r"write verify\(build_model, \(x, y\)\). Received: ndarray .* as a third"),
+        (lambda: verify(plain_model, X, Y, towers=2), r"'towers'\. Write verify\(build_model, \(x, y\), towers=4\)"),
         (lambda: verify(plain_model), r"'data'. Write verify\(build_model, \(x, y\), towers=4\)"),
         (lambda: verify(plain_model, (X, Y), gpus=2), r"^verify\(\) got .* 'gpus'. Write towers=2"),
         (lambda: verify(plain_model, (X, Y), batchsize=3), r"^verify\(\) got .* 'batchsize'. Write batch_size=3"),

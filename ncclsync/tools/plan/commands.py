@@ -57,7 +57,7 @@ def add_plan(commands: Any) -> None:
 def _plan(given: argparse.Namespace) -> int:
     check_json(given.json)
     try:
-        cluster = cluster_of(given.link, given.between, given.gpus_per_host)
+        cluster = cluster_of(given.link, given.between, given.gpus_per_host, max(given.gpus))
     except ValueError as error:
         raise UsageError(str(error)) from error
     cluster = dataclasses.replace(cluster, launch_s=given.launch_us / 1e6)

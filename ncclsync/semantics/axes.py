@@ -212,7 +212,7 @@ class Axes:
         if any(tensor.dtype in (tf.variant, tf.resource) for tensor in (*op.inputs, *op.outputs)):
             return self._of_items(op)
         states = [self._shapes(tensor) for tensor in op.inputs]
-        if not op.inputs or tf_compat.calls_functions(op):
+        if not op.inputs or tf_compat.calls_functions(op) or _may_lose_axes(op, states[0]):
             return [_traced(output) for output in op.outputs]
         cases = [list(map(self._known, op.inputs, states, [which] * len(states))) for which in range(len(BATCHES))]
         # Open lengths may have to be equal here, and then are: they are asked for once more as unknown, shapes first.
@@ -749,6 +749,13 @@ def _value_of(tensor: tf.Tensor) -> Any:
 
 def _equal(one: Values, two: Values) -> bool:
     return all(map(np.array_equal, one, two))
+
+
+def _may_lose_axes(op: tf.Operation, shapes: Shapes | None) -> bool:
+    """Return whether an op takes out all axes of length 1, and a length that nobody knows may be 1."""
+    if op.type != "Squeeze" or op.get_attr("squeeze_dims") or shapes is None:
+        return False
+    return any(length_of(lengths) is None for lengths in zip(*shapes, strict=True))
 
 
 def _traced(tensor: tf.Tensor) -> State:

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.source_lines import innermost, is_library, line_text
+from ncclsync.errors import NcclSyncError
 from ncclsync.gradients.hooks import step_hooks
 from ncclsync.gradients.noise_scale import gradient_moments
 from ncclsync.gradients.nonfinite import finite_flags
@@ -37,8 +38,6 @@ logger = logging.getLogger("ncclsync")
 # Programs, and functions of their graphs, that a step keeps: those used last. TensorFlow relaxes shapes that change, so
 # that only steps of which each length needs a trace of its own have more.
 MOST_KEPT = 32
-# What Python raises where a length is None.
-_BY_LENGTHS = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, AssertionError)
 # So many traces of a step that is told each batch's shapes mean that most batches have shapes of their own.
 _TOLD_BEFORE_WARNING = 8
 BESIDE = Version(0, None)  # of a program that is made beside the steps, as to explain it
@@ -148,34 +147,17 @@ class Programs:
         other = self.kept.get(key._replace(watched=not key.watched))
         if other is not None and not other.packs:  # its segments have no timestamps, watched or not
             return other
+        failed = None
         try:
             traced = self._traced(shard, alone, is_told=bool(told))
-        except (*_BY_LENGTHS, RuntimeError) as error:
-            self._step.forget_failed()
-            line, cause = (error.line, error) if isinstance(error, _Asked) else innermost(error)
-            # Keras wraps what a model raises in a RuntimeError.
-            if not isinstance(error, _BY_LENGTHS) and not isinstance(cause, _BY_LENGTHS):
-                raise
-            # One device has a trace for each length if it has a trace for each number of rows.
-            is_relaxed = self.any_rows and kind[1] != repr(open_specs(specs))
-            if not told and _is_known(alone) and not _is_known(shard) and not is_relaxed:
-                self._asking[kind] = line
-                return self._otherwise(self._asking, kind, specs, meter, version)
-            if repr(specs) == kind[1]:
-                raise
-            self._too_open[kind] = line
-            program = self._otherwise(self._too_open, kind, specs, meter, version)
-            if kind[1] == repr(open_specs(specs)):
-                self.towers.session.warn_once(
-                    "The step can be traced for batches of a fixed number of rows alone, and cannot be divided: "
-                    f"every tower computes the whole batch. {line} needs that number while it is traced. Use "
-                    "tf.shape(x)[0] instead of x.shape[0] or len(x), and tensors instead of Python's loops. "
-                    f"Without that number: {cause}"
-                )
-            return program
-        except Exception:  # raised again
+        except NcclSyncError:
             self._step.forget_failed()
             raise
+        except Exception as error:  # of any kind, as where a length is None: raised if one device raises it, too
+            self._step.forget_failed()
+            failed = error
+        if failed is not None:
+            return self._otherwise(failed, kind, bool(told), specs, meter, version)
         if self.any_rows and told and len({one.told for one in self.kept} - {"", told}) + 1 == _TOLD_BEFORE_WARNING:
             self.towers.session.warn_once(
                 f"The step has been traced for {_TOLD_BEFORE_WARNING} shapes of batches, and will be for each further "
@@ -194,19 +176,34 @@ class Programs:
         return self.kept.setdefault(key, program)
 
     def _otherwise(
-        self,
-        kinds: dict[tuple[int, str], str],
-        kind: tuple[int, str],
-        specs: Any,
-        meter: Meter | None,
-        version: Version,
+        self, error: Exception, kind: tuple[int, str], is_told: bool, specs: Any, meter: Meter | None, version: Version
     ) -> Program:
-        """Return the program of a step that is traced otherwise, as its kind's being among `kinds` says."""
+        """Return the program of a step whose trace has failed: of one that Python is told, or of the whole batch.
+
+        Raises:
+            Exception: this error, or the other trace's: one device raises it, too.
+        """
+        opened, alone = repr(open_specs(specs)), self._specs_alone(specs, version)
+        # One device has a trace for each length if it has a trace for each number of rows.
+        is_relaxed = self.any_rows and kind[1] != opened
+        asks = not is_told and _is_known(alone) and not _is_known(self.shard_specs(specs, version)) and not is_relaxed
+        if not asks and kind[1] == repr(specs):
+            raise error
+        line, cause = (error.line, error) if isinstance(error, _Asked) else innermost(error)
+        kinds = self._asking if asks else self._too_open
+        kinds[kind] = line
         try:
-            return self.of(specs, meter, version)
+            program = self.of(specs, meter, version)
         except Exception:  # raised again: another batch may be traced as usual
             kinds.pop(kind, None)
             raise
+        if not asks and kind[1] == opened:
+            self.towers.session.warn_once(
+                "The step can be traced for batches of a fixed number of rows alone, and cannot be divided: every "
+                f"tower computes the whole batch. {line} needs that number while it is traced. Use tf.shape(x)[0] instead of "
+                f"x.shape[0] or len(x), and tensors instead of Python's loops. Without that number: {cause}"
+            )
+        return program
 
     def forget_other_layouts(self) -> bool:
         """Forget the programs of other layouts than the towers'; return whether there were any."""

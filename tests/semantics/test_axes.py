@@ -241,6 +241,21 @@ BACK_TO_ROWS = {
 LOOPS_OVER_ROWS = (alone, by_number, over_rows_before, of_the_next_row, how_many_before, backwards, all_but_the_last)
 
 
+def test_an_axis_that_nobody_knows_may_be_squeezed():
+    """A spectral norm: TensorFlow squeezes the places where a permutation has a number, of which there is one."""
+    weight = tf.Variable(np.linspace(0.5, 1.5, 12).reshape(3, 4))
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            norm = tf.norm(x[:, 0] @ weight, ord=2, axis=[0, 1])
+        return norm, tape.gradient(norm, weight)
+
+    expected = tf.function(step)(tf.constant(X))
+    with ncclsync.Towers(TOWERS) as towers:
+        for one, other in zip(towers.run(step, X), expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-10)
+
+
 @pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     "function", [*LOOPS_OVER_ROWS, vectorized, within_rows, *BACK_TO_ROWS], ids=lambda one: one.__name__

@@ -200,8 +200,9 @@ class Programs:
         if not asks and kind[1] == opened:
             self.towers.session.warn_once(
                 "The step can be traced for batches of a fixed number of rows alone, and cannot be divided: every "
-                f"tower computes the whole batch. {line} needs that number while it is traced. Use tf.shape(x)[0] instead of "
-                f"x.shape[0] or len(x), and tensors instead of Python's loops. Without that number: {cause}"
+                f"tower computes the whole batch. {line} needs that number while it is traced. Use tf.shape(x)[0] "
+                "instead of x.shape[0] or len(x), and tensors instead of Python's loops. Without that number: "
+                f"{cause}"
             )
         return program
 

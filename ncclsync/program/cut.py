@@ -46,12 +46,26 @@ _RAISING = rules.names("""
 """)
 
 
+class Undividable(Exception):
+    """A fault of ncclsync's own keeps a step from being divided."""
+
+    def __init__(self, words: str) -> None:
+        """Keep what is told to the user."""
+        super().__init__(words)
+        self.words = words
+
+
 def cut(
-    trace: Trace, target: Target, results: Results, *, undone: bool, traceless: bool, meter: Meter | None
+    trace: Trace,
+    target: Target,
+    results: Results,
+    *,
+    undone: bool,
+    traceless: bool,
+    meter: Meter | None,
+    undivided: str = "",
 ) -> Program:
     """Cut `trace` into a program of segments.
-
-    If that fails by a fault of ncclsync's own, every tower computes the whole batch, and a warning says so.
 
     Args:
         trace: a step, traced for one tower.
@@ -61,30 +75,27 @@ def cut(
         traceless: whether nothing may be left of a step that fails, at any moment of it, metrics and random state
             included: it may run again, or another process has failed.
         meter: see `compile_segment`.
-    """
+        undivided: why every tower computes the whole batch, as the user is told; "" if towers divide it.
 
-    told: list[str] = []
-    cause: Exception
-    for undivided in (False, True):
-        try:
-            placed = place(
-                trace,
-                target.home_device,
-                results,
-                target.same_seeds,
-                many_shards=target.many_shards,
-                undivided=undivided,
-            )
-            if not undivided:
-                _check_size(placed.graph)
-            program = _cut(placed, target, results, undone, traceless, meter)
-            return dataclasses.replace(program, warnings=(*told, *program.warnings))
-        except (NcclSyncError, MemoryError):
-            raise
-        except Exception as fault:  # of any kind
-            cause, op = (fault.cause, fault.op) if isinstance(fault, Fault) else (fault, None)
-            told.append(f"Exact, but every tower computes the whole batch: {told_fault(cause, op)}")
-    raise NcclSyncError(f"Expected a step that towers can run. Received one that they cannot: {told[1]}") from cause
+    Raises:
+        Undividable: the step cannot be divided, by a fault of ncclsync's own. Cut a new trace of it `undivided`: shapes
+            in this one may have been refined by that fault.
+    """
+    home, seeds, shards = target.home_device, target.same_seeds, target.many_shards
+    try:
+        placed = place(trace, home, results, seeds, many_shards=shards, undivided=bool(undivided))
+        if not undivided:
+            _check_size(placed.graph)
+        program = _cut(placed, target, results, undone, traceless, meter)
+    except (NcclSyncError, MemoryError):
+        raise
+    except Exception as fault:  # of any kind
+        cause, op = (fault.cause, fault.op) if isinstance(fault, Fault) else (fault, None)
+        words = f"Exact, but every tower computes the whole batch: {told_fault(cause, op)}"
+        if not undivided:
+            raise Undividable(words) from cause
+        raise NcclSyncError(f"Expected a step that towers can run. Received one that they cannot: {words}") from cause
+    return dataclasses.replace(program, warnings=(*filter(None, [undivided]), *program.warnings))
 
 
 def _cut(

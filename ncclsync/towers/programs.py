@@ -21,7 +21,7 @@ from ncclsync.gradients.nonfinite import finite_flags
 from ncclsync.gradients.observer import Observer
 from ncclsync.ops.spans import Meter
 from ncclsync.ops.xla_programs import share_programs
-from ncclsync.program.cut import cut
+from ncclsync.program.cut import Undividable, cut
 from ncclsync.program.program import Program, Results
 from ncclsync.program.trace import Opened, Trace, trace
 from ncclsync.semantics.draws import check_draws, draws_seen
@@ -357,8 +357,12 @@ class Programs:
             made = trace(step, specs, jit_compile=source.jit_compile, opened=opened)
         return _Traced(source, specs, made, observer, before)
 
-    def _cut(self, traced: _Traced, meter: Meter | None, *, again: bool = True) -> Program:
-        """Cut a traced step into a program; see `segment.compile_segment` for `meter`."""
+    def _cut(self, traced: _Traced, meter: Meter | None, *, again: bool = True, undivided: str = "") -> Program:
+        """Cut a traced step into a program; see `segment.compile_segment` for `meter`, and `cut` for `undivided`.
+
+        If it cannot be divided by a fault of ncclsync's own, every tower computes the whole batch, and a warning says
+        so.
+        """
         options, session, observer = self.towers.options, self.towers.session, traced.observer
         finite = observer is not None and "finite" in self.readers()
         divides = self.towers.layout.divided is not None or options.on_oom is not None
@@ -368,21 +372,27 @@ class Programs:
             session.warn_once(f"{told.where}, {told.reason}: {told.remedy}")
         # Another process may fail at any moment of a step; between GPUs they agree before each write.
         meets_on_host = self.towers.layout.meets_processes and not self.towers.communicator.enqueues
-        with tf_compat.unobserved():
-            program = cut(
-                traced.trace,
-                session.target,
-                traced.source.results,
-                undone=finite,
-                traceless=options.on_oom is not None or meets_on_host,
-                meter=meter,
-            )
+        try:
+            with tf_compat.unobserved():
+                program = cut(
+                    traced.trace,
+                    session.target,
+                    traced.source.results,
+                    undone=finite,
+                    traceless=options.on_oom is not None or meets_on_host,
+                    meter=meter,
+                    undivided=undivided,
+                )
+        except Undividable as fault:
+            traced.before.restore()
+            other = self._trace_told(traced.told, traced.source, traced.specs)
+            return self._cut(other, meter, again=again, undivided=fault.words)
         if program.fixed and again:
             # A part with a fixed number of rows would be computed for the whole batch: trace again, with it left open.
             traced.before.restore()
             try:
                 other = self._trace_told(traced.told, traced.source, traced.specs, program.fixed)
-                return self._cut(other, meter, again=False)
+                return self._cut(other, meter, again=False, undivided=undivided)
             except (TypeError, ValueError) as error:
                 logger.debug("The step needs the number of rows of its variables: %s", error)
         if observer is not None:

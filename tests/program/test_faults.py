@@ -9,7 +9,7 @@ from parity import assert_close, assert_towers_agree, on_towers
 
 import ncclsync
 from ncclsync.program import cut
-from ncclsync.semantics import rules
+from ncclsync.semantics import axes, rules
 from ncclsync.semantics.axes import Axes
 
 X = np.random.default_rng(0).normal(size=(7, 4, 3)).astype("float32")
@@ -121,6 +121,18 @@ def test_composite_inputs(monkeypatch, caplog):
     with ncclsync.Towers(3) as towers:
         assert_close(towers.run(both, (sparse, ragged)), both((sparse, ragged)))
     assert "the whole batch" in caplog.text
+
+
+def test_shapes_that_a_fault_has_refined(monkeypatch, caplog):
+    """The whole batch is computed by a new trace, of which nothing is refined."""
+    monkeypatch.setattr(axes, "_may_lose_axes", lambda *_: False)
+
+    def norm(x):
+        return tf.norm(x[:, 0], ord=2, axis=[0, 1])
+
+    with ncclsync.Towers(3) as towers:
+        assert_close(towers.run(norm, X), norm(X))
+    assert "the whole batch" in caplog.text and "report this line" in caplog.text
 
 
 def fails_once(function):

@@ -57,6 +57,7 @@ from ncclsync.semantics.rules import Call
 from ncclsync.semantics.scope import Lengths, Scope
 from ncclsync.semantics.unordered import ADDS_SLICES, UNORDERED, UNORDERED_ON_CPU, added_up
 from ncclsync.sharding.roles import Role
+from ncclsync.sharding.shards import components_of
 
 logger = logging.getLogger("ncclsync")
 
@@ -161,21 +162,28 @@ class Partition:
                 raise
             except Exception as fault:  # of any kind
                 raise Fault(op, fault) from fault
+        traced = self._graph.traced
+        leaves = tf.nest.flatten(traced.trace.function.structured_outputs)
+        parts = [isinstance(leaf, tf.Tensor | tf.IndexedSlices) for leaf in leaves for _ in components_of(leaf)]
         with self._graph.building():
-            outputs = [self._output(tensor, results) for tensor in self._graph.traced.results]
+            outputs = [self._output(*one, results) for one in zip(traced.results, parts, strict=True)]
         folds, scope = _fold_metrics(self._graph), self._scope
         graph = self._graph.finished(scope.axes, scope.lengths.stretched, folds, outputs)
         warned = [*self._tower_zero.warned, *self._functions.faults]
         return PlacedStep(graph, self._conversions, self._placer, warned, self._marks.normalized)
 
-    def _output(self, result: tf.Tensor, results: Results) -> tuple[TensorName, bool]:
-        """Return what stands for a result of the step, and whether the towers' rows make one device's."""
+    def _output(self, result: tf.Tensor, by_rows: bool, results: Results) -> tuple[TensorName, bool]:
+        """Return what stands for a result of the step, and whether the towers' rows make one device's.
+
+        `by_rows`: whether they may. Parts of a sparse or ragged tensor belong together: all are to be one device's.
+        """
         tensor, placed = self._conversions.placed[result.name]
+        by_rows = by_rows and results is Results.COMBINED and placed == Shard()
         if results is Results.EACH:
             tensor = self._marks.local_value(result.name)
-        elif placed != Shard():
+        elif not by_rows:
             tensor = self._conversions.convert(tensor, placed, REPLICATE, result.op)
-        return tensor.name, results is Results.COMBINED and placed == Shard()
+        return tensor.name, by_rows
 
     # One op.
 

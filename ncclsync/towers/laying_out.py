@@ -13,7 +13,6 @@ import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.names import TensorName
-from ncclsync.errors import NcclSyncError
 from ncclsync.ops import held
 from ncclsync.ops.group_ops import gather_rows
 from ncclsync.ops.spans import STEP, STEPS, Meter, begin
@@ -220,31 +219,26 @@ class _Run:
                 continue
             columns = [[tf.identity(tower[name]) for tower in self.values] for name, _ in parts]
             joins = [by_rows for _, by_rows in parts]
-            made = [tf.nest.pack_sequence_as(leaf, one, expand_composites=True) for one in zip(*columns, strict=True)]
+            joined = [self._joined(*one) for one in zip(columns, joins, strict=True)]
+            *made, whole = (
+                tf.nest.pack_sequence_as(leaf, one, expand_composites=True)
+                for one in (*zip(*columns, strict=True), joined)
+            )
             each.append(made)
-            if isinstance(leaf, tf.IndexedSlices):  # values and places, each as it is placed
-                both = [self._joined(*one) for one in zip(columns, joins, strict=True)]
-                combined.append(tf.nest.pack_sequence_as(leaf, both, expand_composites=True))
-            else:
-                combined.append(self._joined(made, joins[0]))
+            combined.append(whole)
         if program.results is Results.EACH:
             shards = range(len(self.values))
             return [tf.nest.pack_sequence_as(program.structure, [one[i] for one in each]) for i in shards]
         return tf.nest.pack_sequence_as(program.structure, combined)
 
-    def _joined(self, pieces: Sequence[Any], by_rows: bool) -> Any:
-        """Return one device's result, given [s] results of this process' shards."""
+    def _joined(self, pieces: Sequence[tf.Tensor], by_rows: bool) -> tf.Tensor:
+        """Return one device's result, or a part of it, given [s] results of this process' shards."""
         layout = self._towers.layout
         if not by_rows or layout.shards == 1:
             return pieces[0]
         sizes = [self._shards.sizes[shard] for shard in layout.own_shards]
         if len(pieces) == layout.shards:
             return _concat_rows(pieces, sizes)
-        if not all(isinstance(piece, tf.Tensor) for piece in pieces):
-            raise NcclSyncError(
-                "Expected a step on towers of several processes to return dense tensors. "
-                f"Received: {type(pieces[0]).__name__}. Return it dense, by to_tensor() or tf.sparse.to_dense"
-            )
         kept = []
         for device, piece, size in zip(layout.devices, pieces, sizes, strict=True):
             with tf.device(f"/{device}"):
@@ -281,20 +275,15 @@ def segment_name(program: Program, number: int) -> str:
     return "apply" if part == 1 else f"apply_{part}"
 
 
-def _concat_rows(pieces: Sequence[Any], sizes: Sequence[Any]) -> Any:
+def _concat_rows(pieces: Sequence[tf.Tensor], sizes: Sequence[Any]) -> tf.Tensor:
     """Concatenate the towers' results of one row per sample, without the result of a stand-in row.
 
     Args:
-        pieces: [N] tensors, dense, sparse or ragged.
+        pieces: [N] tensors.
         sizes: [N] samples of each tower; where it is 0, the piece is left out.
     """
     kept = []
     for piece, size in zip(pieces, sizes, strict=True):
-        if isinstance(piece, tf.SparseTensor):
-            rows = tf.where(size > 0, piece.dense_shape[0], 0)
-            shape = tf.concat([[rows], piece.dense_shape[1:]], 0)
-            kept.append(tf.sparse.slice(piece, tf.zeros_like(shape), shape))
-        else:
-            rows = piece.nrows() if isinstance(piece, tf.RaggedTensor) else tf.shape(piece)[0]
-            kept.append(piece[: tf.where(size > 0, rows, tf.zeros_like(rows))])
-    return tf.sparse.concat(0, kept) if isinstance(kept[0], tf.SparseTensor) else tf.concat(kept, 0)
+        rows = tf.shape(piece)[0]
+        kept.append(piece[: tf.where(size > 0, rows, tf.zeros_like(rows))])
+    return tf.concat(kept, 0)

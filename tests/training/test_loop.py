@@ -193,6 +193,40 @@ def test_batch_without_rows(count):
         assert first.numpy() == 0.0 and others == [None] * (count - 1)
 
 
+def _numbers(x):
+    return tf.range(tf.shape(x, tf.int64)[0])
+
+
+MADE_OF_NUMBERS = {
+    "pairs": lambda x: tf.SparseTensor(tf.stack([_numbers(x)] * 2, 1), x[:, 0], [_numbers(x)[-1] + 1] * 2),
+    "places": lambda x: tf.SparseTensor(tf.stack([_numbers(x), _numbers(x) % 5], 1), x[:, 0], [8, 5]),
+    "diagonal": lambda x: tf.sparse.eye(tf.shape(x)[0]),
+    "of dense": tf.sparse.from_dense,
+    "rows of a dense": lambda x: tf.RaggedTensor.from_tensor(x),
+    "each of one": lambda x: tf.RaggedTensor.from_row_lengths(x[:, 0], tf.ones_like(_numbers(x))),
+    "rows by two": lambda x: tf.RaggedTensor.from_value_rowids(x[:, 0], _numbers(x) // 2),
+    "of equal length": lambda x: tf.RaggedTensor.from_uniform_row_length(tf.reshape(x, [-1]), 3),
+}
+
+
+@pytest.mark.slow(but=3)
+@pytest.mark.parametrize("name", MADE_OF_NUMBERS)
+def test_sparse_and_ragged_results(name):
+    """All parts of a result are one device's, whichever of them is by rows on a tower."""
+
+    def step(x):
+        return {"made": MADE_OF_NUMBERS[name](x), "rows": 2.0 * x}
+
+    x = tf.reshape(tf.range(24.0), [8, 3])
+    alone = tf.function(step)(x)
+    with ncclsync.Towers(3) as towers:
+        found = towers.run(step, x)
+    assert type(found["made"]) is type(alone["made"]) and found["made"].shape == alone["made"].shape
+    parts = zip(*(tf.nest.flatten(one, expand_composites=True) for one in (found, alone)), strict=True)
+    for one, other in parts:
+        np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.parametrize(
     "read",
     [

@@ -169,7 +169,7 @@ class Context:
         results = results[: len(tensors)]
         if collective.changes_rows:
             # On towers the number of rows will be another one: nothing that is traced from here on may know it.
-            results = [tf.compat.v1.placeholder_with_default(t, [None, *t.shape[1:]]) for t in results]
+            results = list(map(_of_any_rows, results))
         return results
 
     def mark(self, tensors: Sequence[tf.Tensor], purpose: Purpose, **details: Any) -> list[tf.Tensor]:
@@ -313,7 +313,7 @@ def to_local(tensor: tf.Tensor, mask: Any = None, *, by_choice: bool = False) ->
     """
     context = current_context()
     if context is not None and mask is not None:
-        mask, _ = context.mark([mask, tensor], Purpose.LOCAL, by_choice=by_choice)
+        mask = _of_any_rows(context.mark([mask, tensor], Purpose.LOCAL, by_choice=by_choice)[0])
     return _both_ways(Purpose.LOCAL, Purpose.ROWS, by_choice)(tensor), mask
 
 
@@ -330,6 +330,13 @@ def to_replicate(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     return [_both_ways(Purpose.WHOLE, Purpose.WHOLE, False)(tensor) for tensor in tensors]
 
 
+def _of_any_rows(tensor: tf.Tensor) -> tf.Tensor:
+    """Leave the number of rows open, which another tensor of that step may have fixed: a tower has its own number."""
+    if not tensor.shape.rank or tensor.shape[0] is None:
+        return tensor
+    return tf.compat.v1.placeholder_with_default(tensor, [None, *tensor.shape[1:]])
+
+
 def _both_ways(forward: Purpose, backward: Purpose, by_choice: bool, of: OpName = _NO_MARK) -> Any:
     """Return a function that marks a tensor one way and its gradient the other way; of any order."""
 
@@ -339,7 +346,8 @@ def _both_ways(forward: Purpose, backward: Purpose, by_choice: bool, of: OpName 
         if context is None or not context.can_exchange():
             return tf.identity(tensor), lambda upstream: upstream
         (result,) = context.mark([tensor], forward, of=of, by_choice=by_choice)
-        return result, lambda upstream: _both_ways(backward, forward, by_choice, result.op.name)(upstream)
+        own = _of_any_rows(result) if (forward, backward) == (Purpose.LOCAL, Purpose.ROWS) else result
+        return own, lambda upstream: _both_ways(backward, forward, by_choice, result.op.name)(upstream)
 
     return marked
 

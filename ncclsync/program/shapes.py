@@ -181,7 +181,10 @@ class _Tower:
             return
         node = self._node(op.name)
         node.input[:] = inputs
-        shapes = [self._lengths(output.name) if self._towers > 1 else None for output in op.outputs]
+        # A gradient of one row is summed over the rows, too, as if that row had been broadcast; a reshape follows.
+        may_lose_rows = self._rows == 1 and any(one.op.type == "BroadcastGradientArgs" for one in op.inputs)
+        known = self._towers > 1 and not may_lose_rows
+        shapes = [self._lengths(output.name) if known else None for output in op.outputs]
         if shapes.count(None) < len(shapes):  # which TensorFlow compares
             node.attr["_output_shapes"].list.shape.extend(tf.TensorShape(one).as_proto() for one in shapes)
         self._sources.update((output.name, output.name) for output in op.outputs)

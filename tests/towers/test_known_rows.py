@@ -336,6 +336,46 @@ def test_a_scan_over_rows():
         assert_close(towers.run(step, X[:9]), alone)
 
 
+class Noisy(keras.layers.Layer):
+    """Draws by its number of rows, so that the shape of what follows has a literal number of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.seeds = keras.random.SeedGenerator(3)
+
+    def call(self, x):
+        return x + 0.1 * keras.random.normal(keras.ops.shape(x), seed=self.seeds)
+
+
+def attending_to_itself(x):
+    return keras.layers.MultiHeadAttention(2, 3)(x, x)
+
+
+AFTER_NOISE = {
+    "normalised": lambda: keras.layers.BatchNormalization(),
+    "attention": lambda: attending_to_itself,
+    "recurrent": lambda: keras.layers.Bidirectional(keras.layers.GRU(3, return_sequences=True, dropout=0.2, seed=1)),
+}
+
+
+@pytest.mark.parametrize("name", AFTER_NOISE)
+def test_what_follows_a_literal_number_of_rows(name):
+    """Each tower takes its own rows of it, also where it normalises them by itself first."""
+
+    def build():
+        keras.utils.set_random_seed(1)
+        given = keras.Input([3, 2])
+        made = AFTER_NOISE[name]()(Noisy()(keras.layers.Dense(4)(given)))
+        model = keras.Model(given, keras.layers.Dense(1)(keras.layers.Flatten()(made)))
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+        return model
+
+    alone, model = build(), on_towers(build, 3, exact=True)
+    x = X[:7].reshape(7, 3, 2)
+    assert_close(*[[one.train_on_batch(x, X[:7, :1]) for _ in range(3)] for one in (model, alone)])
+    assert_close(model.get_weights(), alone.get_weights())
+
+
 def test_a_loop_that_asks_for_ever_other_rows(caplog):
     """Its line is named once."""
     with ncclsync.Towers(2) as towers, caplog.at_level(logging.WARNING, "ncclsync"):

@@ -21,7 +21,7 @@ from ncclsync.program.builder import ADD_UP
 from ncclsync.program.conversion import Unshared
 from ncclsync.program.crossing import Forms, find_uncrossable
 from ncclsync.program.graph import StepGraph, TracedGraph
-from ncclsync.program.partition import Fault, Partition, PlacedStep
+from ncclsync.program.partition import Fault, Partition, PlacedStep, Undividable
 from ncclsync.program.phases import divide
 from ncclsync.program.program import Bucket, Exchange, Program, Results, Target
 from ncclsync.program.schedule import Schedule, schedule
@@ -44,15 +44,6 @@ _RAISING = rules.names("""
     Assert CheckNumerics CheckNumericsV2 Cholesky MatrixInverse MatrixLogarithm MatrixSolve MatrixSolveLs
     MatrixSquareRoot MatrixTriangularSolve SelfAdjointEigV2
 """)
-
-
-class Undividable(Exception):
-    """A fault of ncclsync's own keeps a step from being divided."""
-
-    def __init__(self, words: str) -> None:
-        """Keep what is told to the user."""
-        super().__init__(words)
-        self.words = words
 
 
 def cut(
@@ -78,8 +69,8 @@ def cut(
         undivided: why every tower computes the whole batch, as the user is told; "" if towers divide it.
 
     Raises:
-        Undividable: the step cannot be divided, by a fault of ncclsync's own. Cut a new trace of it `undivided`: shapes
-            in this one may have been refined by that fault.
+        Undividable: the step cannot be divided. Cut a new trace of it `undivided`: in this one shapes may have been
+            refined, by a fault of ncclsync's own.
     """
     home, seeds, shards = target.home_device, target.same_seeds, target.many_shards
     try:
@@ -87,11 +78,11 @@ def cut(
         if not undivided:
             _check_size(placed.graph)
         program = _cut(placed, target, results, undone, traceless, meter)
-    except (NcclSyncError, MemoryError):
+    except (NcclSyncError, MemoryError, Undividable):
         raise
     except Exception as fault:  # of any kind
         cause, op = (fault.cause, fault.op) if isinstance(fault, Fault) else (fault, None)
-        words = f"Exact, but every tower computes the whole batch: {told_fault(cause, op)}"
+        words = told_fault(cause, op)
         if not undivided:
             raise Undividable(words) from cause
         raise NcclSyncError(f"Expected a step that towers can run. Received one that they cannot: {words}") from cause

@@ -76,6 +76,15 @@ class Fault(Exception):
         self.op, self.cause = op, cause
 
 
+class Undividable(Exception):
+    """A step cannot be divided among towers; each can compute the whole batch."""
+
+    def __init__(self, reason: str) -> None:
+        """Keep what the user is told."""
+        self.words = f"Exact, but every tower computes the whole batch: {reason}"
+        super().__init__(self.words)
+
+
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class PlacedStep:
     """Hold a step that is partitioned.
@@ -158,7 +167,7 @@ class Partition:
         for op in self._graph.traced.ops:
             try:
                 self._step(op)
-            except (Found, NcclSyncError):
+            except (Found, NcclSyncError, Undividable):
                 raise
             except Exception as fault:  # of any kind
                 raise Fault(op, fault) from fault
@@ -242,9 +251,8 @@ class Partition:
         conversions.costs.add(op, call.given[1], call.inputs, made)
         with self._graph.building():
             for output, result in zip(op.outputs, made, strict=True):
-                tensor, placed = conversions.placed.get(
-                    output.name, (output, result)
-                )  # all towers may have it from tower 0
+                # All towers may have it from tower 0.
+                tensor, placed = conversions.placed.get(output.name, (output, result))
                 tensor = adjust_result(call, tensor, placed, stay, conversions)
                 tensor, placed = self._with_rows(call, output, tensor, placed)
                 conversions.put(output, tensor, placed)
@@ -312,9 +320,11 @@ class Partition:
                 return made
             call.make_whole(Placement, but=Local)
         except Refused as reason:
+            words = f"{op.type}, at {user_line(op.traceback)}, {reason}. Move it out of the step"
+            if not self._undivided:
+                raise Undividable(words) from reason
             raise NcclSyncError(
-                f"Expected a step whose tensors can be brought together. Received: {op.type}, at "
-                f"{user_line(op.traceback)}, which {reason}. Move it out of the step, and report this line"
+                f"Expected a step that towers can run. Received one that they cannot: {words}"
             ) from reason
         self._tower_zero.follow(call)
         return [REPLICATE] * len(op.outputs)

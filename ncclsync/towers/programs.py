@@ -21,7 +21,8 @@ from ncclsync.gradients.nonfinite import finite_flags
 from ncclsync.gradients.observer import Observer
 from ncclsync.ops.spans import Meter
 from ncclsync.ops.xla_programs import share_programs
-from ncclsync.program.cut import Undividable, cut
+from ncclsync.program.cut import cut
+from ncclsync.program.partition import Undividable
 from ncclsync.program.program import Program, Results
 from ncclsync.program.trace import Opened, Trace, trace
 from ncclsync.semantics.draws import check_draws, draws_seen
@@ -360,8 +361,7 @@ class Programs:
     def _cut(self, traced: _Traced, meter: Meter | None, *, again: bool = True, undivided: str = "") -> Program:
         """Cut a traced step into a program; see `segment.compile_segment` for `meter`, and `cut` for `undivided`.
 
-        If it cannot be divided by a fault of ncclsync's own, every tower computes the whole batch, and a warning says
-        so.
+        If it cannot be divided, every tower computes the whole batch, and a warning says so.
         """
         options, session, observer = self.towers.options, self.towers.session, traced.observer
         finite = observer is not None and "finite" in self.readers()

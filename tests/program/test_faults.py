@@ -9,8 +9,10 @@ from parity import assert_close, assert_towers_agree, on_towers
 
 import ncclsync
 from ncclsync.program import cut
+from ncclsync.program.conversion import Conversions
 from ncclsync.semantics import axes, rules
 from ncclsync.semantics.axes import Axes
+from ncclsync.semantics.placing import Refused
 
 X = np.random.default_rng(0).normal(size=(7, 4, 3)).astype("float32")
 Y = np.arange(7) % 3
@@ -121,6 +123,22 @@ def test_composite_inputs(monkeypatch, caplog):
     with ncclsync.Towers(3) as towers:
         assert_close(towers.run(both, (sparse, ragged)), both((sparse, ragged)))
     assert "the whole batch" in caplog.text
+
+
+def test_a_tensor_that_cannot_be_sent(monkeypatch, caplog):
+    """The whole batch is computed, and the op's line is named."""
+    made_whole, refused = Conversions._made_whole, []
+
+    def refusing(self, *given):
+        if refused:
+            return made_whole(self, *given)
+        refused.append(given)
+        raise Refused("needs rows, which cannot be sent")
+
+    monkeypatch.setattr(Conversions, "_made_whole", refusing)
+    with ncclsync.Towers(3) as towers:
+        assert_close(towers.run(tf.math.cumsum, X), tf.math.cumsum(X))
+    assert "every tower computes the whole batch: Cumsum, at " in caplog.text and "Move it out" in caplog.text
 
 
 def test_shapes_that_a_fault_has_refined(monkeypatch, caplog):

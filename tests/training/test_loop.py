@@ -209,6 +209,28 @@ MADE_OF_NUMBERS = {
 }
 
 
+def test_a_loop_that_gives_ragged_rows():
+    """What cannot be sent, as a list of ragged rows, is computed again from what can."""
+    weight = tf.Variable(tf.ones([3, 3]))
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            spec = tf.RaggedTensorSpec([None], tf.float32, 0)
+            rows = tf.map_fn(
+                lambda row: 2.0 * row[: tf.cast(row[0], tf.int32) % 3], x @ weight, fn_output_signature=spec
+            )
+            loss = tf.reduce_sum(tf.square(rows.to_tensor()))
+        return rows, loss, tape.gradient(loss, weight)
+
+    x = tf.reshape(tf.range(24.0), [8, 3])
+    alone = tf.function(step)(x)
+    with ncclsync.Towers(3) as towers:
+        for one, other in zip(
+            *(tf.nest.flatten(a, expand_composites=True) for a in (towers.run(step, x), alone)), strict=True
+        ):
+            np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
 @pytest.mark.slow(but=3)
 @pytest.mark.parametrize("name", MADE_OF_NUMBERS)
 def test_sparse_and_ragged_results(name):

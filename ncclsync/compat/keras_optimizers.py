@@ -117,11 +117,23 @@ def apply_gradients(optimizer: keras.Optimizer, gradients: Sequence[Any], variab
     optimizer._backend_apply_gradients(list(gradients), list(variables))
 
 
+# What a user's own optimizer may define without touching gradients before its update.
+_OF_UPDATES = frozenset({"build", "from_config", "get_config", "update_step"})
+
+
 def applies_untouched(optimizer: keras.Optimizer) -> bool:
     """Return whether gradients reach `updates_wrapped` as `apply` got them, and are not clipped there."""
     touches = ("clipnorm", "global_clipnorm", "clipvalue", "loss_scale_factor", "gradient_accumulation_steps")
-    plain = type(optimizer).apply.__module__.startswith("keras.src.optimizers.base_optimizer")
-    return plain and not any(getattr(optimizer, name) for name in touches)
+    if any(getattr(optimizer, name) for name in touches):
+        return False
+    base, own = keras.Optimizer.__mro__, {name for name, one in vars(optimizer).items() if inspect.isroutine(one)}
+    for cls in type(optimizer).__mro__:
+        if cls not in base and cls.__module__.partition(".")[0] != "keras":
+            own |= {name for name in vars(cls) if not name.startswith("__")} - _OF_UPDATES
+    # Keras calls these, be they public or not.
+    return type(optimizer).apply.__module__.startswith("keras.src.optimizers.base_optimizer") and not any(
+        name in vars(one) for name in own for one in base
+    )
 
 
 def clipped(optimizer: keras.Optimizer, gradients: Sequence[Any]) -> list[Any]:

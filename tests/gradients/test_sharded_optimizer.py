@@ -486,3 +486,23 @@ def test_optimizers_of_ones_own():
         for one in (optimizer, twin):
             one.build([keras.Variable(np.ones([2, 3]))])
         assert keras_optimizers.is_as_keras_made_it(optimizer, twin), optimizer
+
+
+class ClippingByItsNorm(keras.optimizers.SGD):
+    """Adaptive gradient clipping, by a method of Keras' own."""
+
+    def _clip_gradients(self, grads):
+        return [one / (1.0 + keras.ops.norm(keras.ops.reshape(one, [-1]))) for one in grads]
+
+
+def test_an_optimizer_that_touches_gradients_gets_whole_ones():
+    """Whatever method of Keras' it overrides, or holds; else each tower would clip its part alone."""
+    alone, model = mlp(ClippingByItsNorm(0.1)), on_towers(lambda: mlp(ClippingByItsNorm(0.1)), 2, shard_optimizer=True)
+    for one in (alone, model):
+        fit(one, epochs=1)
+    assert_close(state(model), state(alone))
+    held = keras.optimizers.SGD(0.1)
+    assert keras_optimizers.applies_untouched(held)
+    held._clip_gradients = lambda grads: grads
+    assert not keras_optimizers.applies_untouched(held)
+    assert keras_optimizers.applies_untouched(Damped(0.1))

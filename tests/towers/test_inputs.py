@@ -287,7 +287,7 @@ ENTRIES = {
 @pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("kind", "entry"), [(InAModel, name) for name in ENTRIES] + [(keras.Sequential, "fit")])
 def test_python_that_reads_the_number_of_rows(kind, entry, caplog):
-    """Every entry computes what one device does: Keras' are told the number, and `run` warns."""
+    """Every entry computes what one device does, by each tower's own rows: all are told the number."""
 
     def build():
         keras.utils.set_random_seed(1)
@@ -304,9 +304,7 @@ def test_python_that_reads_the_number_of_rows(kind, entry, caplog):
             model = nccl_parallel(towers=2)(build)()
         found = ENTRIES[entry](model)
     assert_close([found, model.get_weights()], [ENTRIES[entry](alone := build()), alone.get_weights()])
-    told = [r.getMessage() for r in caplog.records if "a fixed number of rows" in r.getMessage()]
-    assert len(told) == (entry == "run")
-    assert all("test_inputs.py:" in one and "x.shape[0] // 2" in one and "tf.shape(x)[0]" in one for one in told)
+    assert "a fixed number of rows" not in caplog.text
 
 
 def test_len_of_a_tensor_in_a_step_of_ones_own():

@@ -369,10 +369,13 @@ class OpenLengthAsked(BaseException):
 
 
 @contextlib.contextmanager
-def open_lengths_asked(is_library: Callable[[str], bool], *, ends: bool = False) -> Iterator[list[Line]]:
+def open_lengths_asked(
+    is_library: Callable[[str], bool], *, ends: bool = False, passes_on: bool = True
+) -> Iterator[list[Line]]:
     """Note who asks meanwhile for a length of a shape, and hears that it is open: lines of files that are no library.
 
-    With `ends`, whoever asks is not answered: an OpenLengthAsked is raised.
+    With `ends`, whoever asks is not answered: an OpenLengthAsked is raised. Without `passes_on`, who asks
+    keras.ops.shape is not heard: it gives an open length as a tensor, which is that length.
 
     What keras.ops.shape asks counts as its caller's question, and so does what functions of Keras ask that go by a
     length. Whoever hands a shape on, to be asked there, is not heard.
@@ -380,7 +383,7 @@ def open_lengths_asked(is_library: Callable[[str], bool], *, ends: bool = False)
     found: list[Line] = []
 
     def asked(ask: Callable[..., Any], shape: tf.TensorShape, *given: Any) -> Any:
-        if shape.rank and None in _lengths_asked(shape._dims, *given) and (line := _asking_line(is_library)):
+        if shape.rank and None in _lengths_asked(shape._dims, *given) and (line := _asking_line(is_library, passes_on)):
             found.append(line)
             if ends:
                 raise OpenLengthAsked(line)
@@ -399,7 +402,7 @@ def _lengths_asked(lengths: Sequence[int | None], key: Any = None, *_: Any) -> S
     return lengths[key] if isinstance(key, slice) else lengths
 
 
-def _asking_line(is_library: Callable[[str], bool]) -> Line | None:
+def _asking_line(is_library: Callable[[str], bool], passes_on: bool = True) -> Line | None:
     """Return the line that asks for a shape, as the caller's caller; None if that is a library's own question."""
     frame: Any = sys._getframe(3)
     names, is_of_keras = set[str](), frame.f_code.co_filename.startswith(_KERAS)
@@ -408,7 +411,9 @@ def _asking_line(is_library: Callable[[str], bool]) -> Line | None:
             break
         names.add(frame.f_code.co_name)
         frame = frame.f_back
-    if frame is None or (names - _PASSING_ON and not (is_of_keras and names & _GOING_BY_LENGTHS)):
+    if frame is None or (
+        (names - _PASSING_ON if passes_on else names) and not (is_of_keras and names & _GOING_BY_LENGTHS)
+    ):
         return None
     file = frame.f_code.co_filename
     return "" if "__autograph_generated_file" in file else file, frame.f_lineno

@@ -298,7 +298,7 @@ class Programs:
         if _is_known(specs) or not _is_known(alone):
             return self._trace(source, specs)
         # At once: what follows may be far more than what one device traces, as a loop of as many steps as there can be.
-        with tf_compat.open_lengths_asked(is_library, ends=True) as asked:
+        with tf_compat.open_lengths_asked(is_library, ends=True, passes_on=not self.any_rows) as asked:
             try:
                 traced = self._trace(source, specs)
             except (Exception, tf_compat.OpenLengthAsked):  # raised again, unless it may come of the question

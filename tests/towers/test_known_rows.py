@@ -289,7 +289,7 @@ def test_what_one_device_knows(call, train, caplog):
 
 @pytest.mark.slow(but=3)
 @pytest.mark.parametrize(
-    "call", [another_factor, by_list, of_no_open_gradient, by_its_text, by_a_spec, numbered, halved, in_a_branch, drawn]
+    "call", [another_factor, by_list, of_no_open_gradient, by_its_text, by_a_spec, numbered, halved, in_a_branch]
 )
 def test_loops_of_ones_own(call, caplog):
     """A step of `Towers.run` is told each batch's number of rows, and is traced for each."""

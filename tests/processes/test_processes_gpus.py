@@ -136,7 +136,9 @@ def test_failing_process_of_mpirun_ends_the_other(several, way):
     """The same under mpirun, which starts both."""
     (mpirun,) = several("mpirun", way)
     wait_for(lambda: "[0] " in said(mpirun) or mpirun.poll() is not None)
-    check_told(said(mpirun), way, 1)
+    # mpirun ends the other as soon as the failed process has ended, which may be before the other has said why.
+    if way != "raises" or "[0] " in said(mpirun) or "thus causing the job to be terminated" not in said(mpirun):
+        check_told(said(mpirun), way, 1)
     if way != "stopped":  # else mpirun waits until it is killed
         mpirun.wait(280)
 

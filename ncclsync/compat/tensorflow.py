@@ -362,11 +362,6 @@ _OF_RANK = frozenset({"__bool__", "__init__", "__len__", "__nonzero__", "assert_
 class OpenLengthAsked(BaseException):
     """End a trace in which a line has asked for a length that is open; libraries do not catch it."""
 
-    def __init__(self, line: Line) -> None:
-        """Keep the line."""
-        super().__init__(line)
-        self.line = line
-
 
 @contextlib.contextmanager
 def open_lengths_asked(
@@ -386,7 +381,7 @@ def open_lengths_asked(
         if shape.rank and None in _lengths_asked(shape._dims, *given) and (line := _asking_line(is_library, passes_on)):
             found.append(line)
             if ends:
-                raise OpenLengthAsked(line)
+                raise OpenLengthAsked
         return ask(shape, *given)
 
     with contextlib.ExitStack() as stack:
@@ -411,9 +406,9 @@ def _asking_line(is_library: Callable[[str], bool], passes_on: bool = True) -> L
             break
         names.add(frame.f_code.co_name)
         frame = frame.f_back
-    if frame is None or (
-        (names - _PASSING_ON if passes_on else names) and not (is_of_keras and names & _GOING_BY_LENGTHS)
-    ):
+    goes_by_it = is_of_keras and names & _GOING_BY_LENGTHS
+    behind = names - _PASSING_ON if passes_on else names
+    if frame is None or (behind and not goes_by_it):
         return None
     file = frame.f_code.co_filename
     return "" if "__autograph_generated_file" in file else file, frame.f_lineno

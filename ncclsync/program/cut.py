@@ -78,14 +78,15 @@ def cut(
         if not undivided:
             _check_size(placed.graph)
         program = _cut(placed, target, results, undone, traceless, meter)
-    except (NcclSyncError, MemoryError, Undividable):
+    except (NcclSyncError, MemoryError):
         raise
     except Exception as fault:  # of any kind
         cause, op = (fault.cause, fault.op) if isinstance(fault, Fault) else (fault, None)
-        words = told_fault(cause, op)
-        if not undivided:
-            raise Undividable(words) from cause
-        raise NcclSyncError(f"Expected a step that towers can run. Received one that they cannot: {words}") from cause
+        reason = str(fault) if isinstance(fault, Undividable) else told_fault(cause, op)
+        if undivided:
+            words = f"Expected a step that towers can run. Received one that they cannot: {reason}"
+            raise NcclSyncError(words) from cause
+        raise Undividable(reason) from cause
     return dataclasses.replace(program, warnings=(*filter(None, [undivided]), *program.warnings))
 
 

@@ -77,12 +77,7 @@ class Fault(Exception):
 
 
 class Undividable(Exception):
-    """A step cannot be divided among towers; each can compute the whole batch."""
-
-    def __init__(self, reason: str) -> None:
-        """Keep what the user is told."""
-        self.words = f"Exact, but every tower computes the whole batch: {reason}"
-        super().__init__(self.words)
+    """Say why a step cannot be divided among towers; each can compute the whole batch."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -321,11 +316,7 @@ class Partition:
             call.make_whole(Placement, but=Local)
         except Refused as reason:
             words = f"{op.type}, at {user_line(op.traceback)}, {reason}. Move it out of the step"
-            if not self._undivided:
-                raise Undividable(words) from reason
-            raise NcclSyncError(
-                f"Expected a step that towers can run. Received one that they cannot: {words}"
-            ) from reason
+            raise Undividable(words) from reason
         self._tower_zero.follow(call)
         return [REPLICATE] * len(op.outputs)
 

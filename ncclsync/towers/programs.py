@@ -151,11 +151,10 @@ class Programs:
         failed = None
         try:
             traced = self._traced(shard, alone, is_told=bool(told))
-        except NcclSyncError:
-            self._step.forget_failed()
-            raise
         except Exception as error:  # of any kind, as where a length is None: raised if one device raises it, too
             self._step.forget_failed()
+            if isinstance(error, NcclSyncError):
+                raise
             failed = error
         if failed is not None:
             return self._otherwise(failed, kind, bool(told), specs, meter, version)
@@ -185,7 +184,7 @@ class Programs:
             Exception: this error, or the other trace's: one device raises it, too.
         """
         opened, alone = repr(open_specs(specs)), self._specs_alone(specs, version)
-        # One device has a trace for each length if it has a trace for each number of rows.
+        # Lengths that TensorFlow would relax are fixed before the rows are: one device, asked for one, knows all.
         is_relaxed = self.any_rows and kind[1] != opened
         asks = not is_told and _is_known(alone) and not _is_known(self.shard_specs(specs, version)) and not is_relaxed
         if not asks and kind[1] == repr(specs):
@@ -214,8 +213,9 @@ class Programs:
             del self.kept[key]
         return bool(old)
 
-    def __len__(self) -> int:
-        """Return how many kinds of batches are not traced as others are."""
+    @property
+    def traced_otherwise(self) -> int:
+        """Return how many kinds of batches have not the first trace: one that Python is told, or of fixed lengths."""
         return len(self._too_open) + len(self._asking)
 
     def told_for(self, specs: Any, version: Version) -> str:
@@ -386,7 +386,8 @@ class Programs:
         except Undividable as fault:
             traced.before.restore()
             other = self._trace_told(traced.told, traced.source, traced.specs)
-            return self._cut(other, meter, again=again, undivided=fault.words)
+            words = f"Exact, but every tower computes the whole batch: {fault}"
+            return self._cut(other, meter, again=again, undivided=words)
         if program.fixed and again:
             # A part with a fixed number of rows would be computed for the whole batch: trace again, with it left open.
             traced.before.restore()

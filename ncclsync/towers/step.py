@@ -192,7 +192,7 @@ class TowerStep:
 
         Functions of one version differ by the text: these specs, and what Python is told of each batch.
         """
-        traces = len(self.retracing) + len(self.programs)
+        traces = len(self.retracing) + self.programs.traced_otherwise
         if traces != self._known_of:
             self._known, self._known_of = {}, traces
         key = kind is OnGiven, repr(given), 0 if version is None else version.number
@@ -212,7 +212,7 @@ class TowerStep:
         else:
             counted = ungrouped(specs) is not specs  # by the numbers of rows, which the version may leave open
             specs = found.specs if self.programs.takes_relaxed(specs, step) and not counted else given
-        self._known_of = len(self.retracing) + len(self.programs)
+        self._known_of = len(self.retracing) + self.programs.traced_otherwise
         return self._known.setdefault(key, (found, specs, repr(specs) + told))
 
     def _function_for(

@@ -44,7 +44,7 @@ def adjust_result(
     if kind in SORTED_SEGMENTS and isinstance(placed, Shard):
         return _with_last_rows(tensor, placed, call.op, conversions)
     if kind == "Mean" and placed == SUM and isinstance(rows, Shard) and rows.unit:
-        return _weighted(tensor, rows, call, conversions)
+        return _weighted(tensor, call, conversions)
     return tensor
 
 
@@ -131,8 +131,8 @@ def _with_last_rows(made: tf.Tensor, placed: Shard, op: tf.Operation, conversion
     return tf.concat([made, tf.fill(rest, tf.cast(op.type == "SegmentProd", made.dtype))], 0)[:own]
 
 
-def _weighted(mean: tf.Tensor, rows: Shard, call: Call, conversions: Conversions) -> tf.Tensor:
-    """Return a tower's part of a mean of rows of which it has any number, or none."""
-    own, total = tf.shape(call.tensors[0])[rows.axis], conversions.extent(call.unit, call.op)[2]
+def _weighted(mean: tf.Tensor, call: Call, conversions: Conversions) -> tf.Tensor:
+    """Return a tower's part of a mean over units of which it has any number, or none; each has equally many rows."""
+    _, own, total = conversions.extent(call.unit, call.op)
     part = tf.cast(own, mean.dtype) / tf.cast(total, mean.dtype)  # not a number if all have none, as on one device
     return tf.where(own > 0, mean, tf.zeros_like(mean)) * part

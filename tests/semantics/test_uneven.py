@@ -350,3 +350,41 @@ def test_what_is_computed_of_numbers(towers):
         found = joined.run(step, batch)
     for name in OF_NUMBERS:
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-9, err_msg=name)
+
+
+# How as many rows come of each row that a mask leaves, other than one; and what is computed of all of them.
+SEVERAL = {
+    "flat": lambda kept: tf.reshape(kept, [-1, 1]),
+    "tiled": lambda kept: tf.tile(kept, [2, 1]),
+    "repeated": lambda kept: tf.repeat(kept, 3, axis=0),
+    "stacked": lambda kept: tf.reshape(tf.stack([kept, 2 * kept], 1), [-1, 4]),
+    "one after the other": lambda kept: tf.concat([kept, -2 * kept], 0),
+    "pairs": lambda kept: tf.reshape(kept[:, None] - kept[:, :, None], [-1, 4]),
+}
+OF_ALL = {
+    "mean": tf.reduce_mean,
+    "means": lambda rows: tf.reduce_mean(rows, 0),
+    "variances": lambda rows: tf.math.reduce_variance(rows, 0),
+    "moments": lambda rows: tf.stack(tf.nn.moments(rows, [0])),
+    "logarithm of sums": lambda rows: tf.reduce_logsumexp(rows, 0),
+    "greatest": lambda rows: tf.reduce_max(rows, 0),
+    "products": lambda rows: tf.reduce_prod(tf.tanh(rows) + 1.1, 0),
+    "norm": tf.norm,
+    "sum by number": lambda rows: tf.reduce_sum(rows) / tf.cast(tf.size(rows), rows.dtype),
+}
+
+
+@pytest.mark.parametrize("towers", [2, 3])
+def test_several_rows_of_each_that_a_mask_leaves(towers):
+    """A tower's mean weighs as many of them as it has."""
+    x = tf.constant(np.random.default_rng(1).normal(size=(7, 4)))
+
+    def step(x):
+        kept = tf.boolean_mask(x, x[:, 0] > 0)
+        return {(way, of): call(several(kept)) for way, several in SEVERAL.items() for of, call in OF_ALL.items()}
+
+    expected = tf.function(step, autograph=False)(x)
+    with ncclsync.Towers(towers) as joined:
+        found = joined.run(step, x)
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-9, atol=1e-15, err_msg=str(name))

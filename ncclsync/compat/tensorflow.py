@@ -6,6 +6,7 @@ import copy
 import ctypes
 import functools
 import gc
+import inspect
 import itertools
 import os
 import re
@@ -353,8 +354,10 @@ Line = tuple[str, int]  # a file, and the number of a line in it
 # What Keras has of an open length is something else, without an error: `tests/compat` finds all such functions.
 _GOING_BY_LENGTHS = frozenset({"array_split", "associative_scan", "elastic_transform"})
 _KERAS = os.path.join(os.path.dirname(keras.__file__), "")
-# They are asked for a shape, and answer with that of a tensor.
+# They are asked for a shape, and answer with that of a tensor; the latter by TensorFlow's tf.get_static_value.
 _PASSING_ON = frozenset({"get_shape", "shape"})
+_FOLDING = frozenset({"constant_value", "_ConstantValue"})
+_BUILDING = "_maybe_build"  # Keras' method that gives the shape of a layer's first input to its `build`
 # Members of a shape that tell no length.
 _OF_RANK = frozenset({"__bool__", "__init__", "__len__", "__nonzero__", "assert_has_rank", "ndims", "rank"})
 
@@ -363,22 +366,39 @@ class OpenLengthAsked(BaseException):
     """End a trace in which a line has asked for a length that is open; libraries do not catch it."""
 
 
+class Questions(list[Line]):
+    """Hold the lines that have asked for an open length, in turn.
+
+    Attributes:
+        builds: whether the last line has called a layer that has a `build` of the user's, and is not built.
+    """
+
+    builds = False
+
+
 @contextlib.contextmanager
 def open_lengths_asked(
-    is_library: Callable[[str], bool], *, ends: bool = False, passes_on: bool = True
-) -> Iterator[list[Line]]:
+    is_library: Callable[[str], bool], *, ends: bool = False, builds: bool = False, passes_on: bool = True
+) -> Iterator[Questions]:
     """Note who asks meanwhile for a length of a shape, and hears that it is open: lines of files that are no library.
 
-    With `ends`, whoever asks is not answered: an OpenLengthAsked is raised. Without `passes_on`, who asks
-    keras.ops.shape is not heard: it gives an open length as a tensor, which is that length.
+    With `ends`, whoever asks is not answered: an OpenLengthAsked is raised. With `builds`, a layer that is not built,
+    and whose `build` is the user's, asks, too. Without `passes_on`, who asks keras.ops.shape is not heard: it gives an
+    open length as a tensor, which is that length.
 
     What keras.ops.shape asks counts as its caller's question, and so does what functions of Keras ask that go by a
     length. Whoever hands a shape on, to be asked there, is not heard.
     """
-    found: list[Line] = []
+    found = Questions()
 
     def asked(ask: Callable[..., Any], shape: tf.TensorShape, *given: Any) -> Any:
-        if shape.rank and None in _lengths_asked(shape._dims, *given) and (line := _asking_line(is_library, passes_on)):
+        if not shape.rank or None not in _lengths_asked(shape._dims, *given):
+            return ask(shape, *given)
+        line = _asking_line(is_library, passes_on)
+        if line is None and builds:
+            line = _building_line(is_library)
+            found.builds = line is not None
+        if line is not None:
             found.append(line)
             if ends:
                 raise OpenLengthAsked
@@ -407,11 +427,25 @@ def _asking_line(is_library: Callable[[str], bool], passes_on: bool = True) -> L
         names.add(frame.f_code.co_name)
         frame = frame.f_back
     goes_by_it = is_of_keras and names & _GOING_BY_LENGTHS
-    behind = names - _PASSING_ON if passes_on else names
-    if frame is None or (behind and not goes_by_it):
-        return None
-    file = frame.f_code.co_filename
-    return "" if "__autograph_generated_file" in file else file, frame.f_lineno
+    behind = names - _FOLDING - (_PASSING_ON if passes_on else frozenset())
+    return None if frame is None or (behind and not goes_by_it) else _line_of(frame)
+
+
+def _building_line(is_library: Callable[[str], bool]) -> Line | None:
+    """Return the line that calls a layer whose `build` Keras is about to call, if that is not of a library."""
+    frame: Any = sys._getframe(2)
+    builds = False
+    while frame is not None and is_library(frame.f_code.co_filename):
+        if frame.f_code.co_name == _BUILDING and frame.f_code.co_filename.startswith(_KERAS):
+            code = getattr(inspect.unwrap(type(frame.f_locals["self"]).build), "__code__", None)
+            builds = code is not None and not is_library(code.co_filename)
+        frame = frame.f_back
+    return _line_of(frame) if builds else None
+
+
+def _line_of(frame: Any) -> Line:
+    file = "" if frame is None else frame.f_code.co_filename
+    return ("", 0) if frame is None or "__autograph_generated_file" in file else (file, frame.f_lineno)
 
 
 class ReadShapes(list[tuple[Line, tf.TensorShape]]):
@@ -924,6 +958,47 @@ def autograph_converted(function: Callable) -> Callable:
             return tf.__internal__.autograph.tf_convert(function, context, user_requested=True)(*args, **kwargs)
 
     return called
+
+
+def inlined(function: Any) -> Callable:
+    """Return the Python of a `tf.function`, to be called as a part of a trace, as the function would trace it.
+
+    Where its signature, or `reduce_retracing`, opens lengths that are known of the tensors it is given, its Python does
+    not know them.
+    """
+    convert = autograph_converted(function.python_function)
+
+    @functools.wraps(convert)
+    def called(*args, **kwargs):
+        leaves = tf.nest.flatten((args, kwargs))
+        tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, tf.Tensor)]
+        for i, shape in zip(tensors, _shapes_traced(function, leaves, tensors), strict=False):
+            if leaves[i].shape.as_list() != shape.as_list():
+                leaves[i] = tf.compat.v1.placeholder_with_default(leaves[i], shape)
+        args, kwargs = tf.nest.pack_sequence_as((args, kwargs), leaves)
+        return convert(*args, **kwargs)
+
+    return called
+
+
+def _shapes_traced(function: Any, leaves: Sequence[Any], tensors: Sequence[int]) -> list[tf.TensorShape]:
+    """Return the shapes of a function's arguments for which it would be traced; none where its own are these."""
+    known = all(leaves[i].shape.is_fully_defined() for i in tensors)  # the trace may be of a tower's rows, else
+    if function.input_signature is not None:
+        specs = tf.nest.flatten(function.input_signature)
+        return [spec.shape for spec in specs] if known and len(specs) == len(tensors) == len(leaves) else []
+    if not (known and function._reduce_retracing):
+        return []
+    others = repr([leaf for i, leaf in enumerate(leaves) if i not in tensors])
+    kept = _RELAXING.setdefault(function, {})
+    if others not in kept:  # a function of nothing but these tensors, whose traces TensorFlow relaxes as it would those
+        kept[others] = tf.function(lambda tensors: None, autograph=False, reduce_retracing=True)
+    with tf.init_scope():  # where no device or graph makes other traces
+        concrete = kept[others].get_concrete_function([tf.TensorSpec.from_tensor(leaves[i]) for i in tensors])
+    return [spec.shape for spec in concrete.structured_input_signature[0][0]]
+
+
+_RELAXING: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 
 def is_jit_compiled(function: Callable) -> bool:

@@ -144,6 +144,6 @@ def functions_inlined() -> contextlib.AbstractContextManager[None]:
         # XLA may compile an op that TensorFlow's own kernels lack, such as a grouped Conv3D.
         if context is None or not context.can_exchange() or tf_compat.is_jit_compiled(self):
             return call(self, *args, **kwargs)
-        return tf_compat.autograph_converted(self.python_function)(*args, **kwargs)
+        return tf_compat.inlined(self)(*args, **kwargs)
 
     return tf_compat.methods_wrapped([type(tf.function(lambda: None))], "__call__", inlining)

@@ -293,27 +293,47 @@ class Programs:
                     raise error from None
                 raise
 
-    def _asked(self, source: Source, specs: Any, alone: Any) -> _Traced:
-        """Trace the step, unless Python goes by a length that is open here, and not on one device."""
+    def _asked(self, source: Source, specs: Any, alone: Any, *, builds: bool = True) -> _Traced:
+        """Trace the step, unless Python goes by a length that is open here, and not on one device.
+
+        With `builds`, layers are built as one device builds them.
+        """
         if _is_known(specs) or not _is_known(alone):
             return self._trace(source, specs)
         # At once: what follows may be far more than what one device traces, as a loop of as many steps as there can be.
-        with tf_compat.open_lengths_asked(is_library, ends=True, passes_on=not self.any_rows) as asked:
+        hears = {"ends": True, "builds": builds, "passes_on": not self.any_rows}
+        with tf_compat.open_lengths_asked(is_library, **hears) as asked:
             try:
                 traced = self._trace(source, specs)
             except (Exception, tf_compat.OpenLengthAsked):  # raised again, unless it may come of the question
                 if not asked:
                     raise
-        if asked:
+        if not asked:
+            return traced
+        if not asked.builds:
             raise _Asked(asked[0])
-        return traced
+        self._trace_alone(source, alone)  # all layers are built, of the shapes that one device gives them
+        return self._asked(source, specs, alone, builds=False)
+
+    def _trace_alone(self, source: Source, alone: Any, begin: Callable[[], None] = lambda: None) -> None:
+        """Trace the step as one device does; put Python's state back to where its last run has begun.
+
+        Where it creates variables, its Python runs twice, as on one device; the trace that follows is the second.
+        """
+        before = PythonState(self._step.model)
+
+        def begins() -> None:
+            nonlocal before
+            before = PythonState(self._step.model)
+            begin()
+
+        self._trace(source, alone, observed=False, begin=begins)
+        before.restore()
 
     def _told(self, source: Source, specs: Any, alone: Any) -> _Traced:
         """Trace the step so that Python reads what one device's trace shows of each tensor's shape."""
-        before = PythonState(self._step.model)
         with tf_compat.shapes_read(is_library) as shapes:
-            self._trace(source, alone, observed=False, begin=shapes.begin)
-        before.restore()
+            self._trace_alone(source, alone, shapes.begin)
         lengths = _numbers_of_rows(alone)
         return self._trace_told(_Told(shapes, lengths.pop() if len(lengths) == 1 else None), source, specs)
 
@@ -451,7 +471,7 @@ def _with_gradients(program: Program, names: tuple[str, ...]) -> Program:
 def python_step(step: Callable) -> Callable:
     """Return the Python function of a step that its author decorated with `tf.function`."""
     if isinstance(step, tf.types.experimental.PolymorphicFunction):
-        return tf_compat.autograph_converted(step.python_function)
+        return tf_compat.inlined(step)
     return step
 
 

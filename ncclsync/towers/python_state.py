@@ -23,7 +23,11 @@ class PythonState:
     def __init__(self, owner: Any = None) -> None:
         """Remember the present state; `owner`: a model, whose layers, optimizer, losses and so on are the objects."""
         self._random = random.getstate(), np.random.get_state(legacy=False)
-        self._attributes = {id(own): (own, _plain(own)) for own in (one.__dict__ for one in _users_objects(owner))}
+        objects = list(_users_objects(owner))
+        self._attributes = {id(one.__dict__): (one.__dict__, _plain(one.__dict__)) for one in objects}
+        self._unbuilt = {
+            id(one.__dict__) for one in objects if isinstance(one, keras.Layer) and not getattr(one, "built", True)
+        }
 
     @property
     def is_changed(self) -> bool:
@@ -32,10 +36,15 @@ class PythonState:
         return attributes or repr(self._random) != repr(PythonState()._random)
 
     def restore(self, since: "PythonState | None" = None) -> None:
-        """Make it the state again; attributes that have not changed since another state stay."""
+        """Make it the state again; attributes that have not changed since another state stay.
+
+        So do those of a layer that was built meanwhile: it is not built again.
+        """
         random.setstate(self._random[0])
         np.random.set_state(self._random[1])
         for key, (own, before) in self._attributes.items():
+            if key in self._unbuilt and own.get("built"):
+                continue
             then = {} if since is None else since._attributes.get(key, (own, {}))[1]
             now = _plain(own)
             for name in now.keys() | before.keys():

@@ -155,6 +155,11 @@ def by_its_text(x, _):
     return x * len(f"{x.shape}")
 
 
+def folded(x, _):
+    known = tf.get_static_value(tf.shape(x))
+    return x if known is None else x * (1 + known[0] / 10)
+
+
 def within_python(x, _):
     rows = x.shape[0]
     factor = tf.numpy_function(lambda: np.float32(2 if rows else 1), [], tf.float32)
@@ -222,7 +227,7 @@ TOLD += (
     by_its_text,
 )
 TOLD += (within_python, of_another_axis, handed_on, a_loop_of_pythons, divided_by, a_diagonal)
-WHOLE = (by_a_spec, unstacked)
+WHOLE = (by_a_spec, unstacked, folded)
 NEEDING = (
     handed_on,
     a_loop_of_pythons,
@@ -524,3 +529,90 @@ def test_a_step_that_asks_keras(caplog):
     with caplog.at_level(logging.WARNING, "ncclsync"):
         assert_close(by_dataset(model), by_dataset(alone))
     assert "a fixed number of rows" not in caplog.text
+
+
+class Built(keras.layers.Layer):
+    """A layer that goes by the shape of its first input, with a weight or without, and asks for the number of rows."""
+
+    counts = True  # whether it goes by how often Python has run; `Towers.run` knows of no model whose state this is
+
+    def __init__(self, weighs, asks):
+        super().__init__()
+        self.weighs, self.asks, self.calls = weighs, asks, 0
+
+    def build(self, shape):
+        """Note the number of rows, if it is known, and the width."""
+        self.rows, self.width = shape[0] or 1, shape[-1]
+        self.scale = self.add_weight([shape[-1]], initializer="ones") if self.weighs else 1.0
+
+    def call(self, x):
+        """Scale by all that."""
+        self.calls += self.counts
+        asked = (x.shape[0] or 1) if self.asks else 1
+        return x * self.scale * (self.rows + asked / self.width + self.calls) / 10
+
+
+class Unbuilt(keras.Model):
+    """A model whose first batch builds it."""
+
+    def __init__(self, weighs, asks):
+        super().__init__()
+        self.first, self.second = Built(weighs, asks), Built(weighs, False)
+        self.last = keras.layers.Dense(1)
+
+    def call(self, x):
+        """Call the layers."""
+        return self.last(self.second(self.first(x)))
+
+
+def trained(model):
+    return [model.train_on_batch(X[:rows], X[:rows, :1]) for rows in (8, 8, 7)]
+
+
+def predicted(model):
+    return [model.predict_on_batch(X[:8]), model.predict(X, batch_size=8, verbose=0)]
+
+
+def run(model):
+    model.first.counts = model.second.counts = False
+    towers = getattr(model, "towers", None)
+    step = tf.function(model) if towers is None else lambda x: towers.run(model, x)
+    return [step(X[:rows]) for rows in (8, 8, 7)]
+
+
+OPENED = {"signature": {"input_signature": [tf.TensorSpec([None, 6])]}, "relaxed": {"reduce_retracing": True}, "": {}}
+
+
+@pytest.mark.parametrize("within", [False, True], ids=["", "within"])
+@pytest.mark.parametrize("options", OPENED.values(), ids=OPENED)
+def test_what_a_function_of_ones_own_opens(options, within, caplog):
+    """Its Python does not know a length that its signature has open, or that TensorFlow has relaxed."""
+
+    def build():
+        function = tf.function(lambda x: tf.reduce_sum(x) * (x.shape[0] or 99), **options)
+        return (lambda x: 2 * function(x)) if within else function
+
+    batches = [tf.constant(X[:rows], tf.float32) for rows in (8, 7, 2, 8)]
+    alone, step = tf.function(build()) if within else build(), build()
+    with ncclsync.Towers(3) as towers, caplog.at_level(logging.WARNING, "ncclsync"):
+        assert_close([towers.run(step, x) for x in batches], [alone(x) for x in batches])
+    assert "fixed number" not in caplog.text
+
+
+@pytest.mark.slow(but=4)
+@pytest.mark.parametrize("call", [trained, predicted, run])
+@pytest.mark.parametrize("asks", [False, True], ids=["", "asks"])
+@pytest.mark.parametrize("weighs", [True, False], ids=["weighs", ""])
+def test_layers_that_the_first_batch_builds(weighs, asks, call, caplog):
+    """They are built of the shape that one device gives them, and what they note is kept where a trace begins again."""
+
+    def build():
+        keras.utils.set_random_seed(1)
+        model = Unbuilt(weighs, asks)
+        model.compile("sgd", "mse")
+        return model
+
+    alone, model = build(), on_towers(build, 3)
+    with caplog.at_level(logging.WARNING, "ncclsync"):
+        assert_close(call(model), call(alone))
+    assert [one.rows for one in (model.first, model.second)] == [8, 8] and "fixed number" not in caplog.text

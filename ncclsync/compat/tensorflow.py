@@ -891,6 +891,25 @@ def without_new_sums() -> Iterator[None]:
         context.function_call_options = usual
 
 
+@contextlib.contextmanager
+def unoptimised() -> Iterator[None]:
+    """Call functions, in this thread, as they are: those that they call are optimised still, each as its call says."""
+    context = eager_context.context()
+    usual = context.function_call_options
+    context.function_call_options = _unoptimised_options(usual.executor_type, usual.as_attrs()["config_proto"])
+    try:
+        yield
+    finally:
+        context.function_call_options = usual
+
+
+@functools.lru_cache(16)
+def _unoptimised_options(executor_type: str, config: bytes) -> Any:
+    changed = tf.compat.v1.ConfigProto.FromString(config)
+    changed.graph_options.rewrite_options.disable_meta_optimizer = True
+    return eager_context.FunctionCallOptions(executor_type, changed)
+
+
 def config_without_new_sums(config: bytes) -> bytes:
     """Return a function call's "config_proto" without the pass of TensorFlow's optimiser that makes such sums.
 

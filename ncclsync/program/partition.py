@@ -146,6 +146,7 @@ class Partition:
         self._tower_zero = TowerZero(self._conversions)
         self._marks = Marks(self._conversions, exact)
         self._undivided, self._faulty = undivided, faulty
+        self._numbers: dict[tuple[float, tf.DType], tf.Tensor] = {}  # constants, by value and dtype
         self._on_gpus = "GPU" in traced.home_device and not tf_compat.is_op_determinism_enabled()
         # Resources beside variables that the step may change, such as a lookup table. All towers share them. TensorFlow
         # takes a look into a table for a write.
@@ -239,6 +240,7 @@ class Partition:
         """Let towers compute an op, and put what stands for its results, which are placed so."""
         op, conversions, altered = call.op, self._conversions, self._marks.altered
         stay = adjust_inputs(call, made, conversions)
+        self._fold_numbers(call, made)
         alters = any(one is not other for one, other in zip(call.tensors, call.given[0], strict=True))
         alters = alters or not altered.isdisjoint(self._graph.traced.inputs[op.name])
         self._order_slices(call)
@@ -253,6 +255,24 @@ class Partition:
                 conversions.put(output, tensor, placed)
                 if alters and not isinstance(placed, Shard):
                     altered.add(output.name)
+
+    def _fold_numbers(self, call: Call, made: list[Placement]) -> None:
+        """Give an op on rows constants in place of numbers that follow from fixed lengths.
+
+        Such as the divisor of a mean's gradient, which takes ten small ops, and on a GPU a copy from the host. A batch
+        without rows may have another number; then these rows, which alone get the constant, are none.
+        """
+        if call.op.type not in rules.ELEMENTWISE or not isinstance(made[0], Shard):
+            return
+        for i, (tensor, placed) in enumerate(zip(call.op.inputs, call.inputs, strict=True)):
+            casts = tensor.op.type == "Cast" and tensor.dtype.is_floating and tensor.op.inputs[0].dtype.is_integer
+            number = call.constant(i) if casts and tensor.shape.rank == 0 and placed.whole else None
+            if number is None:
+                continue
+            if (known := (number.item(), tensor.dtype)) not in self._numbers:
+                with self._graph.building():
+                    self._numbers[known] = tf.constant(number, tensor.dtype)
+            call.tensors[i] = self._numbers[known]
 
     def _order_slices(self, call: Call) -> None:
         """Let a GPU add up in one order the slices that it adds to what all towers have."""

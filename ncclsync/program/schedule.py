@@ -171,6 +171,13 @@ def ancestors(graph: StepGraph, names: Iterable[OpName], inside: Collection[OpNa
     return found
 
 
+def live_ops(graph: StepGraph) -> set[OpName]:
+    """Return the ops that a tower runs; in place of others copies or constants were put in."""
+    sent = [name for one in graph.exchanges.values() for name in (one.source, one.when) if name]
+    ends = [graph.origin(name)[0] for name in (*sent, *(name for name, _ in graph.outputs))]
+    return ancestors(graph, [*graph.must_run, *graph.folds, *ends], graph.inputs)
+
+
 def _assign_levels(graph: StepGraph) -> dict[OpName, int]:
     """Give each live op a level: one more than any exchange before it.
 
@@ -197,9 +204,12 @@ def _assign_levels(graph: StepGraph) -> dict[OpName, int]:
 
 def _earliest(graph: StepGraph, floors: dict[OpName, int]) -> dict[OpName, int]:
     levels: dict[OpName, int] = {}
+    live = live_ops(graph)
     for op in graph.ops:
         name = op.name
-        if name in graph.traced.placeholders or name in graph.traced.passing or graph.is_constant(result_name(name)):
+        if name not in live or name in graph.traced.placeholders or name in graph.traced.passing:
+            continue
+        if graph.is_constant(result_name(name)):
             continue
         level = floors[name]
         for parent, hops in dependencies(graph, name):

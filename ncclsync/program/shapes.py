@@ -21,7 +21,7 @@ from ncclsync.ops import CollectiveKind
 from ncclsync.program.graph import StepGraph
 from ncclsync.program.partition import Fault, PlacedStep
 from ncclsync.program.program import Exchange
-from ncclsync.program.schedule import ancestors
+from ncclsync.program.schedule import live_ops
 from ncclsync.semantics import rules
 from ncclsync.semantics.axes import Axes, Rows
 from ncclsync.semantics.functions import in_order
@@ -58,12 +58,6 @@ def find_mismatch(placed: PlacedStep) -> Fault | None:
         if fault is not None and _Tower(scope.as_traced(), rows * towers, 1).fault() is None:
             return fault
     return None
-
-
-def _needed(graph: StepGraph) -> set[OpName]:
-    """Return the ops that a tower runs; in place of others copies were put in."""
-    results = [graph.origin(name)[0] for name, _ in graph.outputs]
-    return ancestors(graph, [*graph.must_run, *graph.folds, *results], graph.inputs)
 
 
 def _may_count(tensor: tf.Tensor) -> bool:
@@ -122,7 +116,7 @@ def _step_of(placed: PlacedStep) -> _Scope:
     for (name, _, after), tensor in placed.conversions.converted.items():
         if name in stands:
             stands.setdefault(tensor.name, (stands[name][0], after))
-    needed = _needed(graph) - traced.placeholders
+    needed = live_ops(graph) - traced.placeholders
     # That take what towers have apart, or were put in.
     asked = {op.name for op in graph.ops if op.name in graph.local or op.name not in traced.nodes}
     asked = needed & (asked | {op.name for op in graph.ops if all(map(_may_count, op.outputs))})

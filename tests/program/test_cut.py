@@ -281,3 +281,27 @@ def test_segments_on_gpus_meet_in_the_step(shares_memory):
     model.train_on_batch(X, Y)
     functions = [segment.function.function_def for segment in program_of(model).segments]
     assert {function.attr["shared_rendezvous"].b for function in functions} == {not shares_memory}
+
+
+def normalised():
+    """A model whose gradients divide by fixed lengths."""
+    inputs = keras.Input([12])
+    x = keras.layers.LayerNormalization()(keras.layers.Dense(16)(inputs))
+    model = keras.Model(inputs, keras.layers.Dense(5)(keras.layers.RMSNormalization()(x)))
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def test_numbers_of_fixed_lengths_are_constants():
+    """No tower counts how many elements a mean's gradient is divided by, nor runs any op for nothing."""
+    model, alone = trained(normalised, 2), normalised()
+    for segment in program_of(model).segments:
+        graph = segment.function.graph
+        ops = [op for op in graph.get_operations() if op.type not in ("Placeholder", "Const", "NoOp")]
+        assert not {"Prod", "FloorDiv", "Size"} & {op.type for op in ops if "normalization" in op.name}
+        ends = {tensor.op.name for tensor in graph.outputs} | {op.name for op in graph.control_outputs}
+        used = {tensor.op.name for op in ops for tensor in op.inputs} | {c.name for op in ops for c in op.control_inputs}
+        assert not [op.name for op in ops if op.name not in used | ends]
+    model.set_weights(alone.get_weights())
+    for rows in (7, 1, 24):
+        assert_close(model.train_on_batch(X[:rows], Y[:rows]), alone.train_on_batch(X[:rows], Y[:rows]))

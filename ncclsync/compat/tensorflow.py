@@ -874,14 +874,11 @@ def shared_function(
 
 
 @contextlib.contextmanager
-def without_new_sums() -> Iterator[None]:
-    """Call functions, in this thread, so that TensorFlow makes no sums of three and more tensors in them.
-
-    `tf.config.optimizer` would do it in all threads.
-    """
+def calling_segments() -> Iterator[None]:
+    """Call functions, in this thread, with `config_of_segments`. `tf.config.optimizer` would do it in all threads."""
     context = eager_context.context()
     usual = context.function_call_options
-    config = config_without_new_sums(usual.as_attrs()["config_proto"])
+    config = config_of_segments(usual.as_attrs()["config_proto"])
     context.function_call_options = eager_context.FunctionCallOptions(
         usual.executor_type, tf.compat.v1.ConfigProto.FromString(config)
     )
@@ -910,15 +907,19 @@ def _unoptimised_options(executor_type: str, config: bytes) -> Any:
     return eager_context.FunctionCallOptions(executor_type, changed)
 
 
-def config_without_new_sums(config: bytes) -> bytes:
-    """Return a function call's "config_proto" without the pass of TensorFlow's optimiser that makes such sums.
+def config_of_segments(config: bytes) -> bytes:
+    """Return a function call's "config_proto" for what a tower computes.
 
-    The pass makes them of sums of two. Their order is open (`program/ordered_sums.py`).
-    Source: tensorflow/core/grappler/optimizers/arithmetic_optimizer.cc, AddOpsRewriteStage.
+    TensorFlow's optimiser then makes no sums of three and more tensors of sums of two: their order would be open
+    (`program/ordered_sums.py`). It goes over a function once, unless the user has chosen how often: a step has many
+    segments, and a second time finds little.
+    Source: tensorflow/core/grappler/optimizers/arithmetic_optimizer.cc, AddOpsRewriteStage; meta_optimizer.cc.
     """
     changed = tf.compat.v1.ConfigProto.FromString(config)
     options = changed.graph_options.rewrite_options
     options.arithmetic_optimization = options.OFF
+    if options.meta_optimizer_iterations == options.DEFAULT_NUM_ITERS:
+        options.meta_optimizer_iterations = options.ONE
     return changed.SerializeToString(deterministic=True)
 
 

@@ -26,7 +26,7 @@ def order_sums(definition: tf.compat.v1.GraphDef, on_cpu: bool) -> list[Any]:
             function = call_ordered(node)
             new[function.signature.name] = function
         for call in (node for node in nodes if node.op in CALLS):
-            call.attr["config_proto"].s = tf_compat.config_without_new_sums(call.attr["config_proto"].s)
+            call.attr["config_proto"].s = tf_compat.config_of_segments(call.attr["config_proto"].s)
         _add_two_at_a_time(nodes, output)
 
     order(definition.node, "")

@@ -26,7 +26,7 @@ from ncclsync.towers.recovery import Rollback
 from ncclsync.towers.state import TowerState
 
 
-@tf_compat.without_new_sums()
+@tf_compat.calling_segments()
 def lay_out(
     program: Program,
     towers: TowerState,

@@ -720,8 +720,8 @@ def test_ops_of_a_graph_are_changed():
     assert function()[0].numpy().tolist() == [[7.0]]
 
 
-def test_without_new_sums():
-    """Calls made meanwhile, in this thread, leave out one pass of the optimiser, and keep what the user chose."""
+def test_calling_segments():
+    """Calls made meanwhile, in this thread, leave out a pass of the optimiser, and keep what the user chose."""
     called = tf.function(lambda x: x + 1.0, experimental_attributes={"_noinline": True})
 
     def configurations():
@@ -730,9 +730,10 @@ def test_without_new_sums():
         return tf.compat.v1.ConfigProto.FromString(call.get_attr("config_proto"))
 
     usual, expected = configurations(), configurations()
-    expected.graph_options.rewrite_options.arithmetic_optimization = expected.graph_options.rewrite_options.OFF
+    options = expected.graph_options.rewrite_options
+    options.arithmetic_optimization, options.meta_optimizer_iterations = options.OFF, options.ONE
     assert expected != usual
-    with tf_compat.without_new_sums():
+    with tf_compat.calling_segments():
         assert configurations() == expected
     assert configurations() == usual
 

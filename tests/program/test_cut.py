@@ -300,7 +300,9 @@ def test_numbers_of_fixed_lengths_are_constants():
         ops = [op for op in graph.get_operations() if op.type not in ("Placeholder", "Const", "NoOp")]
         assert not {"Prod", "FloorDiv", "Size"} & {op.type for op in ops if "normalization" in op.name}
         ends = {tensor.op.name for tensor in graph.outputs} | {op.name for op in graph.control_outputs}
-        used = {tensor.op.name for op in ops for tensor in op.inputs} | {c.name for op in ops for c in op.control_inputs}
+        used = {tensor.op.name for op in ops for tensor in op.inputs} | {
+            c.name for op in ops for c in op.control_inputs
+        }
         assert not [op.name for op in ops if op.name not in used | ends]
     model.set_weights(alone.get_weights())
     for rows in (7, 1, 24):

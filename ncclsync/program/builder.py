@@ -45,7 +45,7 @@ class StepBuilder:
         self.differing = set(differing)
         self.exchanges: dict[TensorName, Exchange] = {}
         self._exchanged: dict[tuple[TensorName, Collective, TensorName | None], tf.Tensor] = {}
-        self._seen = len(traced.tf_graph.get_operations())
+        self._seen, self._version = len(traced.tf_graph.get_operations()), traced.tf_graph.version
 
     def append(self, op: tf.Operation, tensors: Sequence[tf.Tensor] | None = None) -> None:
         """Compute an op next, unless it was computed before; of `tensors`, if given, in place of its inputs."""
@@ -63,8 +63,10 @@ class StepBuilder:
         """Take over the ops that are made meanwhile, to be computed before the op that is being placed."""
         with self.traced.tf_graph.as_default(), tf.name_scope("ncclsync_partition/"), tf.device(None):
             yield
+        if self.traced.tf_graph.version == self._version:  # nothing was made
+            return
         made = self.traced.tf_graph.get_operations()[self._seen :]
-        self._seen += len(made)
+        self._seen, self._version = self._seen + len(made), self.traced.tf_graph.version
         made = [op for op in made if not op.outputs or op.outputs[0].name not in self.exchanges]
         if any(map(tf_compat.calls_functions, made)):
             definitions = self.traced.tf_graph.as_graph_def().library.function

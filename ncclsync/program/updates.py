@@ -69,38 +69,24 @@ def _nearest(graph: StepGraph, writers: list[OpName]) -> list[TensorName]:
     return list(dict.fromkeys(results))
 
 
-def written_without_batch(program: Program, counter: tf.Variable | None, known_rows: bool) -> list[tf.Variable]:
+def written_without_batch(program: Program, known_rows: bool) -> list[tf.Variable]:
     """Return the variables that ops write which wait for nothing of the batch.
 
-    One device's step runs these ops, too, if its iterator has no batch. An optimizer's `counter` of its updates is left
-    out if nothing but its own next number rests on it. If one device knows how many rows each batch has, it need not
-    wait for their number.
+    One device's step runs these ops, too, if its iterator has no batch. If one device knows how many rows each batch
+    has, it need not wait for their number.
     """
     if program.graph is None:
         return []
-    ops, variables = program.graph.get_operations(), dict(program.variables)
-    takers: dict[OpName, list[tf.Operation]] = collections.defaultdict(list)
+    ops = program.graph.get_operations()
     waiters: dict[OpName, list[tf.Operation]] = collections.defaultdict(list)
-    for op in ops:
-        parents = {tensor.op.name for tensor in op.inputs}
-        for parent in parents:
-            takers[parent].append(op)
-        for parent in parents.union(one.name for one in op.control_inputs):
-            if not (known_rows and op.type in MEASURES):
-                waiters[parent].append(op)
+    for op in ops if not known_rows else (one for one in ops if one.type not in MEASURES):
+        for parent in {*(tensor.op.name for tensor in op.inputs), *(one.name for one in op.control_inputs)}:
+            waiters[parent].append(op)
     given = [program.graph.get_tensor_by_name(name) for name in program.arguments]
     # A number for each tower is of its rows.
     waiting = _followers([one.op.name for one in given if one.shape.rank != 0 or not known_rows], waiters)
     written = {handle for op in ops if op.name not in waiting for handle in tf_compat.written_handles(op)}
-    found = [(handle, variables[handle]) for handle in variables if handle in written]
-    return [one for handle, one in found if one is not counter or _is_used(program.graph, handle, takers)]
-
-
-def _is_used(graph: tf.Graph, handle: TensorName, takers: Mapping[OpName, Sequence[tf.Operation]]) -> bool:
-    """Return whether results, or other variables' new values, rest on a variable."""
-    used = _followers([op_name(handle)], takers)
-    writes = {name for op in map(graph.get_operation_by_name, used) for name in tf_compat.written_handles(op)}
-    return bool(writes - {handle}) or any(tensor.op.name in used for tensor in graph.outputs)
+    return [variable for handle, variable in program.variables if handle in written]
 
 
 def _followers(names: Iterable[OpName], following: Mapping[OpName, Sequence[tf.Operation]]) -> set[OpName]:

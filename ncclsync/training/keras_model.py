@@ -26,7 +26,6 @@ from ncclsync.ops.device_ops import default_device
 from ncclsync.ops.spans import NoBatchLeft
 from ncclsync.program.updates import written_without_batch
 from ncclsync.sharding.exactness import Inexact, find_inexact
-from ncclsync.sharding.roles import Role, role_of
 from ncclsync.sharding.shards import fixed_specs, grouped, rows_of, without_optionals
 from ncclsync.towers.explanation import Explanation, explain_program
 from ncclsync.towers.programs import Programs, Results, Source
@@ -240,7 +239,6 @@ class ModelStep:
         self.step = TowerStep(programs(towers, self._traced, trains=name == "train_step"), retracing)
         self._model, self._towers = model, towers
         self._ran = False  # whether a call has had a batch since an epoch ended
-        self._found_no_batch = False  # whether a call has ended an epoch, by data of unknown length
 
     def run(self, iterator: Any) -> Any:
         """Run `steps_per_execution` steps on batches of `iterator`; return the last one's logs.
@@ -259,14 +257,10 @@ class ModelStep:
                     logs = self.step.run_on_iterator(iterator)
             except NoBatchLeft:
                 if self._ran:  # else there was no batch at all
-                    self._warn_of_keras_count(iterator, goes_on=False)
-                    self._found_no_batch = True
+                    self._warn_of_keras_count(iterator)
                 self._ran = False
                 raise
             self._ran = True
-            if self._found_no_batch:
-                self._found_no_batch = False
-                self._warn_of_keras_count(iterator, goes_on=True)
             return logs
         other_libraries.check_outside_strategy()  # within which Keras divides the data
         other_libraries.check_undistributed(iterator)
@@ -277,25 +271,22 @@ class ModelStep:
             raise StopIteration
         return logs
 
-    def _warn_of_keras_count(self, iterator: tf.data.Iterator, *, goes_on: bool) -> None:
-        """Warn of what Keras' step writes where it finds no batch, and towers' does not; of metrics' state at once."""
+    def _warn_of_keras_count(self, iterator: tf.data.Iterator) -> None:
+        """Warn of what Keras' step writes where it finds no batch, and towers' does not."""
         model = self._model
         program = next(reversed(self.step.programs.kept.values()), None)
         if program is None or self._traced.jit_compile or model.steps_per_execution > 1:
             return
-        counter = getattr(getattr(model, "optimizer", None), "iterations", None)
-        counter = None if counter is None else tf_compat.backend_variable(counter)
         leaves = tf.nest.flatten(iterator.element_spec, expand_composites=True)
         known_rows = all(leaf.shape.rank and leaf.shape[0] is not None for leaf in leaves)
-        written = written_without_batch(program, counter, known_rows)
-        if not written or not (goes_on or any(role_of(one) is Role.SUM for one in written)):
+        written = written_without_batch(program, known_rows)
+        if not written:
             return
         names = self._towers.session.names_of(written)
-        since = "from the second epoch on" if goes_on else "in what an epoch reports"
         self._towers.session.warn_once(
-            f"Towers and plain Keras differ {since}: the length of the data is not known beforehand, and Keras' step "
-            f"writes {', '.join(names[:3])}{' and others' * (len(names) > 3)} also where it finds no batch. Towers do "
-            "not, nor does Keras if the length is known. Remedy: steps_per_epoch=, or "
+            "Towers and plain Keras differ from the first epoch's end on: the length of the data is not known "
+            f"beforehand, and Keras' step writes {', '.join(names[:3])}{' and others' * (len(names) > 3)} also where "
+            "it finds no batch. Towers do not, nor does Keras if the length is known. Remedy: steps_per_epoch=, or "
             "dataset.apply(tf.data.experimental.assert_cardinality(batches))",
             about="a step without a batch",
         )

@@ -980,47 +980,6 @@ def autograph_converted(function: Callable) -> Callable:
     return called
 
 
-def inlined(function: Any) -> Callable:
-    """Return the Python of a `tf.function`, to be called as a part of a trace, as the function would trace it.
-
-    Where its signature, or `reduce_retracing`, opens lengths that are known of the tensors it is given, its Python does
-    not know them.
-    """
-    convert = autograph_converted(function.python_function)
-
-    @functools.wraps(convert)
-    def called(*args, **kwargs):
-        leaves = tf.nest.flatten((args, kwargs))
-        tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, tf.Tensor)]
-        for i, shape in zip(tensors, _shapes_traced(function, leaves, tensors), strict=False):
-            if leaves[i].shape.as_list() != shape.as_list():
-                leaves[i] = tf.compat.v1.placeholder_with_default(leaves[i], shape)
-        args, kwargs = tf.nest.pack_sequence_as((args, kwargs), leaves)
-        return convert(*args, **kwargs)
-
-    return called
-
-
-def _shapes_traced(function: Any, leaves: Sequence[Any], tensors: Sequence[int]) -> list[tf.TensorShape]:
-    """Return the shapes of a function's arguments for which it would be traced; none where its own are these."""
-    known = all(leaves[i].shape.is_fully_defined() for i in tensors)  # the trace may be of a tower's rows, else
-    if function.input_signature is not None:
-        specs = tf.nest.flatten(function.input_signature)
-        return [spec.shape for spec in specs] if known and len(specs) == len(tensors) == len(leaves) else []
-    if not (known and function._reduce_retracing):
-        return []
-    others = repr([leaf for i, leaf in enumerate(leaves) if i not in tensors])
-    kept = _RELAXING.setdefault(function, {})
-    if others not in kept:  # a function of nothing but these tensors, whose traces TensorFlow relaxes as it would those
-        kept[others] = tf.function(lambda tensors: None, autograph=False, reduce_retracing=True)
-    with tf.init_scope():  # where no device or graph makes other traces
-        concrete = kept[others].get_concrete_function([tf.TensorSpec.from_tensor(leaves[i]) for i in tensors])
-    return [spec.shape for spec in concrete.structured_input_signature[0][0]]
-
-
-_RELAXING: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
-
-
 def is_jit_compiled(function: Callable) -> bool:
     """Return whether `function` is a `tf.function` that asks for XLA."""
     return bool(getattr(function, "_jit_compile", False))

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.compat.functions import inlined, stale_functions
 from ncclsync.compat.source_lines import innermost, is_library, line_text
 from ncclsync.errors import NcclSyncError
 from ncclsync.gradients.hooks import step_hooks
@@ -346,7 +347,7 @@ class Programs:
         if told is None:
             return self._trace(*given)
         with tf_compat.shapes_read(is_library, told.shapes) as read:
-            traced = self._trace(*given, begin=read.begin)
+            traced = self._trace(*given, begin=read.begin, compares=False)  # with numbers of this batch's shapes
         if line := read.untold(told.shapes):
             raise _Asked(line)
         return dataclasses.replace(traced, trace=dataclasses.replace(traced.trace, rows=told.rows), told=told)
@@ -359,8 +360,12 @@ class Programs:
         *,
         observed: bool = True,
         begin: Callable[[], None] = lambda: None,
+        compares: bool = True,
     ) -> _Traced:
-        """Trace the step; `begin` is called before its Python runs, which is twice where it creates variables."""
+        """Trace the step; `begin` is called before its Python runs, which is twice where it creates variables.
+
+        `compares`: whether a `tf.function` within it should make the ops that it has made before.
+        """
         step: Callable[[Any], Any] = functools.partial(_on_given, begin, source)
         readers = self.readers() if observed else {}
         observer, before = Observer() if readers else None, PythonState(self._step.model)
@@ -375,7 +380,14 @@ class Programs:
             if sharding is not None:
                 stack.enter_context(sharding.hooks(self.towers.replicas.of))
             stack.enter_context(tf.device(f"/{self.towers.layout.devices[0]}"))
+            stale = stack.enter_context(stale_functions()) if compares else ()
             made = trace(step, specs, jit_compile=source.jit_compile, opened=opened)
+        for name in stale:
+            self.towers.session.warn_once(
+                f"One device keeps a trace of the tf.function {name}, which was made before; towers take what its "
+                "Python does now, and that is something else. Pass what has changed as an argument, or make a new "
+                "tf.function"
+            )
         return _Traced(source, specs, made, observer, before)
 
     def _cut(self, traced: _Traced, meter: Meter | None, *, again: bool = True, undivided: str = "") -> Program:
@@ -471,7 +483,7 @@ def _with_gradients(program: Program, names: tuple[str, ...]) -> Program:
 def python_step(step: Callable) -> Callable:
     """Return the Python function of a step that its author decorated with `tf.function`."""
     if isinstance(step, tf.types.experimental.PolymorphicFunction):
-        return tf_compat.inlined(step)
+        return inlined(step)
     return step
 
 

@@ -1,6 +1,7 @@
 """When a step is traced anew: at the moments at which Keras traces it, and for shapes that Keras would relax."""
 
 import dataclasses
+import logging
 import random
 
 import keras
@@ -257,3 +258,52 @@ def test_a_trace_leaves_python_as_keras_does(layer):
         yield [model.optimizer.count, getattr(model.layers[1], "count", 0), np.random.uniform(), random.uniform(0, 1)]
 
     assert_close(list(left(nccl_parallel(towers=3)(build)())), list(left(build())))
+
+
+class OfFunctions(keras.Model):
+    """A model of which TensorFlow keeps a function's trace."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.last, self.factor = keras.layers.BatchNormalization(), keras.layers.Dense(1), 1.0
+
+    @tf.function
+    def scaled(self, x, training):
+        """Normalise, and scale."""
+        return self.norm(x, training=training) * self.factor
+
+    def call(self, x, training=False):
+        """Call the function, and a layer."""
+        return self.last(self.scaled(x, training))
+
+
+@pytest.mark.parametrize("change", ["factor", "trainable", ""])
+def test_a_function_whose_trace_one_device_keeps(change, caplog):
+    """A warning names it if its Python does something else now; else none comes, and numbers are equal."""
+
+    def build():
+        keras.utils.set_random_seed(1)
+        model = OfFunctions()
+        model.build([None, *X.shape[1:]])  # else Keras keeps a trace without the layer's variables
+        model.compile("sgd", "mse")
+        return model
+
+    def trained(model):
+        found = [
+            model.fit(X, Y, batch_size=8, verbose=0, shuffle=False).history["loss"],
+            model.evaluate(X, Y, verbose=0),
+        ]
+        if change == "factor":
+            model.factor = 2.0
+        elif change:
+            model.norm.trainable = False
+        model.compile("sgd", "mse")
+        found.append(model.fit(X, Y, batch_size=8, verbose=0, shuffle=False).history["loss"])
+        return [*found, model.train_on_batch(X[:3], Y[:3]), model.predict(X, verbose=0)]
+
+    with caplog.at_level(logging.WARNING, "ncclsync"):
+        found = trained(nccl_parallel(towers=2, exact=True)(build)())
+    told = [one.getMessage() for one in caplog.records if "One device keeps" in one.getMessage()]
+    assert len(told) == bool(change) and all(f"scaled, at {__file__}:" in one for one in told)
+    if not change:
+        assert_close(found, trained(build()))

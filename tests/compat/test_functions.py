@@ -1,0 +1,80 @@
+"""What of TensorFlow's cache of a `tf.function` a step can know that runs its Python itself."""
+
+import types
+from functools import partial
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ncclsync.compat.functions import inlined, stale_functions
+
+CHANGES = types.SimpleNamespace(factor=2.0, bias=None, weight=None)
+
+
+def scaled(x, deep=False):
+    x = x * CHANGES.factor
+    if CHANGES.bias is not None:
+        x = x + CHANGES.bias
+    if CHANGES.weight is not None:
+        x = x + CHANGES.weight
+    return tf.nn.relu(x) if deep else x + 0 * tf.random.uniform([])
+
+
+def called(function, arguments, *given):
+    """Run a function's Python on a graph's tensors in place of arguments that are tensors."""
+    rest = iter(given)
+    return inlined(function)(*(next(rest) if tf.is_tensor(one) else one for one in arguments))
+
+
+def found_in(*traces):
+    """The names that are noted while a function's Python runs in the graphs of some calls, one after the other."""
+    function = tf.function(scaled)
+    with stale_functions() as found:
+        for change, arguments in traces:
+            vars(CHANGES).update(factor=2.0, bias=None, weight=None)
+            vars(CHANGES).update(change)
+            arguments = [tf.constant(one) if isinstance(one, np.ndarray) else one for one in arguments]
+            tensors = [one for one in arguments if tf.is_tensor(one)]
+
+            specs = [tf.TensorSpec([None, *one.shape[1:]], one.dtype) for one in tensors]
+            tf.function(partial(called, function, arguments), input_signature=specs).get_concrete_function()
+    return list(found)
+
+
+ROWS, OTHERS = np.ones([3, 2], "float32"), np.ones([3, 4], "float32")
+FIRST, SECOND = tf.Variable(1.0), tf.Variable(2.0)
+
+
+@pytest.mark.parametrize("change", [{"factor": 3.0}, {"bias": 1.0}, {"weight": FIRST}])
+def test_python_that_has_changed_is_named(change):
+    """Where one device keeps its trace: for the same types. Then its line is told."""
+    (told,) = found_in(({}, [ROWS]), (change, [ROWS]))
+    assert told.startswith(f"scaled, at {__file__}:")
+    assert found_in((change, [ROWS]), (change, [ROWS]), (change, [ROWS, True]), (change, [ROWS, True])) == []
+
+
+def test_another_variable_is_another_python():
+    """Also where all ops are alike."""
+    assert len(found_in(({"weight": FIRST}, [ROWS]), ({"weight": SECOND}, [ROWS]))) == 1
+    assert found_in(({"weight": FIRST}, [ROWS]), ({"weight": FIRST}, [ROWS])) == []
+
+
+def test_other_types_are_traced_anew():
+    """By one device, too: another width, or another argument."""
+    assert found_in(({}, [ROWS]), ({"factor": 3.0}, [OTHERS]), ({"factor": 4.0}, [ROWS, True])) == []
+
+
+def test_a_first_trace_that_creates_variables_is_not_compared():
+    """What it makes beside them is not made again."""
+    made = []
+
+    @tf.function
+    def weighted(x):
+        made.append(made[-1] if made else tf.Variable(tf.ones([]) * 2))
+        return x * made[-1]
+
+    with stale_functions() as found:
+        step = tf.function(lambda x: inlined(weighted)(x))
+        step.get_concrete_function(tf.TensorSpec([None]))
+    assert len(made) == 2 and not found

@@ -240,24 +240,28 @@ def strategy_of(owner: Any) -> tf.distribute.Strategy | None:
     return None
 
 
-def build_symbolically(model: keras.Model, batch: Any) -> None:
-    """Create a model's, its metrics' and its optimizer's variables from a batch's shapes alone."""
+def build_symbolically(model: keras.Model, batch: Any, *, trains: bool = True) -> None:
+    """Create a model's and its metrics' variables from a batch's shapes alone; and its optimizer's, if it `trains`."""
     outputs = _known_outputs(model)
     known = outputs is not None and all(spec.shape[:1] == [None] for spec in tf.nest.flatten(batch) if spec is not None)
-    type(model)._symbolic_build(_Known(model, outputs) if known else model, data_batch=batch)
+    type(model)._symbolic_build(_Standing(model, outputs if known else None, trains), data_batch=batch)
 
 
-class _Known:
-    """Stand for a model whose outputs' shapes are known, so that Keras need not trace its layers to find them."""
+class _Standing:
+    """Stand for a model: without an optimizer unless it trains, which is built of what is trainable at that moment.
 
-    def __init__(self, model: keras.Model, outputs: Any) -> None:
-        self._known = model, outputs
+    If its outputs' shapes are known, Keras need not trace its layers to find them.
+    """
 
-    def __call__(self, *_: Any, **__: Any) -> Any:
-        return self._known[1]
+    def __init__(self, model: keras.Model, outputs: Any, trains: bool) -> None:
+        self._model, self._outputs = model, outputs
+        self.optimizer = model.optimizer if trains else None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._model(*args, **kwargs) if self._outputs is None else self._outputs
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._known[0], name)
+        return getattr(self._model, name)
 
 
 def _known_outputs(model: keras.Model) -> Any:

@@ -369,7 +369,7 @@ def _build_state(model: keras.Model, name: str, specs: Any) -> bool:
         return False
     known = len(keras_compat.variables_of(model))
     try:
-        keras_compat.build_symbolically(model, specs)
+        keras_compat.build_symbolically(model, specs, trains=name == "train_step")
     except Exception as error:  # of any kind: the trace raises it as Keras does, or does without
         logger.debug("Nothing is created before the trace: %s: %s", type(error).__name__, error)
     return len(keras_compat.variables_of(model)) > known

@@ -329,7 +329,10 @@ def test_build_symbolically():
     model = keras.Sequential([keras.Input((3,)), dropout, keras.layers.Dense(2)])
     model.compile("adam", "mse", metrics=["mae"])
     seed = dropout.seed_generator.state.numpy()
-    keras_compat.build_symbolically(model, (tf.TensorSpec([None, 3]), tf.TensorSpec([None, 2])))
+    specs = tf.TensorSpec([None, 3]), tf.TensorSpec([None, 2])
+    keras_compat.build_symbolically(model, specs, trains=False)
+    assert not model.optimizer.built and len(model.metrics_variables) == 4
+    keras_compat.build_symbolically(model, specs)
     assert model.optimizer.built and len(model.optimizer.variables) == 2 + 2 * 2
     assert len(model.metrics_variables) == 4
     np.testing.assert_array_equal(seed, dropout.seed_generator.state.numpy())

@@ -307,3 +307,23 @@ def test_a_function_whose_trace_one_device_keeps(change, caplog):
     assert len(told) == bool(change) and all(f"scaled, at {__file__}:" in one for one in told)
     if not change:
         assert_close(found, trained(build()))
+
+
+def test_evaluation_builds_no_optimizer():
+    """One device builds it at the first update, of what is trainable then."""
+
+    def build():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input(X.shape[1:]), keras.layers.Flatten(), keras.layers.Dense(3)])
+        model.add(keras.layers.Dense(1))
+        model.layers[1].trainable = False
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+        return model
+
+    def left(model):
+        before = model.evaluate(X, Y, verbose=0)
+        known = len(model.optimizer.variables)
+        model.layers[1].trainable = True
+        return before, known, model.fit(X, Y, batch_size=8, verbose=0, shuffle=False).history["loss"], model.weights
+
+    assert_close(left(nccl_parallel(towers=3)(build)()), left(build()))

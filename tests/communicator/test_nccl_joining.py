@@ -127,6 +127,18 @@ def test_too_old_an_nccl_is_refused(standin, monkeypatch, version, words):
     assert native.nccl_version() == (2, 14, 3)
 
 
+def test_a_runtime_of_cuda_13_serves(standin, tmp_path, monkeypatch):
+    """Of its wheel's folder, where there is none of CUDA 12."""
+    folder = tmp_path / "nvidia" / "cu13" / "lib"
+    folder.mkdir(parents=True)
+    (folder / "libcudart.so.13").symlink_to(standin.cudart)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delenv("NCCLSYNC_CUDART_LIBRARY")
+    monkeypatch.setattr(native, "_CUDART", (*native._CUDART[:2], "libcudart.so.none"))
+    with NcclCommunicator([0, 1]) as comm:
+        reduce_ones(comm)
+
+
 @pytest.mark.parametrize("version", ["12020", "12050"])
 def test_any_driver_serves(standin, monkeypatch, version):
     """Before R555 the host waits for each GPU in a thread of its own, which the limit does not wait for."""

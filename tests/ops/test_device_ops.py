@@ -1,6 +1,7 @@
 """Ops that only enqueue, on CPU towers with the stand-in NCCL: they block there, and do all else as on GPUs."""
 
 import concurrent.futures
+import ctypes
 import itertools
 import os
 import threading
@@ -184,6 +185,27 @@ def test_failures_name_the_collective(standin, instructions, raised, words):
         communicator.reopen()
         np.testing.assert_array_equal(step(*sent)[0], sum(sent))
         np.testing.assert_array_equal(step(*sent)[1], sum(sent))
+
+
+def test_no_memory_for_a_launched_group(standin):
+    """Where NCCL takes memory in a step, and finds none: its error, with the advice of one while joining."""
+    memory, left, whole = ctypes.CDLL(standin.cudart), ctypes.c_size_t(), ctypes.c_size_t()
+    with NcclCommunicator([4, 0], timeout_s=2.0, preflight=False) as communicator:
+        communicator.launcher(on_host=True)
+        step, sent = all_reduce(communicator), [unique("float32", tower) for tower in range(2)]
+        assert (memory.cudaSetDevice(0), memory.cudaMemGetInfo(ctypes.byref(left), ctypes.byref(whole))) == (0, 0)
+        taken = ctypes.c_longlong(left.value - 2**20)
+        memory.standin_take(0, taken)
+        try:
+            with pytest.raises(tf.errors.OpError):
+                step(*sent)
+        finally:
+            memory.standin_take(0, ctypes.c_longlong(-taken.value))
+        words = r"out of memory.*NCCL needs some hundred MB on each GPU: .*, during all-reduce 1 \(a sum\)"
+        with pytest.raises(NcclError, match=words):
+            raise communicator.find_failure()
+        communicator.reopen()
+        np.testing.assert_array_equal(step(*sent)[0], sum(sent))
 
 
 def test_a_group_that_takes_long_is_warned_of(standin, monkeypatch, caplog):

@@ -220,6 +220,11 @@ def test_healthy_gpus(gpu_host, built_standin):
     assert report.healthy, report.problems
     reduced = report.host.all_reduce
     assert (reduced.backend, reduced.ranks, reduced.ok, reduced.error) == ("nccl", 4, True, "")
+    # A tree, which takes two peers, and a ring: what training takes, by 16 channels.
+    assert reduced.taken_bytes == 16 * (2 + 1) * 12 * 2**20
+    console = Console(width=200, file=io.StringIO())
+    console.print(render(report))
+    assert "; NCCL has taken 576 MiB of each GPU" in console.file.getvalue()
     stands = "4 GPUs on this machine: towers stand on 4 of them, joined by"
     assert report.summary.endswith(f"{stands} {built_standin.nccl}, which is not NCCL.")
     versions = {one.component: one for one in report.versions}

@@ -11,7 +11,7 @@ from virtual_host import PATH
 pytestmark = pytest.mark.usefixtures("virtual_gpus")  # run by `on_gpus_of`
 
 SCRIPT = pathlib.Path(__file__).parent / "scripts" / "memory.py"
-MODELS = SCRIPT.parent / "models.py"
+MODELS = SCRIPT.parent / "models_in_a_row.py"
 
 
 def on_gpus_of(memory, *arguments, timeout_s=280):

@@ -96,6 +96,17 @@ def test_training_by_xla(on_virtual_gpus):
 
 
 @pytest.mark.slow
+def test_what_xla_loses_by_cuts(on_virtual_gpus, monkeypatch):
+    """The script counts programs, and what crosses between them, beside plain Keras; with a bucket for all, two."""
+    monkeypatch.setenv("PYTHONPATH", str(HERE.parent / "support"), prepend=os.pathsep)
+    printed = on_virtual_gpus("--gpus", "2", "--xla", HERE / "scripts/cuts.py", "mlp", "8")
+    found = re.findall(r"^mlp, cut ([\w ]+): (\d+) programs, ([\d.]+) MB cross", printed, re.MULTILINE)
+    counts, crossing = ({side: float(one[i]) for side, *one in found} for i in range(2))
+    assert [*counts] == ["not at all", "once", "default"] and counts["default"] > counts["once"] == 2, printed
+    assert counts["not at all"] == 1 and crossing["not at all"] == 0 <= crossing["once"], printed
+
+
+@pytest.mark.slow
 def test_programs_of_xla_take_time(on_virtual_gpus):
     """`--kernel-ms`, `--element-ns` and `--wrong` are about a product in a program of XLA's, too."""
     options = ["--gpus", "2", "--xla", "--kernel-ms", "20", "--element-ns", "0,2000000", "--wrong", "1"]

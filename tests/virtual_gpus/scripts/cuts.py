@@ -1,7 +1,8 @@
 """What XLA loses where a step is cut: a transformer and ResNet-50, cut as by default, once, and not at all.
 
-    python tests/virtual_gpus/run.py --gpus 2 tests/virtual_gpus/scripts/cuts.py transformer,resnet50 32
-    PYTHONPATH=tests/support python tests/virtual_gpus/scripts/cuts.py transformer,resnet50 32  # on CPU towers
+    export PYTHONPATH=tests/support
+    python tests/virtual_gpus/run.py --gpus 2 --xla tests/virtual_gpus/scripts/cuts.py transformer,resnet50 32
+    python tests/virtual_gpus/scripts/cuts.py transformer,resnet50 32  # on CPU towers
 
 For each model: how many programs XLA runs for a tower's step, the bytes that cross from an earlier program to a later
 one beside buckets, and the CPU time of a step of two towers, so many rows each, beside two steps of plain Keras:
@@ -26,6 +27,7 @@ names = sys.argv[1].split(",")
 def plain(name):
     model = MODELS[name].build()
     model.compile(model.optimizer, model.loss, jit_compile=True)
+    assert model.jit_compile, "XLA compiles no model here: virtual GPUs need --xla"
     return model
 
 

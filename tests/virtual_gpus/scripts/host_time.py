@@ -1,6 +1,8 @@
-"""Print the CPU time of a step for each tower, of 160 variables and many small ops, beside plain Keras on one GPU.
+"""Print the CPU time of a step for each tower, of 160 variables and many small ops, beside other libraries.
 
-python tests/virtual_gpus/run.py --gpus 8 tests/virtual_gpus/scripts/host_time.py [TOWERS,...] [ROUNDS]
+    python tests/virtual_gpus/run.py --gpus 8 tests/virtual_gpus/scripts/host_time.py [TOWERS,...] [ROUNDS] [mirrored]
+
+Beside plain Keras on one GPU; with "mirrored" beside MirroredStrategy on as many GPUs, too. Medians of turns.
 """
 
 import statistics
@@ -34,16 +36,25 @@ def trained(model):
     return (time.process_time() - before) / STEPS * 1e3
 
 
+def mirrored(count):
+    """Build under MirroredStrategy on so many GPUs; its collectives by NCCL are CUDA's."""
+    gpus = [f"GPU:{i}" for i in range(count)]
+    with tf.distribute.MirroredStrategy(gpus, cross_device_ops=tf.distribute.HierarchicalCopyAllReduce()).scope():
+        return build()
+
+
 counts = [int(count) for count in (sys.argv[1] if len(sys.argv) > 1 else "1,2,4,8").split(",")]
 with tf.device("GPU:0"):
-    models = {0: build()}
-models |= {count: nccl_parallel(towers=count)(build)() for count in counts}
-times = {count: [] for count in models}
+    models = {("plain Keras", 1): build()}
+models |= {("ncclsync", count): nccl_parallel(towers=count)(build)() for count in counts}
+if "mirrored" in sys.argv[3:]:
+    models |= {("MirroredStrategy", count): mirrored(count) for count in counts}
+times = {side: [] for side in models}
 for _ in range(2 + int(sys.argv[2] if len(sys.argv) > 2 else 5)):  # the first two trace, and warm up
-    for count, model in models.items():
-        times[count].append(trained(model))
-plain = statistics.median(times[0][2:])
-print(f"plain Keras: {plain:.1f} ms")
-for count in counts:
-    each = statistics.median(times[count][2:]) / count
-    print(f"{count} towers: {each:.1f} ms for each, {each / plain:.2f} of plain Keras")
+    for side, model in models.items():
+        times[side].append(trained(model))
+plain = times["plain Keras", 1][2:]
+for (name, count), taken in times.items():
+    each = statistics.median(taken[2:]) / count
+    of_plain = statistics.median(one / count / other for one, other in zip(taken[2:], plain, strict=True))
+    print(f"{name}, {count}: {each:.1f} ms for each, {of_plain:.2f} of plain Keras", flush=True)

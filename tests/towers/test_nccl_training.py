@@ -181,14 +181,28 @@ def test_buckets_travel_in_one_group(nccl, tmp_path):
     model.towers.close()
 
 
-def test_segments_wait_for_arrivals_not_for_launches(nccl, monkeypatch):
-    """A tower goes on when all have arrived; only the update follows NCCL's launches, of which each takes host time."""
+@pytest.fixture
+def arrivals(nccl, monkeypatch):
+    """The ops by which two towers arrive with tensors, in a step of three buckets or more."""
     made, create = [], host_ops.create
     monkeypatch.setattr(host_ops, "create", lambda *given: made.append(create(*given)) or made[-1])
     model = on_towers(mlp, 2, backend="nccl", bucket_bytes=400)
     model.train_on_batch(X[:20], Y[:20])
-    arrivals = [op for op in filter(None, made) if op.type == "NcclsyncArrive" and op.inputs]
-    assert len(arrivals) >= 2 * 3  # buckets
+    found = [op for op in filter(None, made) if op.type == "NcclsyncArrive" and op.inputs]
+    assert len(found) >= 2 * 3
+    yield found
+    model.towers.close()
+
+
+def test_packed_buckets_are_reduced_in_place(arrivals):
+    """A bucket's memory is its own: a GPU needs no second one for the sum."""
+    for arrival in arrivals:
+        told = arrival.get_attr("what")  # of each collective kind, operation, root, dtype, and whether in place
+        assert len(told) == 5 * len(arrival.inputs) and set(told[4::5]) == {1}, arrival.name
+
+
+def test_segments_wait_for_arrivals_not_for_launches(arrivals):
+    """A tower goes on when all have arrived; only the update follows NCCL's launches, of which each takes host time."""
     for arrival in arrivals:
         queue, met = [arrival], set()
         while queue:
@@ -197,7 +211,6 @@ def test_segments_wait_for_arrivals_not_for_launches(nccl, monkeypatch):
                 met.add(op.name)
                 assert op.type != "NcclsyncLaunch" or not op.inputs[0].op.inputs, arrival.name
                 queue += [*(tensor.op for tensor in op.inputs), *op.control_inputs]
-    model.towers.close()
 
 
 @pytest.mark.slow

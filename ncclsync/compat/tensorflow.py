@@ -889,11 +889,14 @@ def calling_segments() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unoptimised() -> Iterator[None]:
-    """Call functions, in this thread, as they are: those that they call are optimised still, each as its call says."""
+def hardly_optimised() -> Iterator[None]:
+    """Call functions, in this thread, almost as they are: those that they call are optimised, each as its call says.
+
+    Only dependencies are. One of an op on the CPU on an op on a GPU that does nothing makes the host wait for that GPU.
+    """
     context = eager_context.context()
     usual = context.function_call_options
-    context.function_call_options = _unoptimised_options(usual.executor_type, usual.as_attrs()["config_proto"])
+    context.function_call_options = _hardly_optimised_options(usual.executor_type, usual.as_attrs()["config_proto"])
     try:
         yield
     finally:
@@ -901,9 +904,12 @@ def unoptimised() -> Iterator[None]:
 
 
 @functools.lru_cache(16)
-def _unoptimised_options(executor_type: str, config: bytes) -> Any:
+def _hardly_optimised_options(executor_type: str, config: bytes) -> Any:
     changed = tf.compat.v1.ConfigProto.FromString(config)
-    changed.graph_options.rewrite_options.disable_meta_optimizer = True
+    rewrites = changed.graph_options.rewrite_options
+    rewrites.ClearField("optimizers")
+    rewrites.optimizers.append("dependency")
+    rewrites.meta_optimizer_iterations = rewrites.ONE
     return eager_context.FunctionCallOptions(executor_type, changed)
 
 

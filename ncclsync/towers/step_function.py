@@ -82,12 +82,12 @@ class StepFunction(abc.ABC):
         """
 
     def _call(self, *given: tf.Tensor) -> Any:
-        """Call the graph's function. TensorFlow's optimiser finds nothing in calls, splits and exchanges of towers.
+        """Call the graph's function. TensorFlow's optimiser finds little in calls, splits and exchanges of towers.
 
         It would take a third of a first run. The segments, which these calls run, are optimised.
         """
         graph = self.graph  # traced before: calls in it are made with the options of that moment
-        with tf_compat.unoptimised():
+        with tf_compat.hardly_optimised():
             return graph(*given)
 
     def _begun(self, begin: Callable[[], Any], again: Callable[[], Any] | None = None) -> Any:

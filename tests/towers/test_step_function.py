@@ -67,7 +67,7 @@ def test_segments_alone_are_optimised(monkeypatch):
             vars(function)["graph"] = graph
 
     def is_optimised(config):
-        return not tf.compat.v1.ConfigProto.FromString(config).graph_options.rewrite_options.disable_meta_optimizer
+        return not tf.compat.v1.ConfigProto.FromString(config).graph_options.rewrite_options.optimizers
 
     monkeypatch.setattr(step_function.OnGiven, "run", watched)
     on_towers(mlp, 2).train_on_batch(X, Y)

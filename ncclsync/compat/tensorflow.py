@@ -888,31 +888,6 @@ def calling_segments() -> Iterator[None]:
         context.function_call_options = usual
 
 
-@contextlib.contextmanager
-def hardly_optimised() -> Iterator[None]:
-    """Call functions, in this thread, almost as they are: those that they call are optimised, each as its call says.
-
-    Only dependencies are. One of an op on the CPU on an op on a GPU that does nothing makes the host wait for that GPU.
-    """
-    context = eager_context.context()
-    usual = context.function_call_options
-    context.function_call_options = _hardly_optimised_options(usual.executor_type, usual.as_attrs()["config_proto"])
-    try:
-        yield
-    finally:
-        context.function_call_options = usual
-
-
-@functools.lru_cache(16)
-def _hardly_optimised_options(executor_type: str, config: bytes) -> Any:
-    changed = tf.compat.v1.ConfigProto.FromString(config)
-    rewrites = changed.graph_options.rewrite_options
-    rewrites.ClearField("optimizers")
-    rewrites.optimizers.append("dependency")
-    rewrites.meta_optimizer_iterations = rewrites.ONE
-    return eager_context.FunctionCallOptions(executor_type, changed)
-
-
 def config_of_segments(config: bytes) -> bytes:
     """Return a function call's "config_proto" for what a tower computes.
 

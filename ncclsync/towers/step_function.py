@@ -81,15 +81,6 @@ class StepFunction(abc.ABC):
             NoBatchLeft: an iterator has no batch left.
         """
 
-    def _call(self, *given: tf.Tensor) -> Any:
-        """Call the graph's function. TensorFlow's optimiser finds little in calls, splits and exchanges of towers.
-
-        It would take a third of a first run. The segments, which these calls run, are optimised.
-        """
-        graph = self.graph  # traced before: calls in it are made with the options of that moment
-        with tf_compat.hardly_optimised():
-            return graph(*given)
-
     def _begun(self, begin: Callable[[], Any], again: Callable[[], Any] | None = None) -> Any:
         """Run the graph by `begin()`. If it finds that others wrote tower 0's variables, send these, and run it again.
 
@@ -135,7 +126,7 @@ class OnGiven(StepFunction):
 
     def run(self, batches: Any) -> Any:
         """See `StepFunction.run`; `batches` is one batch."""
-        return self._begun(functools.partial(self._call, *components_of(batches)))
+        return self._begun(functools.partial(self.graph, *components_of(batches)))
 
     @property
     def _signature(self) -> Sequence[tf.TensorSpec]:
@@ -153,7 +144,7 @@ class OnIterator(StepFunction):
         # The handle alone: tf.function examines an iterator in Python at each call.
         (handle,) = tf.nest.flatten(batches, expand_composites=True)
         try:
-            return self._begun(lambda: self._call(handle), lambda: self._given.run(self.kept.batch()))
+            return self._begun(lambda: self.graph(handle), lambda: self._given.run(self.kept.batch()))
         except tf.errors.OutOfRangeError as error:
             if self.rollback.under_way:  # an iterator of the step's own
                 raise
@@ -190,7 +181,7 @@ class OnFed(StepFunction):
             raise NoBatchLeft(error) from None
         self.kept.keep_components(components)
         brought = self._staging.bring(components) if parts is None else parts
-        return self._begun(functools.partial(self._call, *brought))
+        return self._begun(functools.partial(self.graph, *brought))
 
     @property
     def _signature(self) -> Sequence[tf.TensorSpec]:

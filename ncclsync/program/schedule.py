@@ -186,7 +186,8 @@ def _assign_levels(graph: StepGraph) -> dict[OpName, int]:
     have finished all others, so that a tower's error leaves every weight as it was.
     """
     floors: dict[OpName, int] = collections.defaultdict(int)
-    levels = _earliest(graph, floors)
+    live = live_ops(graph)
+    levels = _earliest(graph, live, floors)
     last = max([*levels.values(), *(_available(graph, levels, result) for result in graph.exchanges), 0])
     late = [name for name in levels if graph.writes[name] & graph.traced.kept]
     if late:
@@ -199,12 +200,11 @@ def _assign_levels(graph: StepGraph) -> dict[OpName, int]:
     late += [name for name in reads if graph.traced.role[graph.inputs[name][0]] is Role.SAME]
     for name in late:
         floors[name] = latest[name]
-    return _earliest(graph, floors)
+    return _earliest(graph, live, floors)
 
 
-def _earliest(graph: StepGraph, floors: dict[OpName, int]) -> dict[OpName, int]:
+def _earliest(graph: StepGraph, live: Collection[OpName], floors: dict[OpName, int]) -> dict[OpName, int]:
     levels: dict[OpName, int] = {}
-    live = live_ops(graph)
     for op in graph.ops:
         name = op.name
         if name not in live or name in graph.traced.placeholders or name in graph.traced.passing:

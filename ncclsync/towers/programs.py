@@ -302,8 +302,8 @@ class Programs:
         if _is_known(specs) or not _is_known(alone):
             return self._trace(source, specs)
         # At once: what follows may be far more than what one device traces, as a loop of as many steps as there can be.
-        hears = {"ends": True, "builds": builds, "passes_on": not self.any_rows}
-        with tf_compat.open_lengths_asked(is_library, **hears) as asked:
+        passes_on = not self.any_rows
+        with tf_compat.open_lengths_asked(is_library, ends=True, builds=builds, passes_on=passes_on) as asked:
             try:
                 traced = self._trace(source, specs)
             except (Exception, tf_compat.OpenLengthAsked):  # raised again, unless it may come of the question

@@ -1,6 +1,6 @@
 """Trace a `tf.function` that a step calls as a part of the step, by what TensorFlow's own cache of it would show.
 
-Private API of TensorFlow: `Function._reduce_retracing`.
+Private API of TensorFlow: `Function._reduce_retracing`, `Function._function_cache`, `get_read_write_resource_inputs`.
 """
 
 import contextlib
@@ -14,38 +14,87 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
 
 from ncclsync.compat import tensorflow as tf_compat
 
 # By function, and by what else than tensors it is given: a function whose traces TensorFlow relaxes as it would those.
 _RELAXING: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
-# By function, and by the types of what it is given: a digest of the ops that its Python has made.
-_MADE: weakref.WeakKeyDictionary[Any, dict[str, str]] = weakref.WeakKeyDictionary()
+# By function, by the types of what it is given, and by the rows of one device's trace: a digest of the ops that its
+# Python has made.
+_MADE: weakref.WeakKeyDictionary[Any, dict[str, dict[int | None, str]]] = weakref.WeakKeyDictionary()
+# By trace that TensorFlow has kept: the rows of one device's trace, where the trace was made within a step's.
+_ROWS: weakref.WeakKeyDictionary[Any, int | None] = weakref.WeakKeyDictionary()
 _CREATING = frozenset({"VarHandleOp", "VarIsInitializedOp"})
 # Attributes that differ between two traces of the same Python.
 _PASSING = frozenset({"_class", "seed", "seed2", "shared_name", "config_proto", "_gradient_op_type"})
 
+_CHANGED = (
+    "which was made before; towers take what its Python does now, and that is something else. Pass what has changed as "
+    "an argument, or make a new tf.function"
+)
+_BUILT = (
+    "which was made outside of a step and uses other variables than its Python does now, as where Keras had a look at "
+    "a model that it built by a first batch: one device does not train what was built then. Call the model on one row "
+    "before it is trained, or give its layers a `build`"
+)
+
 
 class _Comparing(threading.local):
-    """Hold where this thread notes the functions of which one device would keep another trace; None: nowhere."""
+    """Hold where this thread notes the functions of which one device would keep another trace; None: nowhere.
 
-    found: dict[str, None] | None = None
+    Attributes:
+        rows: how many one device's trace has where this one leaves their number open; None: any.
+        digests: whether a function should make the ops that it has made before.
+    """
+
+    found: dict[str, str] | None = None
+    rows: int | None = None
+    digests: bool = True
 
 
 _COMPARING = _Comparing()
 
 
 @contextlib.contextmanager
-def stale_functions() -> Iterator[dict[str, None]]:
-    """Note, by name and line, inlined functions whose Python makes other ops than before for the same types.
+def stale_functions(rows: int | None = None) -> Iterator[dict[str, str]]:
+    """Note inlined functions of which one device keeps another trace, by name and line: how it differs, in words.
 
-    One device keeps the trace that it has made before. Ops that loops and branches run are not compared.
+    Of traces that steps have made, ops are compared, but for those that loops and branches run; of traces that were
+    made outside, of as many `rows`, the variables that are read and written.
     """
-    before, _COMPARING.found = _COMPARING.found, {}
+    before, _COMPARING.found, _COMPARING.rows = (_COMPARING.found, _COMPARING.rows), {}, rows
     try:
         yield _COMPARING.found
     finally:
-        _COMPARING.found = before
+        _COMPARING.found, _COMPARING.rows = before
+
+
+@contextlib.contextmanager
+def digests_aside() -> Iterator[None]:
+    """Let functions make other ops than before: of numbers that are one batch's."""
+    before, _COMPARING.digests = _COMPARING.digests, False
+    try:
+        yield
+    finally:
+        _COMPARING.digests = before
+
+
+@contextlib.contextmanager
+def traces_noted(function: Any) -> Iterator[None]:
+    """Note for how many rows a function is traced that a step calls as it is, as where Keras looks at shapes."""
+    before = _traces(function)
+    yield
+    if _COMPARING.found is not None:
+        _ROWS.update((one, _COMPARING.rows) for one in _traces(function) if one not in before)
+
+
+def functions_untraced() -> contextlib.AbstractContextManager[None]:
+    """Run the Python of each `tf.function` that is called, so that none keeps a trace of it."""
+    kind = type(tf.function(lambda: None))
+    return tf_compat.methods_wrapped(
+        [kind], "__call__", lambda call, self, *args, **kwargs: inlined(self)(*args, **kwargs)
+    )
 
 
 def inlined(function: Any) -> Callable:
@@ -69,10 +118,12 @@ def inlined(function: Any) -> Callable:
         results = convert(*args, **kwargs)
         if _COMPARING.found is not None and not any(isinstance(leaf, np.ndarray) for leaf in leaves):
             types = repr([(leaf.dtype, leaf.shape) if i in tensors else leaf for i, leaf in enumerate(leaves)])
-            digest = _digest(graph, begin, [leaves[i] for i in tensors])
-            if digest and _MADE.setdefault(function, {}).setdefault(types, digest) != digest:
+            ops = graph.get_operations()[begin:]
+            if why := _differs(
+                function, types, ops, graph, [leaves[i] for i in tensors], _kept(function, args, kwargs)
+            ):
                 code = inspect.unwrap(function.python_function).__code__
-                _COMPARING.found[f"{function.__name__}, at {code.co_filename}:{code.co_firstlineno}"] = None
+                _COMPARING.found[f"{function.__name__}, at {code.co_filename}:{code.co_firstlineno}"] = why
         return results
 
     return called
@@ -95,15 +146,74 @@ def _shapes_traced(function: Any, leaves: Sequence[Any], tensors: Sequence[int])
     return [spec.shape for spec in concrete.structured_input_signature[0][0]]
 
 
-def _digest(graph: Any, begin: int, given: Sequence[tf.Tensor]) -> str:
-    """Return a digest of the ops that a graph has got since a version; "" if they create variables."""
-    names = {placeholder.name: f"captured {id(outside)}" for outside, placeholder in getattr(graph, "captures", ())}
-    names |= {tensor.name: f"given {i}" for i, tensor in enumerate(given)}
-    ops = graph.get_operations()[begin:]
+def _differs(function: Any, types: str, ops: Any, graph: Any, given: Sequence[tf.Tensor], kept: Any) -> str:
+    """Return how the ops that a function's Python has made differ from those of the trace that one device keeps."""
     if any(op.type in _CREATING for op in ops):
         return ""
+    digest = _digest(graph, ops, given)
+    if _COMPARING.digests and digest:
+        made = _MADE.setdefault(function, {}).setdefault(types, {})
+        if made.setdefault(_COMPARING.rows, made.get(None, digest)) != digest:
+            return _CHANGED
+    others = [] if kept is None else kept.graph.get_operations()
+    return _BUILT if others and _used(others) != _used(ops) else ""
+
+
+def _kept(function: Any, args: Any, kwargs: Any) -> Any:
+    """Return the trace of a function that TensorFlow has kept and would run for these arguments, or None."""
+    traces = _traces(function)
+    if not traces:
+        return None
+    bound = inspect.signature(function.python_function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    leaves = tf.nest.flatten((bound.args, bound.kwargs))
+    found = []
+    for concrete in traces:
+        specs, rows = tf.nest.flatten(concrete.structured_input_signature), _ROWS.get(concrete)
+        if len(specs) == len(leaves) and all(_takes(*both, rows) for both in zip(specs, leaves, strict=True)):
+            found.append((sum(str(getattr(one, "shape", "")).count("None") for one in specs), concrete))
+    return min(found, key=lambda one: one[0])[1] if found else None
+
+
+def _traces(function: Any) -> list[Any]:
+    """Return the traces that TensorFlow has kept of a function."""
+    return [] if function._function_cache is None else list(function._function_cache.values())
+
+
+def _takes(spec: Any, leaf: Any, rows: int | None) -> bool:
+    """Return whether a trace for this spec, or value of Python's, is one for an argument.
+
+    `rows`: how many an open number of the spec stands for; None: any.
+    """
+    if isinstance(spec, tf.TypeSpec):
+        if not tf.is_tensor(leaf) or not spec.is_compatible_with(leaf):
+            return False
+        if not (isinstance(leaf, tf.Tensor) and spec.shape.rank):
+            return True
+        known, given = spec.shape[0] or rows, leaf.shape[0] or _COMPARING.rows
+        return known in (None, given)
+    return spec is leaf or (type(spec) is type(leaf) and isinstance(leaf, (bool, int, float, str)) and spec == leaf)
+
+
+def _used(ops: Sequence[tf.Operation]) -> tuple[int, int]:
+    """Return how many variables, and other resources, ops read, and how many of them they write."""
+    made = {op.name for op in ops if op.type != "Placeholder"}
+    read, written = set(), set()
+    for op in ops:
+        reads, writes = get_read_write_resource_inputs(op)
+        read |= {one.name for one in (*reads, *writes) if one.op.name not in made}
+        written |= {one.name for one in writes if one.op.name not in made}
+    return len(read), len(written)
+
+
+def _digest(graph: Any, ops: Sequence[tf.Operation], given: Sequence[tf.Tensor]) -> str:
+    """Return a digest of ops that a graph has got; "" if they use variables that this trace has created."""
+    names = {placeholder.name: f"captured {id(outside)}" for outside, placeholder in getattr(graph, "captures", ())}
+    names |= {tensor.name: f"given {i}" for i, tensor in enumerate(given)}
     digest = hashlib.sha256()
-    for number, op in enumerate(ops):
+    for number, op in enumerate(op for op in ops if op.type != "Placeholder"):
+        if any(one.dtype == tf.resource and one.name not in names for one in op.inputs):
+            return ""
         node = op.node_def
         kept = {name: one for name, one in node.attr.items() if name not in _PASSING and not one.HasField("func")}
         attributes = [(name, one.SerializeToString(deterministic=True)) for name, one in sorted(kept.items())]

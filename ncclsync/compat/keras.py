@@ -18,6 +18,7 @@ from keras.src.saving import saving_lib
 from keras.src.utils import naming, python_utils
 
 from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.compat.functions import functions_untraced
 
 try:
     from keras.src.backend.tensorflow.ops import nn as keras_nn
@@ -244,7 +245,8 @@ def build_symbolically(model: keras.Model, batch: Any, *, trains: bool = True) -
     """Create a model's and its metrics' variables from a batch's shapes alone; and its optimizer's, if it `trains`."""
     outputs = _known_outputs(model)
     known = outputs is not None and all(spec.shape[:1] == [None] for spec in tf.nest.flatten(batch) if spec is not None)
-    type(model)._symbolic_build(_Standing(model, outputs if known else None, trains), data_batch=batch)
+    with functions_untraced():  # the traces would lack what a look at shapes does not write
+        type(model)._symbolic_build(_Standing(model, outputs if known else None, trains), data_batch=batch)
 
 
 class _Standing:

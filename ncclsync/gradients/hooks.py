@@ -17,7 +17,7 @@ import tensorflow as tf
 from ncclsync import ops
 from ncclsync.compat import keras_optimizers, other_libraries
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.compat.functions import inlined
+from ncclsync.compat.functions import inlined, traces_noted
 from ncclsync.gradients.compression import ErrorFeedback
 from ncclsync.gradients.sharded_optimizer import OptimizerSharding
 from ncclsync.ops import Context
@@ -144,7 +144,8 @@ def functions_inlined() -> contextlib.AbstractContextManager[None]:
         context = ops.current_context()
         # XLA may compile an op that TensorFlow's own kernels lack, such as a grouped Conv3D.
         if context is None or not context.can_exchange() or tf_compat.is_jit_compiled(self):
-            return call(self, *args, **kwargs)
+            with traces_noted(self):
+                return call(self, *args, **kwargs)
         return inlined(self)(*args, **kwargs)
 
     return tf_compat.methods_wrapped([type(tf.function(lambda: None))], "__call__", inlining)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.compat.functions import inlined, stale_functions
+from ncclsync.compat.functions import digests_aside, inlined, stale_functions
 from ncclsync.compat.source_lines import innermost, is_library, line_text
 from ncclsync.errors import NcclSyncError
 from ncclsync.gradients.hooks import step_hooks
@@ -265,16 +265,19 @@ class Programs:
         source = self._step.source(ungrouped(specs))
         if source.jit_compile and not self.towers.session.lets_xla_compile():
             source = dataclasses.replace(source, jit_compile=False)
-        built = PythonState(self._step.model)
-        try:
-            traced = self._converted(source, specs, alone, is_told)
-        except Exception:  # of any kind; raised again
-            built.restore()  # the step may be traced for other specs, and that trace counts
-            raise
-        if source.twice and traced.before.is_changed:
-            before.restore(since=traced.before)
-            self._trace(source, alone if is_told else specs)
-            traced = self._converted(source, specs, alone, is_told)
+        built, rows = PythonState(self._step.model), _numbers_of_rows(alone)
+        with stale_functions(rows.pop() if len(rows) == 1 else None) as stale:
+            try:
+                traced = self._converted(source, specs, alone, is_told)
+            except Exception:  # of any kind; raised again
+                built.restore()  # the step may be traced for other specs, and that trace counts
+                raise
+            if source.twice and traced.before.is_changed:
+                before.restore(since=traced.before)
+                self._trace(source, alone if is_told else specs)
+                traced = self._converted(source, specs, alone, is_told)
+        for name, why in stale.items():
+            self.towers.session.warn_once(f"One device keeps a trace of the tf.function {name}, {why}")
         return traced
 
     def _converted(self, source: Source, specs: Any, alone: Any, is_told: bool) -> _Traced:
@@ -346,8 +349,8 @@ class Programs:
         """
         if told is None:
             return self._trace(*given)
-        with tf_compat.shapes_read(is_library, told.shapes) as read:
-            traced = self._trace(*given, begin=read.begin, compares=False)  # with numbers of this batch's shapes
+        with tf_compat.shapes_read(is_library, told.shapes) as read, digests_aside():
+            traced = self._trace(*given, begin=read.begin)  # with numbers of this batch's shapes
         if line := read.untold(told.shapes):
             raise _Asked(line)
         return dataclasses.replace(traced, trace=dataclasses.replace(traced.trace, rows=told.rows), told=told)
@@ -360,12 +363,8 @@ class Programs:
         *,
         observed: bool = True,
         begin: Callable[[], None] = lambda: None,
-        compares: bool = True,
     ) -> _Traced:
-        """Trace the step; `begin` is called before its Python runs, which is twice where it creates variables.
-
-        `compares`: whether a `tf.function` within it should make the ops that it has made before.
-        """
+        """Trace the step; `begin` is called before its Python runs, which is twice where it creates variables."""
         step: Callable[[Any], Any] = functools.partial(_on_given, begin, source)
         readers = self.readers() if observed else {}
         observer, before = Observer() if readers else None, PythonState(self._step.model)
@@ -380,14 +379,7 @@ class Programs:
             if sharding is not None:
                 stack.enter_context(sharding.hooks(self.towers.replicas.of))
             stack.enter_context(tf.device(f"/{self.towers.layout.devices[0]}"))
-            stale = stack.enter_context(stale_functions()) if compares else ()
             made = trace(step, specs, jit_compile=source.jit_compile, opened=opened)
-        for name in stale:
-            self.towers.session.warn_once(
-                f"One device keeps a trace of the tf.function {name}, which was made before; towers take what its "
-                "Python does now, and that is something else. Pass what has changed as an argument, or make a new "
-                "tf.function"
-            )
         return _Traced(source, specs, made, observer, before)
 
     def _cut(self, traced: _Traced, meter: Meter | None, *, again: bool = True, undivided: str = "") -> Program:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ncclsync.compat.functions import inlined, stale_functions
+from ncclsync.compat.functions import functions_untraced, inlined, stale_functions
 
 CHANGES = types.SimpleNamespace(factor=2.0, bias=None, weight=None)
 
@@ -78,3 +78,55 @@ def test_a_first_trace_that_creates_variables_is_not_compared():
         step = tf.function(lambda x: inlined(weighted)(x))
         step.get_concrete_function(tf.TensorSpec([None]))
     assert len(made) == 2 and not found
+
+
+@pytest.mark.parametrize(
+    ("called", "inlined_with", "rows", "is_kept"),
+    [
+        ((ROWS, False), (ROWS, False), 3, True),
+        ((ROWS,), (ROWS, False), 3, True),  # a default counts
+        ((ROWS, False), (ROWS, True), 3, False),
+        ((ROWS, False), (OTHERS, False), 3, False),
+        ((ROWS, False), (ROWS, False), 4, False),  # one device traces it for four rows
+        ((ROWS, False), (ROWS, False), None, False),  # and here for any
+        ((tf.TensorSpec([None, 2]), False), (ROWS, False), 4, True),
+        ((tf.TensorSpec([None, 2]), False), (ROWS, False), None, True),
+    ],
+)
+@pytest.mark.parametrize("change", [{"weight": FIRST}, {}])
+def test_a_trace_from_outside_is_found_as_tensorflow_finds_it(called, inlined_with, rows, is_kept, change):
+    """And is told if the function uses another number of variables now."""
+    function = tf.function(scaled)
+    vars(CHANGES).update(factor=2.0, bias=None, weight=None)
+    function.get_concrete_function(*called)
+    vars(CHANGES).update(change)
+    spec = tf.TensorSpec([None, *inlined_with[0].shape[1:]])
+    with stale_functions(rows) as found:
+        step = tf.function(lambda x: inlined(function)(x, *inlined_with[1:]), input_signature=[spec])
+        step.get_concrete_function()
+    assert len(found) == (is_kept and bool(change))
+    assert all("outside of a step" in why for why in found.values())
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_trace_that_does_not_write_a_variable_is_told(writes):
+    """Such as that of a look at shapes, in which Keras writes nothing."""
+    count, now = tf.Variable(0.0), types.SimpleNamespace(writes=writes)
+
+    @tf.function
+    def counted(x):
+        return x + (count.assign_add(1.0) if now.writes else count)
+
+    counted(tf.constant(ROWS))
+    now.writes = True
+    with stale_functions(3) as found:
+        tf.function(lambda x: inlined(counted)(x)).get_concrete_function(tf.TensorSpec([None, 2]))
+    assert len(found) == (not writes)
+
+
+def test_functions_untraced_keep_no_trace():
+    """Their Python runs."""
+    function = tf.function(scaled)
+    with functions_untraced():
+        tf.function(lambda x: function(x)).get_concrete_function(tf.TensorSpec([None, 2]))
+    assert function.experimental_get_tracing_count() == 0

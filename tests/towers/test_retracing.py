@@ -309,6 +309,59 @@ def test_a_function_whose_trace_one_device_keeps(change, caplog):
         assert_close(found, trained(build()))
 
 
+class OfLooks(OfFunctions):
+    """A model that its first batch builds: Keras looks at its shapes, and the function keeps that trace."""
+
+    def __init__(self, training):
+        super().__init__()
+        self.hidden, self.training = keras.layers.Dense(4), training
+
+    @tf.function
+    def scaled(self, x, training=False):
+        """Compute a layer without weights as yet, and normalise."""
+        return self.norm(self.hidden(x), training=training)
+
+    def call(self, x, training=False):
+        """Call the function, and a layer."""
+        x = keras.ops.reshape(x, [-1, 24])
+        return self.last(self.scaled(x, training) if self.training else self.scaled(x))
+
+
+@pytest.mark.parametrize(
+    ("first", "training", "stale"),
+    [("", True, True), ("", False, True), ("one", True, False), ("batch", False, True), ("batch", True, False)],
+)
+@pytest.mark.parametrize("way", ["fit", "train_on_batch"])
+def test_a_function_that_keras_has_looked_at(first, training, stale, way, caplog):
+    """One device does not train what a first batch builds within it; a warning tells, just where one device does not.
+
+    A call before, on one row, or in another mode, is another trace.
+    """
+
+    def build():
+        keras.utils.set_random_seed(1)
+        model = OfLooks(training)
+        model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
+        if first:
+            model(X[: 1 if first == "one" else 8])
+        return model
+
+    def trained(model):
+        if way == "fit":
+            model.fit(X[:16], Y[:16], batch_size=8, verbose=0, shuffle=False)
+        for _ in range(2):
+            model.train_on_batch(X[:8], Y[:8])
+        return model.get_weights()
+
+    with caplog.at_level(logging.WARNING, "ncclsync"):
+        found = trained(nccl_parallel(towers=2, exact=True)(build)())
+    told = [one.getMessage() for one in caplog.records if "One device keeps" in one.getMessage()]
+    assert len(told) == stale and all(f"scaled, at {__file__}:" in one for one in told), told
+    expected = trained(build())
+    differs = max(abs(one - other).max() for one, other in zip(found, expected, strict=True))
+    assert (differs > 1e-3) == stale, differs
+
+
 def test_evaluation_builds_no_optimizer():
     """One device builds it at the first update, of what is trainable then."""
 

@@ -33,6 +33,10 @@ _CHANGED = (
     "which was made before; towers take what its Python does now, and that is something else. Pass what has changed as "
     "an argument, or make a new tf.function"
 )
+_CREATED = (
+    "which creates the variables of the step: it traces the step once, before they are there, and the step does not "
+    "write what it writes on towers, where it is traced again. Build the model first"
+)
 _BUILT = (
     "which was made outside of a step and uses other variables than its Python does now, as where Keras had a look at "
     "a model that it built by a first batch: one device does not train what was built then. Call the model on one row "
@@ -46,11 +50,13 @@ class _Comparing(threading.local):
     Attributes:
         rows: how many one device's trace has where this one leaves their number open; None: any.
         digests: whether a function should make the ops that it has made before.
+        created: for each variable that an inlined function has created, that function.
     """
 
     found: dict[str, str] | None = None
     rows: int | None = None
     digests: bool = True
+    created: list[str] | None = None
 
 
 _COMPARING = _Comparing()
@@ -63,11 +69,13 @@ def stale_functions(rows: int | None = None) -> Iterator[dict[str, str]]:
     Of traces that steps have made, ops are compared, but for those that loops and branches run; of traces that were
     made outside, of as many `rows`, the variables that are read and written.
     """
-    before, _COMPARING.found, _COMPARING.rows = (_COMPARING.found, _COMPARING.rows), {}, rows
+    before = vars(_COMPARING).copy()
+    vars(_COMPARING).update(found={}, rows=rows, created=[])
     try:
-        yield _COMPARING.found
+        yield vars(_COMPARING)["found"]
     finally:
-        _COMPARING.found, _COMPARING.rows = before
+        vars(_COMPARING).clear()
+        vars(_COMPARING).update(before)
 
 
 @contextlib.contextmanager
@@ -115,18 +123,53 @@ def inlined(function: Any) -> Callable:
         args, kwargs = tf.nest.pack_sequence_as((args, kwargs), leaves)
         graph = tf.compat.v1.get_default_graph()
         begin = graph.version
-        results = convert(*args, **kwargs)
+        with tf.variable_creator_scope(functools.partial(_noting, function)):
+            results = convert(*args, **kwargs)
         if _COMPARING.found is not None and not any(isinstance(leaf, np.ndarray) for leaf in leaves):
             types = repr([(leaf.dtype, leaf.shape) if i in tensors else leaf for i, leaf in enumerate(leaves)])
             ops = graph.get_operations()[begin:]
             if why := _differs(
                 function, types, ops, graph, [leaves[i] for i in tensors], _kept(function, args, kwargs)
             ):
-                code = inspect.unwrap(function.python_function).__code__
-                _COMPARING.found[f"{function.__name__}, at {code.co_filename}:{code.co_firstlineno}"] = why
+                _COMPARING.found[_told(function)] = why
         return results
 
     return called
+
+
+def compare_traces(first: Any, second: Any, created: int) -> None:
+    """Note the functions that have created all variables for which TensorFlow traces a step twice, if that matters.
+
+    One device traces the step once: TensorFlow traces those functions twice, by themselves. `created`: how many
+    variables were created in all, where the graph `first` was traced. It may not write what the graph `second` writes.
+    """
+    found, by = _COMPARING.found, _COMPARING.created
+    if found is not None and by and len(by) == created and _written(first) != _written(second):
+        found.update(dict.fromkeys(by, _CREATED))
+
+
+def _noting(function: Any, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
+    """Create a variable, and note the function that does."""
+    if _COMPARING.created is not None:
+        _COMPARING.created.append(_told(function))
+    return next_creator(**kwargs)
+
+
+def _told(function: Any) -> str:
+    code = inspect.unwrap(function.python_function).__code__
+    return f"{function.__name__}, at {code.co_filename}:{code.co_firstlineno}"
+
+
+def _written(graph: Any) -> set[int]:
+    """Return the ids of the handles that a graph has captured and writes, other than with a variable's first value."""
+    captured = {placeholder.name: id(outside) for outside, placeholder in graph.captures}
+    asking = [op for op in graph.get_operations() if op.type in _CREATING]
+    asked = {output.name for op in asking for output in op.outputs}
+    others = [
+        op for op in graph.get_operations() if op not in asking and not (op.inputs and op.inputs[0].name in asked)
+    ]
+    written = [one for op in others for one in get_read_write_resource_inputs(op)[1]]
+    return {captured[one.name] for one in written if one.name in captured}
 
 
 def _shapes_traced(function: Any, leaves: Sequence[Any], tensors: Sequence[int]) -> list[tf.TensorShape]:

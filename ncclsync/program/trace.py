@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
+from ncclsync.compat.functions import compare_traces
 from ncclsync.compat.names import OpName
 from ncclsync.ops import Context, Mark, Share, running_in
 from ncclsync.program.plain import inline_calls, keep_axes
@@ -54,12 +55,6 @@ class Trace:
     faults: tuple[str, ...] = ()
 
 
-def _made_by_itself(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
-    """Create a variable whose start value waits for nothing of the step: TensorFlow computes it before the step."""
-    with tf.control_dependencies(None):
-        return next_creator(**kwargs)
-
-
 def trace(step: Callable[[Any], Any], batch_specs: Any, *, jit_compile: bool = False, opened: Opened = ()) -> Trace:
     """Trace `step(batch)` for one tower.
 
@@ -79,13 +74,20 @@ def trace(step: Callable[[Any], Any], batch_specs: Any, *, jit_compile: bool = F
     # Each graph, its context and arguments: tf.function traces again when a step created variables; the last counts.
     traces: list[tuple[tf.Graph, Context, Any]] = []
     failures: list[BaseException] = []
+    created: list[None] = []
+
+    def made_by_itself(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
+        # Its start value waits for nothing of the step: TensorFlow computes it before the step.
+        created.append(None)
+        with tf.control_dependencies(None):
+            return next_creator(**kwargs)
 
     def traced(batch, share, site):
         if failures:
             return None
         context = Context(share)
         traces.append((tf.compat.v1.get_default_graph(), context, (batch, share, site)))
-        with running_in(context), tf.variable_creator_scope(_made_by_itself):
+        with running_in(context), tf.variable_creator_scope(made_by_itself):
             try:
                 return step(batch)
             except (Exception, tf_compat.OpenLengthAsked) as error:  # of any kind: it is the step's own
@@ -105,6 +107,8 @@ def trace(step: Callable[[Any], Any], batch_specs: Any, *, jit_compile: bool = F
             tf_compat.forget_custom_gradients(graph)
         if failures:
             raise failures.pop()
+    if len(traces) > 1:
+        compare_traces(traces[0][0], traces[-1][0], len(created))
     faults = []
     try:
         inline_calls(function.graph)

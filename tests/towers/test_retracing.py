@@ -362,6 +362,65 @@ def test_a_function_that_keras_has_looked_at(first, training, stale, way, caplog
     assert (differs > 1e-3) == stale, differs
 
 
+class TakingFirst(keras.Model):
+    """A model whose step takes its variables before a function of the step may create them."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = keras.layers.Dense(1)
+
+    def call(self, x):
+        """Call a layer."""
+        return self.last(keras.ops.reshape(x, [-1, 24]))
+
+    def train_step(self, data):
+        """Return the loss."""
+        x, y = data
+        variables = self.trainable_variables
+
+        @tf.function
+        def mean(x, y):
+            return keras.ops.mean((self(x) - y) ** 2)
+
+        with tf.GradientTape() as tape:
+            loss = mean(x, y)
+        for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
+            variable.assign_sub(gradient / 10)
+        return {"loss": loss}
+
+
+class LayersTakingFirst(keras.Sequential):
+    """A sequence of layers with such a step."""
+
+    train_step = TakingFirst.train_step
+
+
+@pytest.mark.parametrize("kind", ["model", "layers"])
+@pytest.mark.parametrize("is_built", [False, True])
+def test_a_function_that_creates_what_the_step_took_before(is_built, kind, caplog):
+    """One device traces such a step once, without its variables."""
+
+    def build():
+        keras.utils.set_random_seed(1)
+        layers = [keras.layers.Flatten(), keras.layers.Dense(1)]
+        model = TakingFirst() if kind == "model" else LayersTakingFirst(layers)
+        if is_built:
+            model(X[:1])
+        model.compile("sgd", "mse", jit_compile=False)
+        return model
+
+    def trained(model):
+        history = model.fit(X, Y, batch_size=8, verbose=0, shuffle=False, epochs=2)
+        return [history.history["loss"], *model.get_weights()]
+
+    with caplog.at_level(logging.WARNING, "ncclsync"):
+        found = trained(nccl_parallel(towers=2, exact=True)(build)())
+    told = [one.getMessage() for one in caplog.records if "traces the step once" in one.getMessage()]
+    assert len(told) == (not is_built) and all(f"mean, at {__file__}:" in one for one in told), told
+    differs = max(np.abs(np.subtract(*both)).max() for both in zip(found, trained(build()), strict=True))
+    assert (differs > 1e-3) == (not is_built), differs
+
+
 def test_evaluation_builds_no_optimizer():
     """One device builds it at the first update, of what is trainable then."""
 

@@ -20,7 +20,7 @@ from ncclsync.program.graph import StepGraph, TracedGraph, opened
 from ncclsync.program.program import Exchange
 from ncclsync.semantics.axes import Axes
 from ncclsync.semantics.functions import Functions
-from ncclsync.semantics.placements import Placement, Shard
+from ncclsync.semantics.placements import Counts, Placement, Shard
 
 GATHER, FOLLOW = Collective(CollectiveKind.ALL_GATHER), Collective(CollectiveKind.BROADCAST)
 ADD_UP = Collective(CollectiveKind.ALL_REDUCE, "sum")
@@ -41,6 +41,7 @@ class StepBuilder:
         self.stood_for: dict[OpName, tf.Operation] = {}
         self.open_axes: dict[TensorName, int] = {}
         self.by_rows: dict[TensorName, Shard] = {}
+        self.counting: dict[TensorName, Counts] = {}
         self.local: set[OpName] = set()
         self.differing = set(differing)
         self.exchanges: dict[TensorName, Exchange] = {}
@@ -122,6 +123,8 @@ class StepBuilder:
             self.open_axes[tensor.name] = placed.axis  # the traced length is the batch's
         if isinstance(placed, Shard) and not placed.unit:
             self.by_rows[tensor.name] = placed
+        if isinstance(placed, Counts) and not placed.unit:
+            self.counting[tensor.name] = placed
         if not placed.whole:
             self.differ([tensor])
 
@@ -177,6 +180,7 @@ class StepBuilder:
             stood_for=MappingProxyType(self.stood_for),
             open_axes=MappingProxyType(self.open_axes),
             by_rows=MappingProxyType(self.by_rows),
+            counting=MappingProxyType(self.counting),
             stretched=stretched,
             local=frozenset(self.local),
             differing=frozenset(self.differing),

@@ -48,12 +48,14 @@ class Form:
         specs: of these tensors.
         give: `give(tensor)` makes them in the segment that has it.
         take: `take(*tensors)` makes the tensor of them in a segment that uses it.
+        is_given: whether a segment gives them; else they are arguments of the step.
     """
 
     names: tuple[TensorName, ...]
     specs: tuple[tf.TensorSpec, ...]
     give: Callable[[Any], Sequence[Any]] = lambda value: [value]
     take: Callable[..., Any] = lambda value: value
+    is_given: bool = True
 
 
 class Forms:
@@ -75,6 +77,16 @@ class Forms:
         graph, spec = self._graph, self._graph.spec(name)
         if not self.jit_compile or name in graph.exchanges or name in graph.traced.variable_of:
             return Form((name,), (spec,))
+        if (numbers := self._numbers(name)) is not None:
+            rows = {one.name: one for _, one in numbers if one is not None}
+            specs = tuple(tf.TensorSpec([], one.dtype) for one in rows.values())
+
+            def counted(*given: Any) -> Any:
+                known = dict(zip(rows, given, strict=True))
+                each = [n if one is None else n * known[one.name] for n, one in numbers]
+                return tf.reshape(tf.cast(tf.stack(each), spec.dtype), spec.shape)
+
+            return Form(tuple(rows), specs, take=counted, is_given=False)
         if (element := list_element(graph, name)) is not None:
             stacked = tf.TensorSpec(tf.TensorShape([None]).concatenate(element.shape), element.dtype)
             pushed = _maker(graph, name) != "TensorListReserve"
@@ -93,6 +105,15 @@ class Forms:
             lambda value: [tf_compat.padded(value, axes), tf.shape(value)][: 1 + bool(opened)],
             lambda value, lengths=None: tf_compat.unpadded(value, opened, lengths),
         )
+
+    def _numbers(self, name: TensorName) -> list[tuple[int, tf.Tensor | None]] | None:
+        """Return `StepGraph.numbers` of a few integers, as of a shape.
+
+        In one program XLA would know them. From one to another they would cross by the host's memory, which waits.
+        """
+        if not self._is_small(name) or name in self._of_numbers:
+            return None
+        return self._graph.numbers(name)
 
     def _open_axes(self, name: TensorName) -> list[int]:
         """Return the axes of a tensor whose lengths do not follow from the batch's rows."""
@@ -162,11 +183,25 @@ class Forms:
         op, inputs = self._graph.by_name[name], self._graph.inputs[name]
         lists = any(tensor.dtype == tf.variant for tensor in op.outputs)
         known = op.type not in MOVING | FILLING or all(map(self._graph.is_constant, inputs[1:]))  # the new shape
-        return op.type in _CHEAP and known and not lists and self._of_numbers.isdisjoint(inputs)
+        cheap = op.type in _CHEAP or all(map(self._is_small, (*inputs, *(output.name for output in op.outputs))))
+        return cheap and known and not lists and self._of_numbers.isdisjoint(inputs)
+
+    def _is_small(self, name: TensorName) -> bool:
+        """Return whether a tensor has a few integers that an op computes, as of a shape."""
+        graph, spec = self._graph, self._graph.spec(name)
+        if not (spec.dtype.is_integer or spec.dtype.is_bool) or name in graph.exchanges:
+            return False
+        op = graph.producer(name)
+        if op is None or tf_compat.is_stateful(op):
+            return False
+        few = spec.shape.is_fully_defined() and spec.shape.num_elements() <= SMALL
+        return few or op.type == "BroadcastGradientArgs"
 
     def _bytes(self, name: TensorName) -> int:
         """Return about how many bytes cross if a tensor does; 0: none, since each segment has it."""
-        if self._graph.is_constant(name) or name in self._graph.traced.variable_of:
+        traced = self._graph.traced
+        is_argument = name in traced.variable_of or op_name(name) in traced.placeholders
+        if is_argument or self._graph.is_constant(name) or self._numbers(name) is not None:
             return 0
         spec = self._graph.spec(name)
         lengths = [_OPEN] * 5 if spec.shape.rank is None else spec.shape.as_list()

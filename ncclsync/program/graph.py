@@ -14,9 +14,9 @@ from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.names import OpName, TensorName, op_name
 from ncclsync.program.program import Exchange
 from ncclsync.program.trace import Trace
-from ncclsync.semantics.axes import MEASURES, Axes
+from ncclsync.semantics.axes import MEASURES, Axes, Rows
 from ncclsync.semantics.functions import Functions, in_order, parents_of
-from ncclsync.semantics.placements import LOCAL, REPLICATE, SAMPLES, SPLITS, Indices, Placement, Shard, rows
+from ncclsync.semantics.placements import LOCAL, REPLICATE, SAMPLES, SPLITS, Counts, Indices, Placement, Shard, rows
 from ncclsync.sharding.roles import Role, is_random_state, mark_random_state, role_of
 from ncclsync.sharding.shards import units_of
 
@@ -174,6 +174,7 @@ class StepGraph:
     stood_for: Mapping[OpName, tf.Operation]  # by the branch that runs it on tower 0 alone
     open_axes: Mapping[TensorName, int]  # of tensors that have a tower's rows, where the trace has a length
     by_rows: Mapping[TensorName, Shard]  # of tensors that have a tower's rows of the batch
+    counting: Mapping[TensorName, Counts]  # of tensors that count them
     stretched: bool  # whether a batch of one row may have more rows of some of these, since it was broadcast
     local: Set[OpName]  # ops that take tensors that may differ between towers
     differing: Set[TensorName]  # these tensors
@@ -210,6 +211,41 @@ class StepGraph:
         shape = tf.TensorShape([]) if tensor.dtype == tf.resource else tensor.shape
         axis = self.open_axes.get(name)
         return tf.TensorSpec(shape if axis is None else opened(shape, axis), tensor.dtype)
+
+    def numbers(self, name: TensorName) -> list[tuple[int, tf.Tensor | None]] | None:
+        """Return what each number of a few traced integers is on a tower: a constant, or so many times a count of rows.
+
+        None: that is not known.
+        """
+        tensor = self.traced.tensor(name)
+        if not tensor.dtype.is_integer or self.stretched or op_name(name) not in self.traced.nodes:
+            return None
+        share, found = self.traced.trace.share, self.axes.elements(tensor)
+        counts = self.counting[name].counts if name in self.counting else (0,) * len(found)
+        if not (name in self.counting or self._is_whole(name)) or len(found) != tensor.shape.num_elements():
+            return None
+        numbers: list[tuple[int, tf.Tensor | None]] = []
+        for one, count in zip(found, counts, strict=True):
+            if isinstance(one, Rows) and one.each and count is not None:
+                numbers.append((one.each, share.rows if count else share.total))
+            elif isinstance(one, int) and count == 0:
+                numbers.append((one, None))
+            else:
+                return None
+        return numbers
+
+    def _is_whole(self, name: TensorName) -> bool:
+        """Return whether all towers have the same integers: no integer that they rest on is of what differs."""
+        queue, seen = [name], {name}
+        while queue:
+            one = queue.pop()
+            if one in self.differing:
+                return False
+            if self.traced.tensor(one).dtype.is_integer and (op := self.producer(one)) is not None:
+                new = set(self.inputs[op.name]) - seen
+                seen |= new
+                queue += new
+        return True
 
     def producer(self, name: TensorName) -> tf.Operation | None:
         """Return the op that a tensor comes from; None for the result of an exchange."""

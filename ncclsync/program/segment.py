@@ -89,7 +89,7 @@ def compile_segment(
     if plan.jit_compile:
         meter = None
     definition, outside, added = _graph_def(plan)
-    crossing = {name: forms[name] for name in plan.fetches if name in forms}
+    crossing = {name: forms[name] for name in plan.fetches if name in forms and forms[name].is_given}
     fetches = {*plan.fetches}.intersection(taken).union(*(form.names for form in crossing.values()))
     written = sorted({handle for op in plan.ops for handle in graph.writes[op]})
     held = [traced.variable_of[name] for name in written] if plan.jit_compile else []

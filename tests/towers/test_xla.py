@@ -192,6 +192,36 @@ def test_cheap_values_are_computed_again(monkeypatch):
     assert_close(found, expected)
 
 
+def attending():
+    keras.utils.set_random_seed(1)
+    words = keras.Input((6, 3))
+    x = layers.Dense(8, "gelu")(words)
+    for _ in range(2):
+        x = x + layers.MultiHeadAttention(2, 4)(layers.LayerNormalization()(x), x)
+    model = keras.Model(words, layers.Dense(4)(layers.GlobalAveragePooling1D()(x)))
+    model.compile(keras.optimizers.SGD(0.05), of_the_batch, jit_compile=True)
+    return model
+
+
+@pytest.mark.parametrize("towers", [2, pytest.param(5, marks=pytest.mark.slow)])
+def test_small_integers_do_not_cross(towers):
+    """Such as shapes: on a GPU they would cross by the host's memory, and the host would wait for it at each cut.
+
+    Each segment computes them of a tower's number of rows, which is another one in the last batch.
+    """
+    model = on_towers(attending, towers, bucket_bytes=256)
+    found = fit(model, SERIES)
+    before, crossing = set(), []
+    program = program_of(model)
+    for segment in program.segments:
+        for name, tensor in zip(segment.sources, segment.function.inputs, strict=False):
+            crossing += [name] if name in before and tensor.dtype == tf.int32 else []
+        before.update(segment.fetches)
+    assert program.jit_compile and len(program.segments) > 5 and len(before) > 20
+    assert crossing == []
+    assert_close(found, fit(attending(), SERIES))
+
+
 def failing():
     keras.utils.set_random_seed(1)
     model = Fails([keras.Input((6, 3)), layers.Flatten(), layers.Dense(100, "tanh"), layers.Dense(4)])

@@ -39,6 +39,13 @@ def test_beside_tensorflow():
     assert "NCCL needs some hundred MB on each GPU" in failed and "during the first nccl" in failed
 
 
+@pytest.mark.parametrize(("kib", "nccl", "tensorflow"), [(2048, 128, 345), (4400, 275, 311), (4800, 300, 280)])
+def test_before_tensorflow(kib, nccl, tensorflow):
+    """TensorFlow asks for all that was free, but for 255 MiB, of 600; where NCCL has more, for 10% less each time."""
+    whole = ["--gpus", 4, "--memory", 600, "--whole", "--nccl", f"32,{kib}"]
+    assert on_gpus(*whole, SCRIPT, "before") == [f"NCCL has {nccl}, TensorFlow {tensorflow}"]
+
+
 def test_drivers(monkeypatch):
     """Before R555 exchanges need TensorFlow's streams; one tower needs neither NCCL nor a driver of some version."""
     old = ["--driver", 12020, "--nccl", "16,1024"]

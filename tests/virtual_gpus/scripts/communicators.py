@@ -6,7 +6,7 @@ import sys
 import keras
 import numpy as np
 import tensorflow as tf
-from counters import counted
+from counters import counted, left_mib
 
 import ncclsync
 
@@ -48,7 +48,17 @@ def once():
     print(str(model.towers.explain(len(X))).partition("NCCL takes ")[2].partition(".")[0])
 
 
+def before():
+    """NCCL takes memory when TensorFlow has seen how much is free, and has not taken it as yet."""
+    tf.config.list_logical_devices()
+    towers = ncclsync.Towers(4)
+    with_nccl = left_mib()
+    with tf.device("GPU:0"):
+        tf.ones([4])
+    print(f"NCCL has {towers.communicator.taken_bytes >> 20}, TensorFlow {with_nccl - left_mib()}")
+
+
 try:
-    {"row": in_a_row, "once": once}[sys.argv[1]]()
+    {"before": before, "row": in_a_row, "once": once}[sys.argv[1]]()
 except (ncclsync.NcclSyncError, tf.errors.OpError) as error:
     print(type(error).__name__, str(error).replace("\n", " "))

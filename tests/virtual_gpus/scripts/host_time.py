@@ -2,12 +2,12 @@
 
     python tests/virtual_gpus/run.py --gpus 8 tests/virtual_gpus/scripts/host_time.py [TOWERS,...] [ROUNDS] [mirrored]
 
-Beside plain Keras on one GPU; with "mirrored" beside MirroredStrategy on as many GPUs, too. Medians of turns.
+Beside plain Keras on one GPU; with "mirrored" beside MirroredStrategy on as many GPUs, too. Medians of turns, of all
+CPU time and of what is not the system's: of more virtual GPUs than cores, the system changes threads more often.
 """
 
-import statistics
+import os
 import sys
-import time
 
 import keras
 import numpy as np
@@ -29,11 +29,12 @@ def build():
 
 
 def trained(model):
-    """Train `STEPS` steps; return the process' CPU time of one, in ms."""
+    """Train `STEPS` steps; return the process' CPU time of one, in ms, and what of it is the user's."""
     rows = np.ones([ROWS, WIDTH], "float32")
-    before = time.process_time()
+    before = os.times()
     model.fit(tf.data.Dataset.from_tensors((rows, rows)).repeat(), steps_per_epoch=STEPS, verbose=0)
-    return (time.process_time() - before) / STEPS * 1e3
+    user, system = ((now - then) / STEPS * 1e3 for now, then in zip(os.times()[:2], before[:2], strict=True))
+    return np.array([user + system, user])
 
 
 def mirrored(count):
@@ -53,8 +54,9 @@ times = {side: [] for side in models}
 for _ in range(2 + int(sys.argv[2] if len(sys.argv) > 2 else 5)):  # the first two trace, and warm up
     for side, model in models.items():
         times[side].append(trained(model))
-plain = times["plain Keras", 1][2:]
+plain = times["plain Keras", 1]
 for (name, count), taken in times.items():
-    each = statistics.median(taken[2:]) / count
-    of_plain = statistics.median(one / count / other for one, other in zip(taken[2:], plain, strict=True))
-    print(f"{name}, {count}: {each:.1f} ms for each, {of_plain:.2f} of plain Keras", flush=True)
+    each = [np.divide(one, count) for one in taken]
+    of_plain, user = np.median([one / other for one, other in zip(each[2:], plain[2:], strict=True)], axis=0)
+    milliseconds = np.median(each[2:], axis=0)[0]
+    print(f"{name}, {count}: {milliseconds:.1f} ms for each, {of_plain:.2f} of plain, user time {user:.2f}", flush=True)

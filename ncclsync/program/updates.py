@@ -7,10 +7,14 @@ import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.names import OpName, TensorName, op_name
+from ncclsync.compat.source_lines import user_line
 from ncclsync.ops import CollectiveKind
 from ncclsync.program.graph import StepGraph
 from ncclsync.program.program import Exchange, Program
 from ncclsync.semantics.axes import MEASURES
+from ncclsync.semantics.functions import Functions
+from ncclsync.semantics.placing import REPEATABLE
+from ncclsync.semantics.rules import DRAWS
 from ncclsync.sharding.roles import Role
 
 
@@ -69,14 +73,16 @@ def _nearest(graph: StepGraph, writers: list[OpName]) -> list[TensorName]:
     return list(dict.fromkeys(results))
 
 
-def written_without_batch(program: Program, known_rows: bool) -> list[tf.Variable]:
-    """Return the variables that ops write which wait for nothing of the batch.
+def done_without_batch(program: Program, known_rows: bool) -> tuple[list[tf.Variable], list[str]]:
+    """Return what one device's step does that waits for nothing of the batch, also if its iterator has none.
 
-    One device's step runs these ops, too, if its iterator has no batch. If one device knows how many rows each batch
-    has, it need not wait for their number.
+    If one device knows how many rows each batch has, it need not wait for their number.
+
+    Returns:
+        The variables that ops write; and the lines of ops with another state, as tables', queues', and Python's.
     """
     if program.graph is None:
-        return []
+        return [], []
     ops = program.graph.get_operations()
     waiters: dict[OpName, list[tf.Operation]] = collections.defaultdict(list)
     for op in ops if not known_rows else (one for one in ops if one.type not in MEASURES):
@@ -85,8 +91,12 @@ def written_without_batch(program: Program, known_rows: bool) -> list[tf.Variabl
     given = [program.graph.get_tensor_by_name(name) for name in program.arguments]
     # A number for each tower is of its rows.
     waiting = _followers([one.op.name for one in given if one.shape.rank != 0 or not known_rows], waiters)
-    written = {handle for op in ops if op.name not in waiting for handle in tf_compat.written_handles(op)}
-    return [variable for handle, variable in program.variables if handle in written]
+    left = [op for op in ops if op.name not in waiting]
+    written = {handle for op in left for handle in tf_compat.written_handles(op)}
+    functions = Functions(program.graph.as_graph_def().library.function, program.graph)
+    others = [op for op in left if functions.hides_state(op, REPEATABLE | DRAWS)]
+    lines = dict.fromkeys(f"the state of {op.type}, at {user_line(op.traceback)}" for op in others)
+    return [variable for handle, variable in program.variables if handle in written], [*lines]
 
 
 def _followers(names: Iterable[OpName], following: Mapping[OpName, Sequence[tf.Operation]]) -> set[OpName]:

@@ -24,7 +24,7 @@ from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError, shown
 from ncclsync.ops.device_ops import default_device
 from ncclsync.ops.spans import NoBatchLeft
-from ncclsync.program.updates import written_without_batch
+from ncclsync.program.updates import done_without_batch
 from ncclsync.sharding.exactness import Inexact, find_inexact
 from ncclsync.sharding.shards import fixed_specs, grouped, rows_of, without_optionals
 from ncclsync.towers.explanation import Explanation, explain_program
@@ -260,6 +260,10 @@ class ModelStep:
                     self._warn_of_keras_count(iterator)
                 self._ran = False
                 raise
+            except tf.errors.OpError as error:
+                if "IteratorGetNext" in str(error):  # raised by the data
+                    self._warn_of_keras_count(iterator, error)
+                raise
             self._ran = True
             return logs
         other_libraries.check_outside_strategy()  # within which Keras divides the data
@@ -271,25 +275,34 @@ class ModelStep:
             raise StopIteration
         return logs
 
-    def _warn_of_keras_count(self, iterator: tf.data.Iterator) -> None:
-        """Warn of what Keras' step writes where it finds no batch, and towers' does not."""
+    def _warn_of_keras_count(self, iterator: tf.data.Iterator, error: tf.errors.OpError | None = None) -> None:
+        """Warn of what Keras' step does where it finds no batch, or gets an error, and towers' does not."""
         model = self._model
         program = next(reversed(self.step.programs.kept.values()), None)
         if program is None or self._traced.jit_compile or model.steps_per_execution > 1:
             return
         leaves = tf.nest.flatten(iterator.element_spec, expand_composites=True)
         known_rows = all(leaf.shape.rank and leaf.shape[0] is not None for leaf in leaves)
-        written = written_without_batch(program, known_rows)
-        if not written:
+        written, lines = done_without_batch(program, known_rows)
+        if not (written or lines):
             return
-        names = self._towers.session.names_of(written)
-        self._towers.session.warn_once(
-            "Towers and plain Keras differ from the first epoch's end on: the length of the data is not known "
-            f"beforehand, and Keras' step writes {', '.join(names[:3])}{' and others' * (len(names) > 3)} also where "
-            "it finds no batch. Towers do not, nor does Keras if the length is known. Remedy: steps_per_epoch=, or "
-            "dataset.apply(tf.data.experimental.assert_cardinality(batches))",
-            about="a step without a batch",
-        )
+        names = [*lines, *self._towers.session.names_of(written)]
+        changed = f"Keras' step changes {', '.join(names[:3])}{' and others' * (len(names) > 3)}"
+        if error is None:
+            self._towers.session.warn_once(
+                "Towers and plain Keras differ from the first epoch's end on: the length of the data is not known "
+                f"beforehand, and {changed} also where it finds no batch. Towers do not, nor does Keras if the length "
+                "is known. Remedy: steps_per_epoch=, or "
+                "dataset.apply(tf.data.experimental.assert_cardinality(batches))",
+                about="a step without a batch",
+            )
+        else:
+            self._towers.session.warn_once(
+                "Towers and plain Keras differ from here on, if training goes on: the data have raised "
+                f"{type(error).__name__}, and {changed} also where it gets no batch. Towers' step does nothing without "
+                "one: the model is as it was before",
+                about="an error of the data",
+            )
 
     def run_each(self, batches: Sequence[Any]) -> Any:
         """Run one step on each batch; return the concatenated results."""

@@ -170,6 +170,28 @@ def counting_regression(optimizer):
     return model
 
 
+class InsertingIntoATable(Counting):
+    """Counts in a table, and in Python."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, 0)
+        self.called = []
+
+    def train_step(self, data):
+        """Count."""
+        key = tf.constant([1], tf.int64)
+        self.table.insert(key, self.table.lookup(key) + 1)
+        tf.numpy_function(lambda: self.called.append(1), [], [])
+        return keras.Sequential.train_step(self, data)
+
+
+def inserting_regression(optimizer):
+    model = InsertingIntoATable([keras.Input((5,)), keras.layers.Dense(1)])
+    model.compile(optimizer, "mse")
+    return model
+
+
 def drawing_regression(optimizer):
     model = keras.Sequential([keras.Input((5,)), keras.layers.Dropout(0.5, seed=1), keras.layers.Dense(1)])
     model.compile(optimizer, "mse")
@@ -240,9 +262,35 @@ def test_data_of_unknown_length_are_warned_of(caplog):
         ("sgd", counting_regression, "count"),
         ("sgd", drawing_regression, "seed_gen"),
         ("sgd", regression_of_sevens, "loss/count"),  # of rows, of whose number Keras knows
+        ("sgd", inserting_regression, "the state of LookupTableInsertV2, at "),
+        ("sgd", inserting_regression, "the state of PyFunc, at "),
     ]:
         (told,) = warned("unknown", optimizer, make)
         assert written in told
+
+
+def test_data_that_raise_are_warned_of(caplog):
+    """Keras has counted the step that got no batch, and goes on; towers have not."""
+
+    def reads(fails_at):
+        for i in range(4):
+            if i == fails_at:
+                raise OSError("a disk")
+            yield X[4 * i : 4 * i + 4], Y[4 * i : 4 * i + 4]
+
+    spec = (tf.TensorSpec([None, 5]), tf.TensorSpec([None, 1]))
+    data = [tf.data.Dataset.from_generator(lambda at=at: reads(at), output_signature=spec) for at in (2, 9)]
+    counted = []
+    for build in (regression, nccl_parallel(towers=2)(regression)):
+        model = build()
+        with pytest.raises(tf.errors.UnknownError):
+            model.fit(data[0], steps_per_epoch=4, verbose=0)
+        counted.append(int(model.optimizer.iterations))
+    (told,) = (one.getMessage() for one in caplog.records if "the data have raised" in one.getMessage())
+    assert "UnknownError" in told and "/iteration also" in told and counted == [3, 2]
+    caplog.clear()
+    model.fit(data[1], steps_per_epoch=4, verbose=0)
+    assert "the data have raised" not in caplog.text
 
 
 @pytest.mark.slow

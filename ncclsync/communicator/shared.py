@@ -2,17 +2,20 @@
 
 A communicator takes hundreds of megabytes of each GPU, and two of them on one GPU may wait for each other for ever. So
 there is one for each set of GPUs and options. In one process the last user's `leave` closes it. If the last user is
-only gone, it is kept for the next one, until somebody asks for another communicator or the process ends: the garbage
-collector never waits for a GPU. That of several processes stays until the process ends.
+only gone, it is kept for the next one for `KEPT_S`, until somebody asks for another communicator or the process ends:
+the garbage collector never waits for a GPU. That of several processes stays until the process ends.
 """
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import contextlib
 import logging
 import os
 import threading
+import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,10 +25,12 @@ from ncclsync.errors import NcclSyncError
 
 logger = logging.getLogger("ncclsync")
 
+KEPT_S = 30.0  # after its last user is gone: a notebook's cell that runs again, or the next fold, takes it over
 _EXIT_WAIT_S = 5.0  # how long the end of the process waits for each GPU's own work
 
 _lock = threading.RLock()  # held while GPUs are joined: who asks for the same ones waits for these
 _open: dict[tuple[Any, ...], NcclCommunicator] = {}
+_waiting: list[None] = []  # one, while a thread waits for communicators that nobody takes over
 
 
 def share(user: Any, devices: Sequence[int], *, peers: Peers | None, on_host: bool, **options: Any) -> NcclCommunicator:
@@ -49,7 +54,22 @@ def share(user: Any, devices: Sequence[int], *, peers: Peers | None, on_host: bo
             _open[key] = communicator
         communicator.reopen()
         communicator.users.add(user)
+        weakref.finalize(user, _user_is_gone).atexit = False
         return communicator
+
+
+def _user_is_gone() -> None:
+    """Close, later, in another thread, what nobody uses then. For the garbage collector: takes no lock."""
+    if not _waiting:
+        _waiting.append(None)
+        with contextlib.suppress(RuntimeError):  # Python starts no thread any more: `_end` closes all
+            _thread.start_new_thread(_close_later, ())
+
+
+def _close_later() -> None:
+    time.sleep(KEPT_S)
+    _waiting.clear()
+    close_unused()
 
 
 def leave(user: Any, communicator: Any) -> None:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -65,6 +66,30 @@ def test_models_in_a_row_have_one_communicator(nccl):
     other = towers(3)
     assert nccl.counted() == [10] and len(other) == 3  # nobody used the first one, which is closed
     other.close()
+    assert kept(nccl) == before
+
+
+def test_it_is_closed_when_nobody_takes_it_over(nccl, monkeypatch):
+    """A while after its last user is gone; the garbage collector waits for nothing meanwhile."""
+    monkeypatch.setattr(shared, "KEPT_S", 1.0)
+    monkeypatch.setattr(shared, "_waiting", [])  # another test's thread may wait for longer
+    before = kept(nccl)
+    one = towers()
+    communicator = one.communicator
+    for _ in range(2):
+        train(one, tf.Variable(0.0))
+        with shared._lock:  # as if another thread joined GPUs
+            one = None
+            gc.collect()
+        one = towers()
+        assert one.communicator is communicator
+    time.sleep(2.0)
+    assert train(one, tf.Variable(0.0)) == 4.0 and kept(nccl) != before
+    one = communicator = None
+    gc.collect()
+    until = time.monotonic() + 20
+    while kept(nccl) != before and time.monotonic() < until:
+        time.sleep(0.1)
     assert kept(nccl) == before
 
 

@@ -156,19 +156,20 @@ def _noting(function: Any, next_creator: Callable[..., tf.Variable], **kwargs: A
 
 
 def _told(function: Any) -> str:
-    code = inspect.unwrap(function.python_function).__code__
-    return f"{function.__name__}, at {code.co_filename}:{code.co_firstlineno}"
+    """Return the name of a function, and its line if it has one: a layer has none, nor another object."""
+    python = function.python_function
+    python = inspect.unwrap(getattr(python, "func", python))
+    code = getattr(python, "__code__", None)
+    name = getattr(python, "__name__", type(python).__name__)
+    return name if code is None else f"{name}, at {code.co_filename}:{code.co_firstlineno}"
 
 
 def _written(graph: Any) -> set[int]:
     """Return the ids of the handles that a graph has captured and writes, other than with a variable's first value."""
     captured = {placeholder.name: id(outside) for outside, placeholder in graph.captures}
-    asking = [op for op in graph.get_operations() if op.type in _CREATING]
-    asked = {output.name for op in asking for output in op.outputs}
-    others = [
-        op for op in graph.get_operations() if op not in asking and not (op.inputs and op.inputs[0].name in asked)
-    ]
-    written = [one for op in others for one in get_read_write_resource_inputs(op)[1]]
+    asked = {output.name for op in graph.get_operations() if op.type in _CREATING for output in op.outputs}
+    others = (op for op in graph.get_operations() if not (op.inputs and op.inputs[0].name in asked))
+    written = [one for op in others if op.type not in _CREATING for one in get_read_write_resource_inputs(op)[1]]
     return {captured[one.name] for one in written if one.name in captured}
 
 
@@ -207,7 +208,10 @@ def _kept(function: Any, args: Any, kwargs: Any) -> Any:
     traces = _traces(function)
     if not traces:
         return None
-    bound = inspect.signature(function.python_function).bind(*args, **kwargs)
+    try:
+        bound = inspect.signature(function.python_function).bind(*args, **kwargs)
+    except ValueError:  # Python does not know the arguments of a function of C's
+        return None
     bound.apply_defaults()
     leaves = tf.nest.flatten((bound.args, bound.kwargs))
     found = []

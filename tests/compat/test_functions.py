@@ -1,5 +1,6 @@
 """What of TensorFlow's cache of a `tf.function` a step can know that runs its Python itself."""
 
+import operator
 import types
 from functools import partial
 
@@ -122,6 +123,27 @@ def test_a_trace_that_does_not_write_a_variable_is_told(writes):
     with stale_functions(3) as found:
         tf.function(lambda x: inlined(counted)(x)).get_concrete_function(tf.TensorSpec([None, 2]))
     assert len(found) == (not writes)
+
+
+class Object:
+    """An object that is called."""
+
+    def __call__(self, x):
+        return scaled(x, False)
+
+
+@pytest.mark.parametrize(
+    ("python", "named"), [(Object(), ["Object"]), (partial(scaled, deep=False), ["scaled, at "]), (operator.neg, [])]
+)
+def test_what_has_no_line_is_named(python, named):
+    """An object, a function with arguments, and one of C's, which uses no variable."""
+    function = tf.function(python)
+    vars(CHANGES).update(factor=2.0, bias=None, weight=None)
+    function.get_concrete_function(tf.TensorSpec([None, 2]))
+    vars(CHANGES).update(weight=FIRST)
+    with stale_functions() as found:
+        tf.function(lambda x: inlined(function)(x)).get_concrete_function(tf.TensorSpec([None, 2]))
+    assert len(found) == len(named) and all(map(str.startswith, found, named))
 
 
 def test_functions_untraced_keep_no_trace():

@@ -245,6 +245,29 @@ _OF_EXCLUSIONS = (
 )
 
 
+def is_kerass(optimizer: keras.Optimizer) -> bool:
+    """Return whether an optimizer, and one that it wraps, is of a class of Keras', and has no method of its own."""
+    return not any(
+        type(one).__module__.partition(".")[0] != "keras" or any(map(inspect.isroutine, vars(one).values()))
+        for one in (optimizer, innermost(optimizer))
+    )
+
+
+def build_ahead(optimizer: keras.Optimizer, variables: Sequence[Any]) -> list[str]:
+    """Build an optimizer of a user's own before its step is traced; return the names of variables that it has changed.
+
+    Keras builds it while it traces, and traces again if variables were created: what `build` writes is lost. So it is
+    here, of the variables that are created; what others get is kept, and their names are returned.
+    """
+    with tf_compat.eager_writes() as written:
+        optimizer.build(variables)
+    for handle, first in written.values():
+        if first is not None:
+            tf.raw_ops.AssignVariableOp(resource=handle, value=first)
+    others = [handle for handle, first in written.values() if first is None]
+    return [one.name for one in tf_compat.variables_behind(others)]
+
+
 def is_as_keras_made_it(optimizer: keras.Optimizer, twin: keras.Optimizer) -> bool:
     """Return whether an optimizer is of a class of Keras', and has no attributes or methods that its twin has not."""
     known = {*vars(twin), *_OF_EXCLUSIONS}

@@ -31,6 +31,7 @@ from tensorflow.python.framework import (
     auto_control_deps_utils,
     c_api_util,
     kernels,
+    op_callbacks,
     op_def_registry,
     tensor_util,
 )
@@ -569,6 +570,41 @@ def unobserved() -> Iterator[None]:
         yield
     finally:
         thread.op_callbacks = callbacks
+
+
+_READING = frozenset(
+    {"ReadVariableOp", "VarIsInitializedOp", "VariableShape", "ResourceGather", "ResourceGatherNd"}
+    | {"DisableCopyOnRead", "DestroyResourceOp"}
+)
+
+
+@contextlib.contextmanager
+def eager_writes() -> Iterator[dict[int, tuple[Any, Any]]]:
+    """Note which variables eager ops of this thread write, but for the first value of those that are created meanwhile.
+
+    Yields:
+        By a handle's id: the handle, and the variable's first value; None if it was there before.
+    """
+    first: dict[int, Any] = {}
+    found: dict[int, tuple[Any, Any]] = {}
+    kept: list[Any] = []  # whose ids are no others' meanwhile
+
+    def seen(op_type: str, inputs: Sequence[Any], attrs: Any, outputs: Sequence[Any], *_: Any) -> None:
+        if op_type == "VarHandleOp":
+            kept.append(outputs[0])
+            first[id(outputs[0])] = None
+        for one in () if op_type in _READING else inputs:
+            if one.dtype == tf.resource:
+                if id(one) in first and first[id(one)] is None:
+                    first[id(one)] = inputs[-1]
+                else:
+                    found[id(one)] = one, first.get(id(one))
+
+    op_callbacks.add_op_callback(seen)
+    try:
+        yield found
+    finally:
+        op_callbacks.remove_op_callback(seen)
 
 
 def _plain(attribute: Any) -> Any:

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from ncclsync.communicator.timeouts import interruptible
 from ncclsync.compat import keras as keras_compat
-from ncclsync.compat import other_libraries
+from ncclsync.compat import keras_optimizers, other_libraries
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError, shown
 from ncclsync.ops.device_ops import default_device
@@ -210,7 +210,9 @@ class _StepOfModel:
 
     def source(self, specs: Any) -> Source:
         """See `Traceable`; the variables that the step needs are built first."""
-        self._twice = _build_state(self.model, self._name, specs) or (self._failed and self._twice)
+        self._twice = _build_state(self.model, self._name, specs, self._towers.session.warn_once) or (
+            self._failed and self._twice
+        )
         self._failed = False
         return Source(self.function, Results.COMBINED, self.jit_compile, twice=self._twice, returning=self._name)
 
@@ -371,7 +373,7 @@ def _ending_no_epoch() -> Iterator[None]:
         ) from error
 
 
-def _build_state(model: keras.Model, name: str, specs: Any) -> bool:
+def _build_state(model: keras.Model, name: str, specs: Any, warn: Callable[[str], None]) -> bool:
     """Create what Keras would create while it traces, so that one trace is enough; return whether anything was.
 
     Only for Keras' own steps: the variables of another step are not known before it is traced.
@@ -381,8 +383,16 @@ def _build_state(model: keras.Model, name: str, specs: Any) -> bool:
     if not (stock and plain and model.built and model.compiled and name != "predict_step"):
         return False
     known = len(keras_compat.variables_of(model))
+    trains, optimizer = name == "train_step", model.optimizer
+    own = trains and optimizer is not None and not optimizer.built and not keras_optimizers.is_kerass(optimizer)
     try:
-        keras_compat.build_symbolically(model, specs, trains=name == "train_step")
+        keras_compat.build_symbolically(model, specs, trains=trains and not own)
+        if own and (changed := keras_optimizers.build_ahead(optimizer, model.trainable_variables)):
+            warn(
+                f"Towers and Keras differ: `build` of {type(optimizer).__name__} changes {', '.join(changed[:3])}. "
+                "Keras builds the optimizer while it traces the first step: then this is lost, or done again in each "
+                "step. Towers do it once. Build it before: model.optimizer.build(model.trainable_variables)"
+            )
     except Exception as error:  # of any kind: the trace raises it as Keras does, or does without
         logger.debug("Nothing is created before the trace: %s: %s", type(error).__name__, error)
     return len(keras_compat.variables_of(model)) > known

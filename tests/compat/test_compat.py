@@ -1484,3 +1484,17 @@ def test_what_keras_makes_of_an_open_length():
         ):
             found.add(name)
     assert {*found, "associative_scan"} == tf_compat._GOING_BY_LENGTHS
+
+
+def test_eager_writes():
+    """Of variables from before, and of new ones beyond their first value; by methods and raw ops; reads are none."""
+    before, read, handle = tf.Variable(1.0), tf.Variable([2.0]), tf.Variable(3.0)
+    with tf_compat.eager_writes() as found:
+        new, once = tf.Variable(4.0), tf.Variable(read * 2)
+        new.assign_add(1.0)
+        before.assign(new + tf.gather(read, 0))
+        tf.raw_ops.AssignSubVariableOp(resource=handle.handle, value=1.0)
+    handle.assign(0.0)
+    written = {id(one): None if first is None else float(first) for one, first in found.values()}
+    assert written == {id(new.handle): 4.0, id(before.handle): None, id(handle.handle): None}
+    assert id(once.handle) not in written

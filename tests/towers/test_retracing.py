@@ -421,6 +421,56 @@ def test_a_function_that_creates_what_the_step_took_before(is_built, kind, caplo
     assert (differs > 1e-3) == (not is_built), differs
 
 
+class Anchored(keras.optimizers.SGD):
+    """Writes, where it is built, variables of its own, or weights."""
+
+    def __init__(self, anchored=True, **options):
+        super().__init__(**options)
+        self.anchored = anchored
+
+    def build(self, variables):
+        """Start the anchors where the weights are, or halve the weights."""
+        super().build(variables)
+        self.anchors = [self.add_variable_from_reference(one, "anchor") for one in variables if self.anchored]
+        for one, other in zip(self.anchors or variables, variables, strict=True):
+            one.assign(other if self.anchored else other / 2)
+
+    def update_step(self, gradient, variable, learning_rate):
+        """Draw a weight to its anchor."""
+        if self.anchored:
+            gradient += variable - self.anchors[self._get_variable_index(variable)]
+        super().update_step(gradient, variable, learning_rate)
+
+
+@pytest.mark.parametrize("way", ["fit", "train_on_batch"])
+@pytest.mark.parametrize("anchored", [True, False])
+def test_what_an_optimizers_build_writes(anchored, way, caplog):
+    """Keras loses it if the build creates variables, since the step is traced again, and else does it in each step.
+
+    So it is lost where the build has created what it writes; a warning tells of others.
+    """
+
+    def build():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input(X.shape[1:]), keras.layers.Flatten(), keras.layers.Dense(1)])
+        model.compile(Anchored(anchored, learning_rate=0.1), "mse", jit_compile=False)
+        return model
+
+    def trained(model):
+        if way == "fit":
+            yield model.fit(X, Y, batch_size=8, epochs=2, verbose=0, shuffle=False).history["loss"]
+        else:
+            yield from (model.train_on_batch(X[:8], Y[:8]) for _ in range(3))
+        yield from (model.get_weights(), [one.numpy() for one in model.optimizer.variables])
+
+    with caplog.at_level(logging.WARNING, "ncclsync"):
+        found = list(trained(nccl_parallel(towers=3)(build)()))
+    told = [one.getMessage() for one in caplog.records if "`build` of Anchored changes" in one.getMessage()]
+    assert len(told) == (not anchored), told
+    if anchored:
+        assert_close(found, list(trained(build())))
+
+
 def test_evaluation_builds_no_optimizer():
     """One device builds it at the first update, of what is trainable then."""
 

@@ -118,8 +118,9 @@ def _as_known(process: Process, run: str) -> Introduction:
     shared = f"{run} {port} {process.size} {os.environ.get('TF_CONFIG', '') and process.address}"
     if process.rank == 0 and not secret():
         logger.warning(
-            "The key of the processes' connections follows from their port: it keeps jobs apart, not strangers out. In "
-            "a network that others use, set for all: export NCCLSYNC_SECRET=$(openssl rand -hex 32)"
+            "The key of the processes' connections follows from their port and number: it keeps jobs apart, but for "
+            "two that give the same, and not strangers out. In a network that others use, set for all: export "
+            "NCCLSYNC_SECRET=$(openssl rand -hex 32)"
         )
     told = Told([host.strip("[]")], int(port), shared)
     return Introduction(lambda told: None, lambda: told, "", told.port, shared)

@@ -177,11 +177,13 @@ def _local_size(launcher: str, given: Mapping[str, str]) -> int | None:
 
 def _address_of_step(given: Mapping[str, str]) -> str | None:
     """Return the first host of a step of Slurm's, and a port that depends on job and step."""
-    first = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\])?([^,\[]*)", given.get("SLURM_STEP_NODELIST", ""))  # "gpu[07-09,12]"
+    # "gpu[07-09,12],cpu1": up to the first comma outside of brackets, and the first number within each.
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", given.get("SLURM_STEP_NODELIST", ""))
     job, step = given.get("SLURM_JOB_ID", ""), given.get("SLURM_STEP_ID", "")
     if not (first and job.isdecimal() and step.isdecimal()):
         return None
-    return f"{first[1]}{first[2] or ''}{first[3]}:{20000 + (16 * int(job) + int(step)) % 12000}"
+    host = re.sub(r"\[(\d*)[^\]]*\]", r"\1", first[0])
+    return f"{host}:{20000 + (16 * int(job) + int(step)) % 12000}"
 
 
 def _number(launcher: str, name: str, given: Mapping[str, str], default: int | None = None) -> int:

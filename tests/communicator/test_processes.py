@@ -54,6 +54,7 @@ ONE_BY_MPIRUN = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI
         (SLURM, ("Slurm", 1, 2, 0, None, None)),
         (STEP, ("Slurm", 1, 5, 0, 2, "gpu07:20193")),
         ({**STEP, "SLURM_STEP_NODELIST": "a,b[1-2]", "SLURM_NODEID": "0"}, ("Slurm", 1, 5, 0, 1, "a:20193")),
+        ({**STEP, "SLURM_STEP_NODELIST": "r[1-2]n[03,5]x,b"}, ("Slurm", 1, 5, 0, 2, "r1n03x:20193")),
         ({**STEP, "MASTER_ADDR": "h", "MASTER_PORT": "29500"}, ("Slurm", 1, 5, 0, 2, "h:29500")),
         ({**STEP, "SLURM_NODEID": "4"}, ("Slurm", 1, 5, 0, None, "gpu07:20193")),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),  # in the batch script

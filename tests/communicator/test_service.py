@@ -527,6 +527,46 @@ def test_a_key_file_that_another_user_has_made(tmp_path, monkeypatch):
     assert not path.exists()
 
 
+def test_a_key_file_is_its_users(tmp_path, monkeypatch):
+    """Others neither read it, nor are read in its place."""
+    path, told = tmp_path / "told", Told(["host"], 29500, "a key")
+    by = introductions._by_files([path])
+    by.tell(told)
+    assert path.stat().st_mode & 0o777 == 0o600 and by.find() == told
+    monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+    assert by.find() is None
+
+
+def test_a_key_that_follows_from_the_port_is_warned_of(monkeypatch, caplog):
+    """Once, by process 0, where the user has set no secret."""
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
+    for rank, secret, told in (("0", "", 1), ("1", "", 0), ("0", "of sixteen letters", 0)):
+        caplog.clear()
+        monkeypatch.setattr(os, "environ", {"RANK": rank, introductions.VARIABLE: secret, **variables})
+        introductions.introduction(find_process())
+        assert caplog.text.count("not strangers out") == caplog.text.count(introductions.VARIABLE) == told
+
+
+def test_a_host_is_more_than_its_name():
+    """Two hosts of one name are two; who comes late is told of after ten seconds."""
+    assert introductions.machine() not in ("", socket.gethostname())
+    assert introductions.here().startswith(introductions.machine())
+    assert timeouts.LATE_S == 10
+
+
+def test_a_frame_has_a_bound():
+    """What is larger is not received, of who knows the key, either; the next message is."""
+    context = zmq.Context()
+    receiver, sender = service._socket(context, zmq.ROUTER, "a key"), service._socket(context, zmq.DEALER, "a key")
+    sender.connect(f"tcp://127.0.0.1:{receiver.bind_to_random_port('tcp://127.0.0.1')}")
+    sender.send(bytes(2 * service._CHUNK + 1))
+    assert not receiver.poll(500)
+    sender.send(b"small")
+    assert receiver.poll(10_000) and receiver.recv_multipart()[1] == b"small"
+    assert receiver.tcp_keepalive == 1 and receiver.tcp_maxrt == service._CUT_MS
+    context.destroy()
+
+
 def test_a_launcher_within_a_launcher(monkeypatch):
     """Each process' key follows from its own launcher: those around it may tell some processes alone."""
     keys = []

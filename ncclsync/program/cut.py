@@ -55,6 +55,7 @@ def cut(
     traceless: bool,
     meter: Meter | None,
     undivided: str = "",
+    several: bool = False,
 ) -> Program:
     """Cut `trace` into a program of segments.
 
@@ -66,6 +67,8 @@ def cut(
         traceless: whether nothing may be left of a step that fails, at any moment of it, metrics and random state
             included: it may run again, or another process has failed.
         meter: see `compile_segment`.
+        several: whether other processes may fail: then so it is of metrics and random state, which a process may write
+            before all agree to write the weights.
         undivided: why every tower computes the whole batch, as the user is told; "" if towers divide it.
 
     Raises:
@@ -77,7 +80,7 @@ def cut(
         placed = place(trace, home, results, seeds, many_shards=shards, undivided=bool(undivided))
         if not undivided:
             _check_size(placed.graph)
-        program = _cut(placed, target, results, undone, traceless, meter)
+        program = _cut(placed, target, results, undone, traceless, meter, several)
     except (NcclSyncError, MemoryError):
         raise
     except Exception as fault:  # of any kind
@@ -91,7 +94,13 @@ def cut(
 
 
 def _cut(
-    placed: PlacedStep, target: Target, results: Results, undone: bool, traceless: bool, meter: Meter | None
+    placed: PlacedStep,
+    target: Target,
+    results: Results,
+    undone: bool,
+    traceless: bool,
+    meter: Meter | None,
+    several: bool,
 ) -> Program:
     graph, traced, trace = placed.graph, placed.graph.traced, placed.graph.traced.trace
     for handle, variable in traced.variable_of.items():
@@ -133,7 +142,7 @@ def _cut(
         ),
         fixed=placed.variables_of_rows(),
         work=placed.conversions.costs.step_work(),
-        rollback=_rollback(graph, scheduled, undone, traceless),
+        rollback=_rollback(graph, scheduled, undone, traceless, several),
         updates=tuple(find_updates(graph).items()),
         last_meeting=scheduled.last_meeting,
         jit_compile=forms.jit_compile,
@@ -195,7 +204,7 @@ def _check_size(graph: StepGraph) -> None:
 
 
 def _rollback(
-    graph: StepGraph, scheduled: Schedule, undone: bool, traceless: bool
+    graph: StepGraph, scheduled: Schedule, undone: bool, traceless: bool, several: bool
 ) -> tuple[tuple[TensorName, bool], ...]:
     """Return `Program.rollback`; see `cut`."""
     last, segments = scheduled.last_meeting, scheduled.segments
@@ -209,7 +218,9 @@ def _rollback(
     )
     restored = {handle for handle, number in written if undone or exposed or number < last}
     every = restored.union(*(graph.writes[name] for name in segments))
-    return tuple((handle, undone and handle in restored) for handle in sorted(every if traceless else restored))
+    if not traceless:
+        every = restored | (every - graph.traced.kept if several else set())
+    return tuple((handle, undone and handle in restored) for handle in sorted(every))
 
 
 def _plan_segments(graph: StepGraph, scheduled: Schedule, target: Target, forms: Forms) -> list[SegmentPlan]:

@@ -406,6 +406,7 @@ class Programs:
                     traceless=options.on_oom is not None or meets_on_host,
                     meter=meter,
                     undivided=undivided,
+                    several=self.towers.layout.meets_processes,
                 )
         except Undividable as fault:
             traced.before.restore()

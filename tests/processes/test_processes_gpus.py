@@ -206,6 +206,18 @@ def test_both_go_on_after_an_error_in_one(several, way, launcher):
     assert one and one == other
 
 
+def test_step_that_fails_at_its_end_in_one_process(virtual_gpus, tmp_path):
+    """It is undone in both, metrics and random state included, which a process writes before the weights' exchange."""
+    (tmp_path / "standin").mkdir()
+    program = [sys.executable, virtual_gpus, "--gpus", 4, SCRIPTS / "faults.py", "late"]
+    command = [*LAUNCHERS["mpirun"](2), *map(str, program)]
+    variables = environment(STANDIN_FOLDER=str(tmp_path / "standin"))
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=280)
+    sums = re.findall(r"goes on (.*)", done.stdout)
+    assert done.returncode == 0 and len(sums) == 2 and sums[0] == sums[1], done.stdout + done.stderr
+    assert len(re.findall(r"\[[01]\] \w+Error after", done.stdout)) >= 2, done.stdout
+
+
 def test_end_of_a_process_between_steps_is_saved(several, tmp_path):
     """Tower 0 is saved in the other one, as after a failed collective."""
     process, _ = several("RANK", "saved")

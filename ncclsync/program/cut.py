@@ -7,6 +7,7 @@ what it receives. Before that, a target's passes may make the program cheaper.
 """
 
 import dataclasses
+import enum
 import itertools
 from collections.abc import Mapping
 from typing import Any
@@ -46,16 +47,23 @@ _RAISING = rules.names("""
 """)
 
 
+class Traceless(enum.Enum):
+    """Say of what nothing may be left of a step that fails, at any moment of it."""
+
+    WEIGHTS = "weights and slots alone, which wait for the last exchange"
+    BESIDE_WEIGHTS = "metrics and random state, too, which a process may write before all agree to write the weights"
+    IN_ALL = "all that it writes, whenever it does: it may run again, or another process fails at any moment"
+
+
 def cut(
     trace: Trace,
     target: Target,
     results: Results,
     *,
     undone: bool,
-    traceless: bool,
+    traceless: Traceless,
     meter: Meter | None,
     undivided: str = "",
-    several: bool = False,
 ) -> Program:
     """Cut `trace` into a program of segments.
 
@@ -64,11 +72,8 @@ def cut(
         target: where it is to run.
         results: how the towers' results become those of the step.
         undone: whether a step may have to be undone after all its writes.
-        traceless: whether nothing may be left of a step that fails, at any moment of it, metrics and random state
-            included: it may run again, or another process has failed.
+        traceless: see `Traceless`.
         meter: see `compile_segment`.
-        several: whether other processes may fail: then so it is of metrics and random state, which a process may write
-            before all agree to write the weights.
         undivided: why every tower computes the whole batch, as the user is told; "" if towers divide it.
 
     Raises:
@@ -80,7 +85,7 @@ def cut(
         placed = place(trace, home, results, seeds, many_shards=shards, undivided=bool(undivided))
         if not undivided:
             _check_size(placed.graph)
-        program = _cut(placed, target, results, undone, traceless, meter, several)
+        program = _cut(placed, target, results, undone, traceless, meter)
     except (NcclSyncError, MemoryError):
         raise
     except Exception as fault:  # of any kind
@@ -94,13 +99,7 @@ def cut(
 
 
 def _cut(
-    placed: PlacedStep,
-    target: Target,
-    results: Results,
-    undone: bool,
-    traceless: bool,
-    meter: Meter | None,
-    several: bool,
+    placed: PlacedStep, target: Target, results: Results, undone: bool, traceless: Traceless, meter: Meter | None
 ) -> Program:
     graph, traced, trace = placed.graph, placed.graph.traced, placed.graph.traced.trace
     for handle, variable in traced.variable_of.items():
@@ -142,7 +141,7 @@ def _cut(
         ),
         fixed=placed.variables_of_rows(),
         work=placed.conversions.costs.step_work(),
-        rollback=_rollback(graph, scheduled, undone, traceless, several),
+        rollback=_rollback(graph, scheduled, undone, traceless),
         updates=tuple(find_updates(graph).items()),
         last_meeting=scheduled.last_meeting,
         jit_compile=forms.jit_compile,
@@ -204,7 +203,7 @@ def _check_size(graph: StepGraph) -> None:
 
 
 def _rollback(
-    graph: StepGraph, scheduled: Schedule, undone: bool, traceless: bool, several: bool
+    graph: StepGraph, scheduled: Schedule, undone: bool, traceless: Traceless
 ) -> tuple[tuple[TensorName, bool], ...]:
     """Return `Program.rollback`; see `cut`."""
     last, segments = scheduled.last_meeting, scheduled.segments
@@ -217,10 +216,10 @@ def _rollback(
         for op in ends
     )
     restored = {handle for handle, number in written if undone or exposed or number < last}
-    every = restored.union(*(graph.writes[name] for name in segments))
-    if not traceless:
-        every = restored | (every - graph.traced.kept if several else set())
-    return tuple((handle, undone and handle in restored) for handle in sorted(every))
+    others = {handle for name in segments for handle in graph.writes[name]} - restored
+    if traceless is not Traceless.IN_ALL:
+        others = others - graph.traced.kept if traceless is Traceless.BESIDE_WEIGHTS else set()
+    return tuple((handle, undone and handle in restored) for handle in sorted(restored | others))
 
 
 def _plan_segments(graph: StepGraph, scheduled: Schedule, target: Target, forms: Forms) -> list[SegmentPlan]:

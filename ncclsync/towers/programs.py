@@ -22,7 +22,7 @@ from ncclsync.gradients.nonfinite import finite_flags
 from ncclsync.gradients.observer import Observer
 from ncclsync.ops.spans import Meter
 from ncclsync.ops.xla_programs import share_programs
-from ncclsync.program.cut import cut
+from ncclsync.program.cut import Traceless, cut
 from ncclsync.program.partition import Undividable
 from ncclsync.program.program import Program, Results
 from ncclsync.program.trace import Opened, Trace, trace
@@ -394,8 +394,11 @@ class Programs:
         if told := check_draws(traced.trace.function, refuses=repeats):
             session.inexact[told] = None
             session.warn_once(f"{told.where}, {told.reason}: {told.remedy}")
-        # Another process may fail at any moment of a step; between GPUs they agree before each write.
-        meets_on_host = self.towers.layout.meets_processes and not self.towers.communicator.enqueues
+        traceless = Traceless.WEIGHTS
+        if self.towers.layout.meets_processes:  # another may fail at any moment; between GPUs they agree on weights
+            traceless = Traceless.BESIDE_WEIGHTS if self.towers.communicator.enqueues else Traceless.IN_ALL
+        if options.on_oom is not None:
+            traceless = Traceless.IN_ALL
         try:
             with tf_compat.unobserved():
                 program = cut(
@@ -403,10 +406,9 @@ class Programs:
                     session.target,
                     traced.source.results,
                     undone=finite,
-                    traceless=options.on_oom is not None or meets_on_host,
+                    traceless=traceless,
                     meter=meter,
                     undivided=undivided,
-                    several=self.towers.layout.meets_processes,
                 )
         except Undividable as fault:
             traced.before.restore()

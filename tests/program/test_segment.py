@@ -9,7 +9,7 @@ import tensorflow as tf
 from ncclsync import ops
 from ncclsync.compat.names import op_name
 from ncclsync.program.crossing import Form
-from ncclsync.program.cut import cut, place
+from ncclsync.program.cut import Traceless, cut, place
 from ncclsync.program.program import Bucket, Results, Target
 from ncclsync.program.schedule import schedule
 from ncclsync.program.segment import Rewrite, SegmentPlan, compile_segment, same_device
@@ -178,7 +178,7 @@ def test_who_places_a_step_declares_no_role():
         state.scatter_update(tf.IndexedSlices(tf.reduce_sum(x)[None], [0]))
 
     assert [*placed(step).traced.role.values()] == [Role.SAME] and role_of(state) is Role.SUM
-    cut(trace(step, ROWS), Target("/CPU:0", 1), Results.COMBINED, undone=False, traceless=False, meter=None)
+    cut(trace(step, ROWS), Target("/CPU:0", 1), Results.COMBINED, undone=False, traceless=Traceless.WEIGHTS, meter=None)
     assert role_of(state) is Role.SAME
 
 

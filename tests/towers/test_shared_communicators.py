@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import numpy as np
 import pytest
@@ -71,8 +72,9 @@ def test_models_in_a_row_have_one_communicator(nccl):
 
 def test_it_is_closed_when_nobody_takes_it_over(nccl, monkeypatch):
     """A while after its last user is gone; the garbage collector waits for nothing meanwhile."""
-    monkeypatch.setattr(shared, "KEPT_S", 1.0)
-    monkeypatch.setattr(shared, "_waiting", [])  # another test's thread may wait for longer
+    over = threading.Event()
+    monkeypatch.setattr(shared, "time", types.SimpleNamespace(sleep=lambda _: over.wait(60)))
+    monkeypatch.setattr(shared, "_waiting", [])  # another test's thread may wait, too
     before = kept(nccl)
     one = towers()
     communicator = one.communicator
@@ -83,13 +85,15 @@ def test_it_is_closed_when_nobody_takes_it_over(nccl, monkeypatch):
             gc.collect()
         one = towers()
         assert one.communicator is communicator
-    time.sleep(2.0)
+    over.set()  # for who has been gone since: somebody uses it
+    until = time.monotonic() + 20
+    while shared._waiting and time.monotonic() < until:
+        time.sleep(0.05)
     assert train(one, tf.Variable(0.0)) == 4.0 and kept(nccl) != before
     one = communicator = None
     gc.collect()
-    until = time.monotonic() + 20
-    while kept(nccl) != before and time.monotonic() < until:
-        time.sleep(0.1)
+    while kept(nccl) != before and time.monotonic() < until + 20:
+        time.sleep(0.05)
     assert kept(nccl) == before
 
 

@@ -30,7 +30,7 @@ _EXIT_WAIT_S = 5.0  # how long the end of the process waits for each GPU's own w
 
 _lock = threading.RLock()  # held while GPUs are joined: who asks for the same ones waits for these
 _open: dict[tuple[Any, ...], NcclCommunicator] = {}
-_waiting: list[None] = []  # one, while a thread waits for communicators that nobody takes over
+_waiting: list[int] = []  # processes of which a thread waits for communicators that nobody takes over: a fork has none
 
 
 def share(user: Any, devices: Sequence[int], *, peers: Peers | None, on_host: bool, **options: Any) -> NcclCommunicator:
@@ -60,8 +60,8 @@ def share(user: Any, devices: Sequence[int], *, peers: Peers | None, on_host: bo
 
 def _user_is_gone() -> None:
     """Close, later, in another thread, what nobody uses then. For the garbage collector: takes no lock."""
-    if not _waiting:
-        _waiting.append(None)
+    if (process := os.getpid()) not in _waiting:
+        _waiting.append(process)
         with contextlib.suppress(RuntimeError):  # Python starts no thread any more: `_end` closes all
             _thread.start_new_thread(_close_later, ())
 

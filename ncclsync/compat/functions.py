@@ -1,6 +1,6 @@
 """Trace a `tf.function` that a step calls as a part of the step, by what TensorFlow's own cache of it would show.
 
-Private API of TensorFlow: `Function._reduce_retracing`, `Function._function_cache`, `get_read_write_resource_inputs`.
+Private API of TensorFlow: `Function._reduce_retracing`, `Function._function_cache`.
 """
 
 import contextlib
@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
 
 from ncclsync.compat import tensorflow as tf_compat
 
@@ -26,6 +25,7 @@ _MADE: weakref.WeakKeyDictionary[Any, dict[str, dict[int | None, str]]] = weakre
 # By trace that TensorFlow has kept: the rows of one device's trace, where the trace was made within a step's.
 _ROWS: weakref.WeakKeyDictionary[Any, int | None] = weakref.WeakKeyDictionary()
 _CREATING = frozenset({"VarHandleOp", "VarIsInitializedOp"})
+FUNCTION = type(tf.function(lambda: None))
 # Attributes that differ between two traces of the same Python.
 _PASSING = frozenset({"_class", "seed", "seed2", "shared_name", "config_proto", "_gradient_op_type"})
 
@@ -99,10 +99,11 @@ def traces_noted(function: Any) -> Iterator[None]:
 
 def functions_untraced() -> contextlib.AbstractContextManager[None]:
     """Run the Python of each `tf.function` that is called, so that none keeps a trace of it."""
-    kind = type(tf.function(lambda: None))
-    return tf_compat.methods_wrapped(
-        [kind], "__call__", lambda call, self, *args, **kwargs: inlined(self)(*args, **kwargs)
-    )
+
+    def untraced(call: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        return inlined(self)(*args, **kwargs)
+
+    return tf_compat.methods_wrapped([FUNCTION], "__call__", untraced)
 
 
 def inlined(function: Any) -> Callable:
@@ -169,8 +170,8 @@ def _written(graph: Any) -> set[int]:
     captured = {placeholder.name: id(outside) for outside, placeholder in graph.captures}
     asked = {output.name for op in graph.get_operations() if op.type in _CREATING for output in op.outputs}
     others = (op for op in graph.get_operations() if not (op.inputs and op.inputs[0].name in asked))
-    written = [one for op in others if op.type not in _CREATING for one in get_read_write_resource_inputs(op)[1]]
-    return {captured[one.name] for one in written if one.name in captured}
+    written = {name for op in others if op.type not in _CREATING for name in tf_compat.written_handles(op)}
+    return {captured[name] for name in written if name in captured}
 
 
 def _shapes_traced(function: Any, leaves: Sequence[Any], tensors: Sequence[int]) -> list[tf.TensorShape]:
@@ -243,14 +244,10 @@ def _takes(spec: Any, leaf: Any, rows: int | None) -> bool:
 
 
 def _used(ops: Sequence[tf.Operation]) -> tuple[int, int]:
-    """Return how many variables, and other resources, ops read, and how many of them they write."""
+    """Return how many variables, and other resources, ops take, and how many of them they write."""
     made = {op.name for op in ops if op.type != "Placeholder"}
-    read, written = set(), set()
-    for op in ops:
-        reads, writes = get_read_write_resource_inputs(op)
-        read |= {one.name for one in (*reads, *writes) if one.op.name not in made}
-        written |= {one.name for one in writes if one.op.name not in made}
-    return len(read), len(written)
+    taken = {one.name for op in ops for one in op.inputs if one.dtype == tf.resource and one.op.name not in made}
+    return len(taken), len(taken & {name for op in ops for name in tf_compat.written_handles(op)})
 
 
 def _digest(graph: Any, ops: Sequence[tf.Operation], given: Sequence[tf.Tensor]) -> str:

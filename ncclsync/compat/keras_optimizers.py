@@ -245,7 +245,7 @@ _OF_EXCLUSIONS = (
 )
 
 
-def is_kerass(optimizer: keras.Optimizer) -> bool:
+def is_of_keras(optimizer: keras.Optimizer) -> bool:
     """Return whether an optimizer, and one that it wraps, is of a class of Keras', and has no method of its own."""
     return not any(
         type(one).__module__.partition(".")[0] != "keras" or any(map(inspect.isroutine, vars(one).values()))
@@ -271,8 +271,7 @@ def build_ahead(optimizer: keras.Optimizer, variables: Sequence[Any]) -> list[st
 def is_as_keras_made_it(optimizer: keras.Optimizer, twin: keras.Optimizer) -> bool:
     """Return whether an optimizer is of a class of Keras', and has no attributes or methods that its twin has not."""
     known = {*vars(twin), *_OF_EXCLUSIONS}
-    own = [name for name, one in vars(optimizer).items() if name not in known or inspect.isroutine(one)]
-    return type(optimizer).__module__.partition(".")[0] == "keras" and not own
+    return is_of_keras(optimizer) and vars(optimizer).keys() <= known
 
 
 def twin_of(optimizer: keras.Optimizer) -> keras.Optimizer:

@@ -17,7 +17,7 @@ import tensorflow as tf
 from ncclsync import ops
 from ncclsync.compat import keras_optimizers, other_libraries
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.compat.functions import inlined, traces_noted
+from ncclsync.compat.functions import FUNCTION, inlined, traces_noted
 from ncclsync.gradients.compression import ErrorFeedback
 from ncclsync.gradients.sharded_optimizer import OptimizerSharding
 from ncclsync.ops import Context
@@ -148,4 +148,4 @@ def functions_inlined() -> contextlib.AbstractContextManager[None]:
                 return call(self, *args, **kwargs)
         return inlined(self)(*args, **kwargs)
 
-    return tf_compat.methods_wrapped([type(tf.function(lambda: None))], "__call__", inlining)
+    return tf_compat.methods_wrapped([FUNCTION], "__call__", inlining)

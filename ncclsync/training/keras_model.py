@@ -384,7 +384,7 @@ def _build_state(model: keras.Model, name: str, specs: Any, warn: Callable[[str]
         return False
     known = len(keras_compat.variables_of(model))
     trains, optimizer = name == "train_step", model.optimizer
-    own = trains and optimizer is not None and not optimizer.built and not keras_optimizers.is_kerass(optimizer)
+    own = trains and optimizer is not None and not optimizer.built and not keras_optimizers.is_of_keras(optimizer)
     try:
         keras_compat.build_symbolically(model, specs, trains=trains and not own)
         if own and (changed := keras_optimizers.build_ahead(optimizer, model.trainable_variables)):

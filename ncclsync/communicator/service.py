@@ -43,6 +43,7 @@ _PING_MS, _MUTE_MS = 250, 3000  # between what ZeroMQ sends on a pulse; after wh
 _CUT_MS = 10_000  # after which TCP gives up a connection that takes nothing
 _AGAIN_S = 0.5  # until process 0 is looked for, and greeted, again
 _SHOWN = 3  # addresses in a message
+_LOOK_AFTER_S = 2  # of a search, when it begins to note who is at these addresses
 _LINGER_S = 1.0  # for what is to be sent yet when a process ends
 _Address: TypeAlias = "tuple[zmq.Socket, bytes]"  # of a connection, in process 0
 
@@ -420,6 +421,7 @@ class _Search:
         self._greeted: dict[zmq.Socket, float] = {}
         self._told: Told | None = None
         self._endpoints: list[str] = []
+        self._answered: dict[str, str] = {}  # who has answered there, in words: it may be gone by the time of a message
         self._unknown = ""
         self._error: NcclSyncError | None = None
         self._began = time.monotonic()
@@ -458,6 +460,8 @@ class _Search:
             if told:
                 named = (f"[{host}]" if ":" in host else host for host in hosts)
                 self._endpoints, self._told = [f"tcp://{host}:{told.port}" for host in named], told
+            if time.monotonic() - self._began > _LOOK_AFTER_S:
+                self._found()
             self._stop.wait(_AGAIN_S)
 
     def go_on(self, slice_s: float) -> bool:
@@ -495,19 +499,27 @@ class _Search:
     def _words(self) -> str:
         """Return what is found where process 0 was looked for."""
         found = [self._unknown] if self._unknown else []
-        found += map(_found_at, self._endpoints[:_SHOWN])
-        return ". ".join(filter(None, ["; ".join(found), self._by.if_left_over]))
+        return ". ".join(filter(None, ["; ".join(found + self._found()), self._by.if_left_over]))
+
+    def _found(self) -> list[str]:
+        """Return who is at the first addresses, or was when last somebody answered there, in words."""
+        found = []
+        for endpoint in self._endpoints[:_SHOWN]:
+            host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+            try:
+                if endpoint not in self._answered:
+                    self._answered[endpoint] = _found_at(host, port)
+                found.append(self._answered[endpoint])
+            except OSError as error:
+                found.append(f"{host}:{port} does not answer ({error})")
+        return found
 
 
-def _found_at(endpoint: str) -> str:
-    """Return who answers at an address, in words."""
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=1) as raw:
-            raw.settimeout(1)
-            greeting = raw.recv(1)
-    except OSError as error:
-        return f"{host}:{port} does not answer ({error})"
+def _found_at(host: str, port: str) -> str:
+    """Return who answers at an address, in words. Raises OSError if nobody does."""
+    with socket.create_connection((host.strip("[]"), int(port)), timeout=1) as raw:
+        raw.settimeout(1)
+        greeting = raw.recv(1)
     if greeting == b"\xff":  # ZeroMQ's
         return (
             f"at {host}:{port} is a process that does not answer, or not to this job: give all its processes the same "

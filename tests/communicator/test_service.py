@@ -228,6 +228,26 @@ def test_other_secret(made, monkeypatch):
         introductions.secret()
 
 
+def test_another_secret_of_a_process_that_has_gone(made, monkeypatch):
+    """Who gave up first is remembered: what is said is not that nobody answers."""
+    monkeypatch.setenv("NCCLSYNC_SECRET", "the secret of process 0")
+    first, found_at = made(0, 2), service._found_at
+
+    def found_once(host, port):
+        if threading.current_thread() is threading.main_thread():
+            raise OSError("asked when it is over")
+        try:
+            return found_at(host, port)
+        finally:
+            first.close()
+
+    monkeypatch.setattr(service, "_found_at", found_once)
+    monkeypatch.setattr(service, "_LOOK_AFTER_S", 0)
+    monkeypatch.setenv("NCCLSYNC_SECRET", "the secret of process 1")
+    with pytest.raises(NcclTimeoutError, match="give all its processes the same NCCLSYNC_SECRET"):
+        made(1, 2, join_s=3)
+
+
 def test_a_process_that_is_there_already(made):
     """A second process of a number is refused, as is a number that there is not; also what was started again."""
     services = [made(0, 2), made(1, 2)]

@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 
@@ -18,6 +19,9 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "tests" / "processes" / "scripts"
+
+
+_folders: list[tempfile.TemporaryDirectory] = []  # until this Python ends
 
 
 def mpirun_path() -> str | None:
@@ -30,7 +34,10 @@ def mpirun(count: int, *options: str) -> list[str]:
     """A command that starts so many processes of what follows it; skips the test where there is none."""
     pytest.importorskip("mpi4py", reason="pip install -e '.[hosts]'")
     path = mpirun_path() or pytest.skip("no mpirun: pip install -e '.[hosts]'")
-    return [path, "-np", str(count), "--allow-run-as-root", "--oversubscribe", *options]
+    # What an mpirun that was killed has left in the usual folder fails the next mpirun with its number.
+    _folders.append(tempfile.TemporaryDirectory(prefix="mpirun-"))
+    command = ["env", f"PRTE_MCA_prte_tmpdir_base={_folders[-1].name}", path, "-np", str(count)]
+    return [*command, "--allow-run-as-root", "--oversubscribe", *options]
 
 
 def torchrun(count: int, *options: str) -> list[str]:

@@ -52,6 +52,7 @@ ABORT_WAIT_S = 1.0  # how long a failure waits for its abort, which then goes on
 _MOST = 2**31 - 1  # NCCL's ranks and CUDA's ordinals are C's int
 _ABORTED = ". The communicator is aborted"  # after `timeout_s`, as after any failure
 _MOST_CONNECT_BYTES = 2**25  # a collective that takes memory from NCCL for its like need not be larger than a bucket
+_BUCKET_SUM = (lib.NCS_ALL_REDUCE, native.OPS["sum"], native.DTYPES["float32"], 1, _MOST_CONNECT_BYTES // 4)
 _LISTED = 6  # collectives of a group that a message names
 
 
@@ -427,7 +428,8 @@ class NcclCommunicator(Communicator):
     def connect(self, collectives: Sequence[AnyCollective], dtypes: Sequence[int], counts: Sequence[int]) -> None:
         """Run collectives of these sorts and sizes, unless such have run: NCCL takes the memory that they need once.
 
-        So it does so now, and not in the midst of a step. In one process; in several the first step does it.
+        So it does so now, and not in the midst of a step. In one process; in several, joining has done it for the
+        sum of a bucket, and the first step does it for all else: no process knows when the others come here.
 
         Args:
             collectives: without buffers.
@@ -435,7 +437,7 @@ class NcclCommunicator(Communicator):
 
         Raises NcclError, as creation does.
         """
-        if self._joined_by is not None or self._on_host:
+        if self.world_size > self.size or self._on_host:
             return
         new = set()
         for one, dtype, count in zip(collectives, dtypes, counts, strict=True):
@@ -459,6 +461,8 @@ class NcclCommunicator(Communicator):
             try:
                 memory = [nccl_calls.scratch(handle, i, blocks * size_bytes) for i in range(self.size)]
             except NcclError as error:
+                if self.world_size > self.size:  # other processes wait for this one
+                    raise
                 # NCCL itself may find as much as it needs, once a step sends tensors that are there anyhow.
                 logger.info("NCCL takes its memory in the first step: %s", error)
                 break
@@ -493,7 +497,7 @@ class NcclCommunicator(Communicator):
             if self._preflight:
                 check.sums()
             self.taken_bytes = max(nccl_calls.taken(handle, self.size))
-            self._connect(handle, self._connected)
+            self._connect(handle, [_BUCKET_SUM] if self.world_size > self.size else self._connected)
         self._handle, self.failure = handle, None
         self._launcher.open(handle)
 

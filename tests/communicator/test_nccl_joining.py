@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from test_nccl_failures import buffers, opened, reduce_ones
 
-from ncclsync.communicator import AllGather, AllReduce, NcclCommunicator, native, nccl, preflight
+from ncclsync.communicator import AllGather, AllReduce, NcclCommunicator, native, nccl, nccl_calls, preflight
 from ncclsync.errors import NcclError, NcclPreflightError, NcclSyncError, NcclTimeoutError, NcclUnavailableError
 
 pytestmark = pytest.mark.timeout(60)
@@ -213,6 +213,21 @@ def test_no_memory_to_connect_with(standin, caplog):
             "NCCL takes its memory in the first step"
         ]
         reduce_ones(comm)
+
+
+def test_two_processes_connect_as_they_join(standin):
+    """By a bucket's sum: later none knows when the others would. One without memory for it says so; nobody hangs."""
+    channels, connection = 16, 12 << 20
+    one, other = joined()
+    assert one.taken_bytes == other.taken_bytes == (2 + 1) * channels * connection  # a small sum's tree, its ring
+    _, sent = buffers(1.0, 2, 2**20)
+    assert at_once(*(lambda comm=comm: comm.all_reduce(sent, sent) for comm in (one, other))) == [None, None]
+    assert one.taken_bytes == max(nccl_calls.taken(one._handle, 2))
+    at_once(one.close, other.close)
+    standin.fail("cudaMalloc:3=2")
+    failed = joined(preflight=False)
+    assert all(isinstance(one, NcclSyncError) for one in failed)
+    assert any("tf.config.experimental.set_memory_growth" in str(one) for one in failed)
 
 
 def test_same_gpu_twice(standin, monkeypatch):

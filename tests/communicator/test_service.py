@@ -463,10 +463,10 @@ def test_ends_are_quick(made):
 
 
 class Cable:
-    """Lead connections to process 0 by way of another port; `cut` the newest of them."""
+    """Lead connections to process 0 by way of another port; `cut` the newest of them, or `change` a bit."""
 
     def __init__(self, told):
-        self.pairs, self._told = [], told
+        self.pairs, self._told, self._changes = [], told, False
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         threading.Thread(target=self._lead, daemon=True).start()
@@ -481,6 +481,9 @@ class Cable:
     def _pass(self, one, other):
         with contextlib.suppress(OSError):
             while data := one.recv(1 << 16):
+                if self._changes and one is self.pairs[-1][0]:
+                    self._changes = False
+                    data = data[:-1] + bytes([data[-1] ^ 1])
                 other.sendall(data)
         self._close((one, other))
 
@@ -492,20 +495,40 @@ class Cable:
     def cut(self):
         self._close(self.pairs[-1])
 
+    def change(self):
+        self._changes = True
 
-def test_a_connection_that_is_cut_is_heard_on_both_sides(made, told, monkeypatch):
-    """The one that carries values, between two hosts; the pulse by itself would go on."""
+
+@pytest.mark.parametrize("way", ["cut", "change"])
+def test_a_connection_that_is_cut_or_changed_is_heard_on_both_sides(made, told, monkeypatch, way):
+    """The one that carries values, between two hosts; the pulse by itself would go on. No changed one is taken."""
     monkeypatch.setattr(service, "_is_reached", lambda path: False)
     first, cable = made(0, 2), Cable(told)
-    way = Introduction(told.append, lambda: Told(["127.0.0.1"], cable.port, told[0].key), "")
-    second = made(1, 2, way)
+    by_cable = Introduction(told.append, lambda: Told(["127.0.0.1"], cable.port, told[0].key), "")
+    second = made(1, 2, by_cable)
     assert given([first, second], 1)
-    cable.cut()
+    getattr(cable, way)()
+    awaited = [one.give(2, messages.written("a value")) for one in (first, second)]
     ends = time.monotonic() + 20
     while min(first.silence()[1], second.silence()[0]) < 3:
         assert time.monotonic() < ends, (first.silence(), second.silence())
         time.sleep(0.1)
+    assert not any(one.wait(0) for one in awaited)
     assert "its connection has ended" in second.lost[1]
+
+
+def test_process_0_may_end_once_it_has_given_its_part(made):
+    """An exchange that process 0 has left is read to its end by the others, who then hear that it has ended."""
+    services = made(0, 2), made(1, 2)
+    with ThreadPoolExecutor(2) as pool:
+        first, other = pool.map(lambda rank: Peers(services[rank], rank, 2, 20), range(2))
+        received = pool.submit(other.exchange, "b", "the end of fit", 30)
+        assert first.exchange("a", "the end of fit", 30) == ["a", "b"]
+        first.end("has ended")
+        assert received.result(10) == ["a", "b"]
+        with pytest.raises(ProcessError, match=r"process 0 .* has ended"):
+            other.exchange("b", "another", 30)
+        other.end("has ended")
 
 
 def test_a_service_that_fails_ends_the_waiting(made, monkeypatch, caplog):

@@ -107,24 +107,33 @@ def bothered(port: int, rng: random.Random, folder: pathlib.Path) -> Iterator[so
 
 @contextlib.contextmanager
 def strangers(port: int, folder: pathlib.Path) -> Iterator[collections.deque]:
-    """Bother whoever listens at a port, also by scans, for as long as the context lasts; yield the connections."""
-    ending, rng, made = threading.Event(), random.Random(0), collections.deque()
+    """Bother whoever listens at a port for as long as the context lasts; yield all connections.
+
+    By scans, by garbage, of which 50 connections stay, and by 400 slow clients, which say a byte at times.
+    """
+    ending, rng, made, slow = threading.Event(), random.Random(0), collections.deque(), collections.deque()
 
     def call():
         while not ending.wait(0.02):
-            with contextlib.suppress(OSError):  # nobody listens, yet or any more
+            with contextlib.suppress(OSError):  # nobody listens, yet or any more, or has closed this connection
                 socket.create_connection(("127.0.0.1", port), timeout=5).close()
+                slow.extend(socket.create_connection(("127.0.0.1", port), timeout=5) for _ in range(20))
+                while len(slow) > 400:
+                    slow.popleft().close()
                 for raw in bothered(port, rng, folder):
                     made.append(raw)
                     if len(made) > 50:
                         made[-50].close()
+                slow[0].sendall(b"\xff")
+                slow.rotate()
 
     thread = threading.Thread(target=call)
     thread.start()
     try:
         yield made
+        assert len(slow) >= 400
     finally:
         ending.set()
         thread.join()
-        for raw in made:
+        for raw in (*made, *slow):
             raw.close()

@@ -441,13 +441,11 @@ class Programs:
         layout = self.towers.layout
         if layout.shards == 1:
             return  # it has the whole batch
-        found = [*self._step.find_inexact()] if self.trains else []
-        if not program.normalized:  # its layers have all rows on every tower
-            found = [part for part in found if part.reason != NORMALISES[0]]
-        known = {part.reason for part in found}
+        named, found = [*self._step.find_inexact()] if self.trains else [], list[Inexact]()
         for lines, cause in ((program.draws, DRAWS), (program.normalized, NORMALISES)):
-            if lines and cause[0] not in known:
-                found.append(Inexact(" and ".join(lines[:3]), *cause))
+            if lines:  # else its layers have all rows on every tower, or draw what has no rows
+                layers = [part for part in named if part.reason == cause[0]]
+                found += layers or [Inexact(" and ".join(lines[:3]), *cause)]
         self.towers.session.inexact.update(dict.fromkeys(found))
         what = "Training" if self.trains else "Evaluation or prediction"
         if text := say_inexact(found, "shard" if layout.divided else "tower", what):

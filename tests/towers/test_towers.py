@@ -468,6 +468,35 @@ def test_inexact_parts_are_one_warning(caplog):
     assert warning.count("tower") == 2 and warning.count("as under MirroredStrategy") == 1
 
 
+class NoisyWeights(keras.layers.Layer):
+    """A dense layer with noise on its weights."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], 5))
+        self.seeds = keras.random.SeedGenerator(1)
+
+    def call(self, inputs):
+        return inputs @ (self.kernel + keras.random.normal(self.kernel.shape, seed=self.seeds))
+
+
+def test_draws_that_have_no_rows_are_not_warned_of(caplog):
+    """Every tower draws the same noise of the weights' shape, which one device draws."""
+
+    def build():
+        model = keras.Sequential([keras.Input((12,)), NoisyWeights()])
+        model.compile("sgd", "mse")
+        return model
+
+    keras.utils.set_random_seed(1)
+    alone = build()
+    keras.utils.set_random_seed(1)
+    parallel = on_towers(build, 2)
+    for model in (alone, parallel):
+        model.fit(np.ones((9, 12)), np.ones((9, 5)), batch_size=4, shuffle=False, verbose=0)
+    assert "exact=True" not in caplog.text
+    np.testing.assert_allclose(parallel.get_weights()[0], alone.get_weights()[0], rtol=1e-5, atol=1e-6)
+
+
 def test_a_process_is_quiet_as_long_as_its_towers_are_open(caplog):
     """It warns again of what it does alone afterwards."""
     logger = logging.getLogger("ncclsync")

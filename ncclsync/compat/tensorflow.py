@@ -316,6 +316,16 @@ def variables_behind(handles: Sequence[tf.Tensor]) -> list[tf.Variable]:
     return [one for one in found if id(vars(one).get("_handle")) in wanted and "_parent_op" not in vars(one)]
 
 
+# Of a variable's start value that a function's arguments decide: TensorFlow would compute it before the function.
+UnliftableError = polymorphic_function.lift_to_graph.UnliftableError
+
+
+def not_lifted(error: Exception, graph: tf.Graph) -> tf.Operation | None:
+    """Return the op whose value is not there before a function, by an `UnliftableError`; None if it names none."""
+    named = {name for name in re.findall(r"'([^']+):\d+'", str(error))}
+    return next((op for op in graph.get_operations() if op.name in named), None)
+
+
 def is_made_in_a_function(variable: tf.Variable) -> bool:
     """Return whether a variable was created while a function was traced, which takes its handle to initialise it."""
     return isinstance(variable, polymorphic_function.UnliftedInitializerVariable)

@@ -9,6 +9,8 @@ import tensorflow as tf
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.functions import compare_traces
 from ncclsync.compat.names import OpName
+from ncclsync.compat.source_lines import user_line
+from ncclsync.errors import NcclSyncError
 from ncclsync.ops import Context, Mark, Share, running_in
 from ncclsync.program.plain import inline_calls, keep_axes
 from ncclsync.semantics.placing import told_fault
@@ -55,6 +57,18 @@ class Trace:
     faults: tuple[str, ...] = ()
 
 
+def error_of_start_value(error: Exception, graph: tf.Graph) -> NcclSyncError:
+    """Return what to say of a variable that a step would create by its batch, given TensorFlow's error."""
+    op = tf_compat.not_lifted(error, graph)
+    told = NcclSyncError(
+        "Expected a variable that a step creates to begin with a value that needs no batch. Received: "
+        f"{op.type if op else 'an op'} of the batch, at {user_line(op.traceback if op else ())}. Create the variable "
+        "before training: of the rows of a first batch, or of zeros that the first step replaces"
+    )
+    told.__cause__ = error
+    return told
+
+
 def trace(step: Callable[[Any], Any], batch_specs: Any, *, jit_compile: bool = False, opened: Opened = ()) -> Trace:
     """Trace `step(batch)` for one tower.
 
@@ -68,7 +82,8 @@ def trace(step: Callable[[Any], Any], batch_specs: Any, *, jit_compile: bool = F
         The trace: a valid program of one tower, in which a mark changes nothing.
 
     Raises:
-        NcclSyncError: for a collective where the step cannot be cut; the message names the line.
+        NcclSyncError: for a collective where the step cannot be cut, and for a variable that the step would create by
+            its batch; the message names the line.
         Exception: whatever the step raises while it is traced.
     """
     # Each graph, its context and arguments: tf.function traces again when a step created variables; the last counts.
@@ -102,6 +117,8 @@ def trace(step: Callable[[Any], Any], batch_specs: Any, *, jit_compile: bool = F
     try:
         with tf_compat.open_branches(), tf_compat.open_rows(variable for variable, _ in opened):
             function = made.get_concrete_function(batch_specs, share, site)
+    except tf_compat.UnliftableError as error:
+        failures.append(error_of_start_value(error, traces[0][0]))
     finally:
         for graph, *_ in traces:
             tf_compat.forget_custom_gradients(graph)

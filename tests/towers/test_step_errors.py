@@ -670,3 +670,39 @@ def test_our_sentence_comes_first(way, words):
     layer = Failing(way)
     with Towers(2) as towers, pytest.raises(NcclSyncError, match=f"^{words}"):
         towers.run(lambda x: layer(x), X[:13])
+
+
+class Centred(keras.Sequential):
+    """Creates a variable in its first step, of that step's batch."""
+
+    mean = None
+
+    def train_step(self, batch):
+        x, y = batch
+        if self.mean is None:
+            self.mean = tf.Variable(tf.reduce_mean(x, 0), trainable=False)
+        return super().train_step((x - self.mean, y))
+
+
+@pytest.mark.parametrize("way", ["fit", "run"])
+def test_a_variable_that_begins_with_a_batchs_value_is_refused(way):
+    """Towers' variables are there before a batch is; the error names the line and says what to write."""
+    words = r"begin with a value that needs no batch. Received: Mean of the batch, at \S*test_step_errors.py:\d+ "
+    if way == "fit":
+
+        def build():
+            model = Centred([keras.Input((12,)), keras.layers.Dense(5)])
+            model.compile("sgd", "mse")
+            return model
+
+        with pytest.raises(NcclSyncError, match=words + r"\(self.mean = tf.Variable"):
+            on_towers(build, 2).fit(X, np.eye(5)[Y], batch_size=20, verbose=0)
+        return
+    made = []
+
+    def step(x):
+        made[:] = made or [tf.Variable(tf.reduce_mean(x, 0))]
+        return made[0]
+
+    with Towers(2) as towers, pytest.raises(NcclSyncError, match=words + r"\(made\[:\] = made or"):
+        towers.run(step, tf.constant(X))

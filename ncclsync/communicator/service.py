@@ -520,6 +520,8 @@ def _found_at(host: str, port: str) -> str:
     with socket.create_connection((host.strip("[]"), int(port)), timeout=1) as raw:
         raw.settimeout(1)
         greeting = raw.recv(1)
+    if not greeting:  # as a proxy does as long as there is nobody behind it
+        raise ConnectionError("it closes the connection")
     if greeting == b"\xff":  # ZeroMQ's
         return (
             f"at {host}:{port} is a process that does not answer, or not to this job: give all its processes the same "

@@ -289,8 +289,11 @@ def test_process_0_that_does_not_come(made, caplog, monkeypatch):
         assert len(re.findall(said, caplog.text)) == 1, caplog.text
 
 
-def test_another_program_has_the_port(made):
-    """The others hear something else, and say so."""
+@pytest.mark.parametrize(
+    "said, words", [(b"HTTP/1.1 400\r\n", "at {} is another program"), (b"", r"{} does not answer \(it closes")]
+)
+def test_another_program_has_the_port(made, said, words):
+    """The others hear something else, or nothing, as of a proxy, and say so."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
 
@@ -299,10 +302,12 @@ def test_another_program_has_the_port(made):
             while True:
                 with contextlib.suppress(OSError):  # they do not stay
                     with_all.append(other.accept()[0])
-                    with_all[-1].sendall(b"HTTP/1.1 400\r\n" * 9)
+                    with_all[-1].sendall(said * 9)
+                    if not said:
+                        with_all[-1].close()
 
         threading.Thread(target=answer, daemon=True).start()
-        with pytest.raises(NcclTimeoutError, match=f"at 127.0.0.1:{port} is another program"):
+        with pytest.raises(NcclTimeoutError, match=words.format(f"127.0.0.1:{port}")):
             made(1, 2, Introduction(print, lambda: Told(["127.0.0.1"], port, "key"), ""), join_s=1)
 
 

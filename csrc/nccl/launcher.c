@@ -13,7 +13,7 @@
 #define NCS_WAY_OUT_S 1.0    /* after ncs_launcher_interrupt, the time for a group to end */
 
 struct ncs_launcher {
-  pthread_mutex_t mutex; /* never held during a call that may hang: NCCL is only asked for its state then */
+  pthread_mutex_t mutex; /* not held during calls that may hang; while it is held, NCCL is only asked for its state */
   pthread_cond_t changed;
   int n;
   double timeout_s;       /* 0: no limit */

@@ -84,11 +84,12 @@ class Peers:
         remark: is added to messages about this process, behind a semicolon.
         place, number, batch: as of `Doing`.
         generation: how often all have started over after failures, as far as these were raised here.
-        failures: [size] the generation that must follow the last known failure of each process; 0 without one.
+        failures: [size] for each process, the generation in which it goes on after its last known failure; 0: it has
+            not failed.
         begun: how often this process has begun to meet the others.
         in_turn: is held by a thread while its processes are to do nothing else together.
-        files: [size] the last known file of each process, as two counts: how often the process had begun to meet
-            the others, and how many files it has written since, or left to process 0.
+        files: [size] for each process, two counts, which name its last known file: how often the process had begun to
+            meet the others, and how many files it has written since then, or left to process 0.
     """
 
     def __init__(self, service: Service, rank: int, size: int, timeout_s: float | None, if_left_over: str = "") -> None:

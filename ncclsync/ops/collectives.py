@@ -95,7 +95,7 @@ class Share(NamedTuple):
 
     fraction: tf.Tensor  # its share of the batch's samples; 0 for a shard without samples
     tower: tf.Tensor  # the shard's number: the tower's, where each tower has one shard
-    rows: tf.Tensor  # that it computes on: its samples; or 1, a copy of the batch's first row, without any
+    rows: tf.Tensor  # how many it computes on: its samples; or, without samples, 1, a copy of the batch's first row
     begin: tf.Tensor  # the index in the batch of its first row
     total: tf.Tensor  # samples in the batch
 

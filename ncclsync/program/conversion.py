@@ -62,9 +62,9 @@ class Conversions:
         axes, lengths: what is known of lengths.
         costs: of the step.
         placed: by the traced tensor's name: what stands for it on a tower, and how that is placed.
-        converted: tensors that stand for others, by what they stand for and both placements.
+        converted: by a tensor, its placement and another one: the tensor that has its values in the other placement.
         learned: by name of a result: shapes that count rows, as another op has shown, where the trace knows nothing.
-        rows_of: PARTIAL tensors that have as many rows as the batch, once whole, with the placement of these.
+        rows_of: by the name of a Partial tensor that, once reduced, has the batch's rows: the placement of those rows.
     """
 
     def __init__(

@@ -57,11 +57,11 @@ class Bucket:
 
     Attributes:
         wire: what the communicator does.
-        exchanges: what travels; one only if it is not packed.
-        packed: whether they are flattened and concatenated into one tensor. Else each travels in its shape.
-        join: `join(buckets, tensors, fractions)` joins the towers' tensors, [N][B][E], of buckets of one
-            wire, dtype and condition as they are, given each tower's share of the samples, [N], 0 for a
-            tower without. None: the communicator joins what the segment has weighted and packed.
+        exchanges: the tensors that travel: several if the bucket is packed, else one.
+        packed: whether the tensors are flattened and concatenated into one. Else each tensor travels in its shape.
+        join: `join(buckets, tensors, fractions)` joins the towers' tensors, [N][B][E], as they are. The buckets have
+            one wire, dtype and condition. fractions: [N], each tower's share of the samples, 0 for a tower without
+            samples. None: the communicator joins what the segment has weighted and packed.
     """
 
     wire: Collective
@@ -208,9 +208,9 @@ class Program:
         declared: numbers of rows that a state or a constant of the step fixes, and which: a batch has as many, or one.
         fixed: see `PlacedStep.variables_of_rows`.
         work: of the step's ops, and the rows that every tower gets of all.
-        rollback: (name of a variable's handle, whether it is restored if a gradient is not finite, too: metrics count
-            the batch) of what is restored if a step fails on the way: what is written before the last segment, or
-            all, if that one may fail or the step may be undone.
+        rollback: the variables that are restored if a step fails on the way: those that are written before the last
+            segment; all, if the last segment may fail, or the step may be undone. Of each the name of its handle,
+            and whether it is restored after a gradient that is not finite, too. Metrics are not: they count the batch.
         finite: name of a bool tensor [towers with samples, gradients], equal on all towers: which
             gradients are finite; None if `on_nonfinite` is not set. If one is not, the step is to be undone.
         gradients: names of the variables of these gradients.

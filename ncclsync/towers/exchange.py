@@ -82,7 +82,10 @@ class Exchanges:
         self._received: list[dict[TensorName, Any]] = [{} for _ in towers.layout.own_shards]
 
     def meet(self, done: After, anywhere: Sequence[Any] = ()) -> After:
-        """Return what each tower waits for to go on after all towers' `done`, and the host's ops `anywhere`."""
+        """Return what each tower has to wait for, so that it goes on after `done` of all towers and after `anywhere`.
+
+        `done`: ops of each tower. `anywhere`: ops of the host.
+        """
         if self._enqueues:
             launched = self._launch([], [], done, anywhere)
             return [[launched.passed(tower)] for tower in range(len(done))]

@@ -29,8 +29,8 @@ class Layout:
     # number of towers.
     adds_up: bool = False
     weights: tf.Variable | None = None  # [N] int32, by which towers share a batch; None: evenly
-    # [N] int32, the rows of each tower in the batch that was handed out last, if each process reads its own rows. None:
-    # they follow from the number of rows.
+    # [N] int32, how many rows each tower has of the last batch, where each process reads its own rows. None: the number
+    # of the batch's rows decides it.
     sizes: tf.Variable | None = None
 
     @property

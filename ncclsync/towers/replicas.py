@@ -313,8 +313,8 @@ class Replicas:
     def send(self, keys: Sequence[int] | None = None) -> None:
         """Send tower 0's values of the variables with these ids; None: of all.
 
-        A variable stays pending until its value has arrived. If several processes only enqueue, values are written when
-        all processes have launched all broadcasts.
+        A variable stays pending until its value has arrived. Where several processes enqueue their broadcasts, none
+        writes a value before all of them have launched all broadcasts.
         """
         with self._sending:
             self._send(list(self._held) if keys is None else keys)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
+from keras.src.utils import traceback_utils as keras_traceback_utils
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tensorflow.python.autograph.core import ag_ctx as autograph_context
 from tensorflow.python.client import pywrap_tf_session as c_api
@@ -40,6 +41,7 @@ from tensorflow.python.framework import ops as framework_ops
 from tensorflow.python.framework.function_def_to_graph import function_def_to_graph
 from tensorflow.python.ops import cond_v2, handle_data_util
 from tensorflow.python.profiler import trace as profiler_trace
+from tensorflow.python.util import traceback_utils
 
 from ncclsync import errors
 from ncclsync.compat.names import TensorName
@@ -364,10 +366,15 @@ Line = tuple[str, int]  # a file, and the number of a line in it
 
 # What Keras has of an open length is something else, without an error: `tests/compat` finds all such functions.
 _GOING_BY_LENGTHS = frozenset({"array_split", "associative_scan", "elastic_transform"})
+_TO_TENSOR = "_tensor_shape_tensor_conversion_function"  # of a shape, which fails if a length is open
 _KERAS = os.path.join(os.path.dirname(keras.__file__), "")
-# They are asked for a shape, and answer with that of a tensor; the latter by TensorFlow's tf.get_static_value.
-_PASSING_ON = frozenset({"get_shape", "shape"})
+# They are asked for a shape, or for words, and answer with that of a tensor; the latter by tf.get_static_value.
+_PASSING_ON = frozenset({"get_shape", "shape", "_shape_as_list", "__repr__", "__str__", "__format__"})
+# Folders of functions that a step calls: an error of theirs may be handled there.
+_FUNCTIONS = tuple(os.path.join(_KERAS, "src", folder, "") for folder in ("backend", "ops", "random"))
+_FUNCTIONS += tuple(os.path.join(os.path.dirname(tf.__file__), "python", folder, "") for folder in ("ops", "util"))
 _FOLDING = frozenset({"constant_value", "_ConstantValue"})
+_WITH_ERRORS = traceback_utils, keras_traceback_utils  # modules by which errors leave public functions
 _BUILDING = "_maybe_build"  # Keras' method that gives the shape of a layer's first input to its `build`
 # Members of a shape that tell no length.
 _OF_RANK = frozenset({"__bool__", "__init__", "__len__", "__nonzero__", "assert_has_rank", "ndims", "rank"})
@@ -398,9 +405,22 @@ def open_lengths_asked(
     open length as a tensor, which is that length.
 
     What keras.ops.shape asks counts as its caller's question, and so does what functions of Keras ask that go by a
-    length. Whoever hands a shape on, to be asked there, is not heard.
+    length, or that are handed a tensor's shape. Whoever calls a library's function that raises an error asks, too: it
+    may go on otherwise.
     """
     found = Questions()
+    handed: dict[int, tuple[tf.TensorShape, Line]] = {}  # by id: shapes that lines have read of tensors
+
+    def read(get: Callable[..., tf.TensorShape], tensor: tf.Tensor) -> tf.TensorShape:
+        shape = get(tensor)
+        frame: Any = sys._getframe(2)
+        if frame.f_code.co_name == "get_shape":
+            frame = frame.f_back
+        if not shape.rank or None not in shape._dims or is_library(frame.f_code.co_filename):
+            return shape
+        own = tf.TensorShape(shape)
+        handed[id(own)] = own, _line_of(frame)
+        return own
 
     def asked(ask: Callable[..., Any], shape: tf.TensorShape, *given: Any) -> Any:
         if not shape.rank or None not in _lengths_asked(shape._dims, *given):
@@ -409,13 +429,26 @@ def open_lengths_asked(
         if line is None and builds:
             line = _building_line(is_library)
             found.builds = line is not None
+        if line is None and id(shape) in handed and sys._getframe(2).f_code.co_filename.startswith(_KERAS):
+            line = handed[id(shape)][1]
         if line is not None:
             found.append(line)
             if ends:
                 raise OpenLengthAsked
         return ask(shape, *given)
 
+    def raised(kept_frames: Callable[..., Any], *given: Any) -> Any:
+        line = _erring_line(is_library)
+        if line is not None:
+            found.append(line)
+            if ends:
+                raise OpenLengthAsked
+        return kept_frames(*given)
+
     with contextlib.ExitStack() as stack:
+        stack.enter_context(methods_wrapped([tf.Tensor], "shape", read))
+        for module in _WITH_ERRORS:
+            stack.enter_context(methods_wrapped([module], "_process_traceback_frames", raised))
         for name in vars(tf.TensorShape).keys() - _OF_RANK:
             if isinstance(vars(tf.TensorShape)[name], (FunctionType, property)):
                 stack.enter_context(methods_wrapped([tf.TensorShape], name, asked))
@@ -437,9 +470,19 @@ def _asking_line(is_library: Callable[[str], bool], passes_on: bool = True) -> L
             break
         names.add(frame.f_code.co_name)
         frame = frame.f_back
-    goes_by_it = is_of_keras and names & _GOING_BY_LENGTHS
+    goes_by_it = _TO_TENSOR in names or (is_of_keras and names & _GOING_BY_LENGTHS)
     behind = names - _FOLDING - (_PASSING_ON if passes_on else frozenset())
     return None if frame is None or (behind and not goes_by_it) else _line_of(frame)
+
+
+def _erring_line(is_library: Callable[[str], bool]) -> Line | None:
+    """Return the line whose call of a library's function has failed, as the caller's caller's; None if a library's."""
+    frame: Any = sys._getframe(4)
+    while frame is not None and is_library(frame.f_code.co_filename):
+        if not frame.f_code.co_filename.startswith(_FUNCTIONS):
+            return None
+        frame = frame.f_back
+    return None if frame is None else _line_of(frame)
 
 
 def _building_line(is_library: Callable[[str], bool]) -> Line | None:

@@ -1391,15 +1391,21 @@ def test_who_asks_for_open_lengths():
             "text": lambda: str(x.shape),
             "folded": lambda: tf.get_static_value(tf.unstack(tf.shape(x))[0]),
             "library": lambda: (tf.reduce_mean(x), keras.ops.mean(x, 0), np.shape(1)),
+            "words": lambda: repr(x),
+            "handed on": lambda: keras.KerasTensor(x.shape),
+            "to a tensor": lambda: keras.ops.full(x.shape, 1.0),
+            "error of TensorFlow's": lambda: tf.unstack(x),
+            "error of Keras'": lambda: keras.layers.Dense(1)(tf.reshape(x, [-1])),
         }
         for name, ask in asks.items():
-            with tf_compat.open_lengths_asked(lambda file: file != __file__) as asked:
+            own = tf_compat.open_lengths_asked(lambda file: file != __file__)
+            with own as asked, contextlib.suppress(ValueError):
                 ask()
-            found[name] = len(asked)
+            found[name] = len({*asked})
 
     before = tf.TensorShape.__getitem__
     step.get_concrete_function()
-    assert found == {name: int(name not in ("rest", "known", "library")) for name in found} and len(found) == 13
+    assert found == {name: int(name not in ("rest", "known", "library")) for name in found} and len(found) == 18
     assert tf.TensorShape.__getitem__ is before
 
 

@@ -203,6 +203,39 @@ def by_a_spec(x, _):
     return x * (tf.TensorSpec.from_tensor(x).shape[0] or 1)
 
 
+def by_its_words(x, _):
+    return x * len(repr(x).partition("shape=")[2].partition(")")[0])
+
+
+def handed_to_keras(x, _):
+    return x / (keras.layers.Dense(2).compute_output_shape(x.shape)[0] or 1)
+
+
+def of_a_keras_tensor(x, _):
+    return x / (keras.KerasTensor(x.shape).shape[0] or 1)
+
+
+def reshaped_or_not(x, _):
+    try:
+        return x * tf.cast(tf.reshape(tf.range(tf.size(x)), x.shape), x.dtype)
+    except ValueError:
+        return x * 0.5
+
+
+def filled_or_not(x, _):
+    try:
+        return x * keras.ops.full(x.shape, 3.0)
+    except (TypeError, ValueError):
+        return x * 0.5
+
+
+def unstacked_or_not(x, _):
+    try:
+        return tf.stack([one / (1.0 + i) for i, one in enumerate(tf.unstack(x))])
+    except ValueError:
+        return x * 0.5
+
+
 def unstacked(x, _):
     return tf.stack(tf.unstack(x)) * 2
 
@@ -227,7 +260,8 @@ TOLD += (
     by_its_text,
 )
 TOLD += (within_python, of_another_axis, handed_on, a_loop_of_pythons, divided_by, a_diagonal)
-WHOLE = (by_a_spec, unstacked, folded)
+TOLD += (by_its_words, handed_to_keras, of_a_keras_tensor, reshaped_or_not, filled_or_not)
+WHOLE = (by_a_spec, unstacked, unstacked_or_not, folded)
 NEEDING = (
     handed_on,
     a_loop_of_pythons,

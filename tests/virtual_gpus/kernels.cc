@@ -314,7 +314,7 @@ class Delegate : public OpKernel {
                                     construction->resource_manager(), properties, graph_def_version_, &kernel));
       kernel_.reset(kernel);
     }
-    changes_ = Contains(op_, {"Assign", "Apply", "Scatter", "Update"});
+    changes_ = Contains(op_, {"Assign", "Apply", "Scatter", "Update", "Rng", "Stateful"});
     is_sparse_ = Contains(op_, {"Scatter", "Sparse", "ResourceGather"});
     is_heavy_ = Contains(op_, {"MatMul", "Conv", "Einsum"});
     // CheckNumerics is asked whether its input is good: not later.

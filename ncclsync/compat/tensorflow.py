@@ -368,12 +368,14 @@ Line = tuple[str, int]  # a file, and the number of a line in it
 _GOING_BY_LENGTHS = frozenset({"array_split", "associative_scan", "elastic_transform"})
 _TO_TENSOR = "_tensor_shape_tensor_conversion_function"  # of a shape, which fails if a length is open
 _KERAS = os.path.join(os.path.dirname(keras.__file__), "")
-# They are asked for a shape, or for words, and answer with that of a tensor; the latter by tf.get_static_value.
-_PASSING_ON = frozenset({"get_shape", "shape", "_shape_as_list", "__repr__", "__str__", "__format__"})
+# Functions that are asked for a shape, and answer with that of a tensor; that tell a tensor's shape; that
+# tf.get_static_value calls.
+_PASSING_ON = frozenset({"get_shape", "shape"})
+_IN_WORDS = frozenset({"_shape_as_list", "__repr__", "__str__", "__format__"})
+_FOLDING = frozenset({"constant_value", "_ConstantValue"})
 # Folders of functions that a step calls: an error of theirs may be handled there.
 _FUNCTIONS = tuple(os.path.join(_KERAS, "src", folder, "") for folder in ("backend", "ops", "random"))
 _FUNCTIONS += tuple(os.path.join(os.path.dirname(tf.__file__), "python", folder, "") for folder in ("ops", "util"))
-_FOLDING = frozenset({"constant_value", "_ConstantValue"})
 _WITH_ERRORS = traceback_utils, keras_traceback_utils  # modules by which errors leave public functions
 _BUILDING = "_maybe_build"  # Keras' method that gives the shape of a layer's first input to its `build`
 # Members of a shape that tell no length.
@@ -416,7 +418,7 @@ def open_lengths_asked(
         frame: Any = sys._getframe(2)
         if frame.f_code.co_name == "get_shape":
             frame = frame.f_back
-        if not shape.rank or None not in shape._dims or is_library(frame.f_code.co_filename):
+        if not shape.rank or None not in shape._dims or _is_of(is_library, frame):
             return shape
         own = tf.TensorShape(shape)
         handed[id(own)] = own, _line_of(frame)
@@ -461,24 +463,34 @@ def _lengths_asked(lengths: Sequence[int | None], key: Any = None, *_: Any) -> S
     return lengths[key] if isinstance(key, slice) else lengths
 
 
+def _is_of(is_library: Callable[[str], bool], frame: Any) -> bool:
+    """Return whether a frame is of a library: by its file, or, if it has none, by that of its namespace.
+
+    What is typed in, or run from a text, has no file.
+    """
+    file = frame.f_code.co_filename
+    if file.startswith("<") and is_library(file):
+        file = frame.f_globals.get("__file__")
+        return isinstance(file, str) and is_library(file)
+    return is_library(file)
+
+
 def _asking_line(is_library: Callable[[str], bool], passes_on: bool = True) -> Line | None:
     """Return the line that asks for a shape, as the caller's caller; None if that is a library's own question."""
     frame: Any = sys._getframe(3)
     names, is_of_keras = set[str](), frame.f_code.co_filename.startswith(_KERAS)
-    while frame is not None and is_library(frame.f_code.co_filename):
-        if frame.f_globals.get("__name__") == "__main__":  # typed in, or run from a text
-            break
+    while frame is not None and _is_of(is_library, frame):
         names.add(frame.f_code.co_name)
         frame = frame.f_back
     goes_by_it = _TO_TENSOR in names or (is_of_keras and names & _GOING_BY_LENGTHS)
-    behind = names - _FOLDING - (_PASSING_ON if passes_on else frozenset())
+    behind = names - _FOLDING - _IN_WORDS - (_PASSING_ON if passes_on else frozenset())
     return None if frame is None or (behind and not goes_by_it) else _line_of(frame)
 
 
 def _erring_line(is_library: Callable[[str], bool]) -> Line | None:
     """Return the line whose call of a library's function has failed, as the caller's caller's; None if a library's."""
     frame: Any = sys._getframe(4)
-    while frame is not None and is_library(frame.f_code.co_filename):
+    while frame is not None and _is_of(is_library, frame):
         if not frame.f_code.co_filename.startswith(_FUNCTIONS):
             return None
         frame = frame.f_back

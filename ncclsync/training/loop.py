@@ -131,8 +131,9 @@ class Towers(TowerState):
         Args:
             step: a function of a batch. Pass the same object each time: a new object is traced again.
             batch: the global batch, a nested structure of tensors or arrays that share their first axis, of any
-                number of rows. It is split evenly, or as `shares=` says. None and scalars go to every tower, a batch
-                without rows to tower 0. A tensor with k times the rows of the smallest has k rows for each sample.
+                number of rows. It is split evenly, or as `shares=` says. None and scalars, Python's as tensors, go to
+                every tower, a batch without rows to tower 0. A tensor with k times the rows of the smallest has k
+                rows for each sample.
             per_tower: whether to return each tower's results, uncombined.
 
         Returns:
@@ -168,6 +169,12 @@ class Towers(TowerState):
                 self._steps[key] = TowerStep(programs, Retracing())
                 self._warn_of_new_functions(step)
             self._steps[key] = self._steps.pop(key)  # to the end; see `explain`
+            if any(isinstance(one, (bool, str)) for one in tf.nest.flatten(batch)):
+                self.session.warn_once(
+                    "True, False and texts in a batch of Towers.run reach the step as tensors: `is True` or isinstance "
+                    "find them there otherwise than a tf.function does. Write functools.partial(step, flag=True), once "
+                    "for each value"
+                )
             batch = grouped(tf.nest.map_structure(to_tensor, batch))
             outcome = self._steps[key].run_on_batch(batch)
         if not per_tower:

@@ -447,3 +447,12 @@ def test_an_epoch_ends_within_a_call_after_uneven_tensors():
         found.append(model.fit(batches, verbose=0).history["loss"])
         assert int(model.optimizer.iterations) == 2
     np.testing.assert_allclose(*found, rtol=1e-6)
+
+
+@pytest.mark.parametrize("value", [True, "a text"])
+def test_a_value_of_pythons_in_a_batch_of_a_loop_is_warned_of(value, caplog):
+    """It reaches the step as a tensor, in which Python's own questions find no such value."""
+    with Towers(2) as towers:
+        for _ in range(2):
+            towers.run(lambda batch: tf.reduce_sum(batch[0]), (np.ones((4, 2)), value))
+    assert caplog.text.count("reach the step as tensors") == 1

@@ -328,7 +328,11 @@ def test_what_one_device_knows(call, train, caplog):
 
 @pytest.mark.slow(but=3)
 @pytest.mark.parametrize(
-    "call", [another_factor, by_list, of_no_open_gradient, by_its_text, by_a_spec, numbered, halved, in_a_branch]
+    "call",
+    [
+        *(another_factor, by_list, of_no_open_gradient, by_its_text, by_a_spec, numbered, halved, in_a_branch),
+        *(by_its_words, handed_to_keras, reshaped_or_not, unstacked_or_not),
+    ],
 )
 def test_loops_of_ones_own(call, caplog):
     """A step of `Towers.run` is told each batch's number of rows, and is traced for each."""
@@ -481,10 +485,10 @@ def test_functions_of_ones_own_keep_no_trace_of_what_is_told(caplog):
         assert_close(opened(X[:5, :1]), X[:5, :1] + 1)
 
 
-def test_lines_that_are_typed_in():
-    """A function of no file is told as well."""
-    names = {"__name__": "__main__"}
-    exec(compile("def scaled(x, _):\n    return x / (x.shape[0] or 1)\n", "<stdin>", "exec"), names)
+@pytest.mark.parametrize("names", [{"__name__": "__main__"}, {}, {"__file__": __file__}], ids=["typed", "text", "ours"])
+def test_lines_of_no_file(names):
+    """A function that is typed in, or comes of a text, is told as well."""
+    exec(compile("def scaled(x, _):\n    return x / (x.shape[0] or 1)\n", "<stdin>", "exec"), names := dict(names))
     alone, model = with_asking(names["scaled"])(), on_towers(with_asking(names["scaled"]), 3)
     assert_close(by_dataset(model), by_dataset(alone))
 

@@ -410,7 +410,7 @@ def open_lengths_asked(
     length, or that are handed a tensor's shape. Whoever calls a library's function that raises an error asks, too: it
     may go on otherwise.
     """
-    found = Questions()
+    found, thread = Questions(), threading.get_ident()  # other threads may trace, and fail, meanwhile
     handed: dict[int, tuple[tf.TensorShape, Line]] = {}  # by id: shapes that lines have read of tensors
 
     def read(get: Callable[..., tf.TensorShape], tensor: tf.Tensor) -> tf.TensorShape:
@@ -418,14 +418,14 @@ def open_lengths_asked(
         frame: Any = sys._getframe(2)
         if frame.f_code.co_name == "get_shape":
             frame = frame.f_back
-        if not shape.rank or None not in shape._dims or _is_of(is_library, frame):
+        if not shape.rank or None not in shape._dims or _is_of(is_library, frame) or threading.get_ident() != thread:
             return shape
         own = tf.TensorShape(shape)
         handed[id(own)] = own, _line_of(frame)
         return own
 
     def asked(ask: Callable[..., Any], shape: tf.TensorShape, *given: Any) -> Any:
-        if not shape.rank or None not in _lengths_asked(shape._dims, *given):
+        if not shape.rank or None not in _lengths_asked(shape._dims, *given) or threading.get_ident() != thread:
             return ask(shape, *given)
         line = _asking_line(is_library, passes_on)
         if line is None and builds:
@@ -440,7 +440,7 @@ def open_lengths_asked(
         return ask(shape, *given)
 
     def raised(kept_frames: Callable[..., Any], *given: Any) -> Any:
-        line = _erring_line(is_library)
+        line = _erring_line(is_library) if threading.get_ident() == thread else None
         if line is not None:
             found.append(line)
             if ends:
@@ -546,12 +546,12 @@ def shapes_read(is_library: Callable[[str], bool], told: ReadShapes | None = Non
     With `told`, of an earlier trace of the same Python, each of these lines reads what it has read in that trace,
     whatever the tensor's own shape leaves open; except within a `tf.function`, which keeps its trace for others.
     """
-    found = ReadShapes()
+    found, thread = ReadShapes(), threading.get_ident()
     tells = told is not None
 
     def read(get: Callable[..., tf.TensorShape], tensor: tf.Tensor) -> tf.TensorShape:
         shape = get(tensor)
-        if (line := _asking_line(is_library)) is None:
+        if threading.get_ident() != thread or (line := _asking_line(is_library)) is None:
             return shape
         if told is not None and tells and len(found) < len(told) and told[len(found)][1].is_compatible_with(shape):
             shape = told[len(found)][1]
@@ -560,6 +560,8 @@ def shapes_read(is_library: Callable[[str], bool], told: ReadShapes | None = Non
 
     def called(call: Callable[..., Any], *given: Any, **named: Any) -> Any:
         nonlocal tells
+        if threading.get_ident() != thread:
+            return call(*given, **named)
         before, tells = tells, False
         try:
             return call(*given, **named)

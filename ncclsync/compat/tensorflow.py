@@ -373,9 +373,14 @@ _KERAS = os.path.join(os.path.dirname(keras.__file__), "")
 _PASSING_ON = frozenset({"get_shape", "shape"})
 _IN_WORDS = frozenset({"_shape_as_list", "__repr__", "__str__", "__format__"})
 _FOLDING = frozenset({"constant_value", "_ConstantValue"})
-# Folders of functions that a step calls: an error of theirs may be handled there.
-_FUNCTIONS = tuple(os.path.join(_KERAS, "src", folder, "") for folder in ("backend", "ops", "random"))
-_FUNCTIONS += tuple(os.path.join(os.path.dirname(tf.__file__), "python", folder, "") for folder in ("ops", "util"))
+_TENSORFLOW = os.path.join(os.path.dirname(tf.__file__), "python", "")
+_CONVERTED = f"{_TENSORFLOW}autograph/impl/api.py"  # calls what a line that autograph has converted calls
+# What stands between a line and the public function that it calls, whose error the line may handle.
+_WRAPPERS = (
+    *(_CONVERTED, f"{_TENSORFLOW}util/", f"{_TENSORFLOW}ops/weak_tensor_ops.py"),
+    *(f"{_KERAS}src/{folder}/" for folder in ("backend", "ops", "random")),
+)
+_STANDARD = os.path.join(os.path.dirname(os.__file__), "")  # Python's library, which passes questions on
 _WITH_ERRORS = traceback_utils, keras_traceback_utils  # modules by which errors leave public functions
 _BUILDING = "_maybe_build"  # Keras' method that gives the shape of a layer's first input to its `build`
 # Members of a shape that tell no length.
@@ -479,19 +484,26 @@ def _asking_line(is_library: Callable[[str], bool], passes_on: bool = True) -> L
     """Return the line that asks for a shape, as the caller's caller; None if that is a library's own question."""
     frame: Any = sys._getframe(3)
     names, is_of_keras = set[str](), frame.f_code.co_filename.startswith(_KERAS)
-    while frame is not None and _is_of(is_library, frame):
-        names.add(frame.f_code.co_name)
+    while frame is not None and ((passing := _passes_on(frame)) or _is_of(is_library, frame)):
+        if not passing:
+            names.add(frame.f_code.co_name)
         frame = frame.f_back
     goes_by_it = _TO_TENSOR in names or (is_of_keras and names & _GOING_BY_LENGTHS)
     behind = names - _FOLDING - _IN_WORDS - (_PASSING_ON if passes_on else frozenset())
     return None if frame is None or (behind and not goes_by_it) else _line_of(frame)
 
 
+def _passes_on(frame: Any) -> bool:
+    """Return whether a frame is of Python's library, or of what autograph calls a function by."""
+    file = frame.f_code.co_filename
+    return file == _CONVERTED or (file.startswith(_STANDARD) and "site-packages" not in file)
+
+
 def _erring_line(is_library: Callable[[str], bool]) -> Line | None:
     """Return the line whose call of a library's function has failed, as the caller's caller's; None if a library's."""
     frame: Any = sys._getframe(4)
     while frame is not None and _is_of(is_library, frame):
-        if not frame.f_code.co_filename.startswith(_FUNCTIONS):
+        if not frame.f_code.co_filename.startswith(_WRAPPERS):
             return None
         frame = frame.f_back
     return None if frame is None else _line_of(frame)

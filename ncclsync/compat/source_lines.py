@@ -32,6 +32,11 @@ def is_library(filename: str) -> bool:
     return filename.startswith(_LIBRARIES) or filename.startswith("<")
 
 
+def is_pythons(filename: str) -> bool:
+    """Return whether a file is of Python's own library."""
+    return filename.startswith(_PYTHON) and "site-packages" not in filename
+
+
 def user_line(traceback: Any = None) -> str:
     """Name the innermost line of a stack that is not a library's; if there is none, that of another installed package.
 
@@ -50,7 +55,7 @@ def user_line(traceback: Any = None) -> str:
             return _text_of(installed) if installed else KERAS_STEP
         if "__autograph_generated_file" in name or name.startswith(_LIBRARIES) or not os.path.exists(name):
             continue
-        if "site-packages" not in name and not name.startswith(_PYTHON):
+        if "site-packages" not in name and not is_pythons(name):
             return _text_of(frame)
         installed = installed or frame
     return _text_of(installed) if installed else _UNKNOWN

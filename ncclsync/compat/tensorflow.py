@@ -45,6 +45,7 @@ from tensorflow.python.util import traceback_utils
 
 from ncclsync import errors
 from ncclsync.compat.names import TensorName
+from ncclsync.compat.source_lines import is_pythons
 
 # Errors of ncclsync's ops begin so, also in C; for its Python functions TensorFlow tells the class.
 OWN_WORDS = "ncclsync: "
@@ -380,7 +381,6 @@ _WRAPPERS = (
     *(_CONVERTED, f"{_TENSORFLOW}util/", f"{_TENSORFLOW}ops/weak_tensor_ops.py"),
     *(f"{_KERAS}src/{folder}/" for folder in ("backend", "ops", "random")),
 )
-_STANDARD = os.path.join(os.path.dirname(os.__file__), "")  # Python's library, which passes questions on
 _WITH_ERRORS = traceback_utils, keras_traceback_utils  # modules by which errors leave public functions
 _BUILDING = "_maybe_build"  # Keras' method that gives the shape of a layer's first input to its `build`
 # Members of a shape that tell no length.
@@ -420,10 +420,12 @@ def open_lengths_asked(
 
     def read(get: Callable[..., tf.TensorShape], tensor: tf.Tensor) -> tf.TensorShape:
         shape = get(tensor)
+        if not shape._dims or None not in shape._dims or threading.get_ident() != thread:
+            return shape
         frame: Any = sys._getframe(2)
         if frame.f_code.co_name == "get_shape":
             frame = frame.f_back
-        if not shape.rank or None not in shape._dims or _is_of(is_library, frame) or threading.get_ident() != thread:
+        if _is_of(is_library, frame):
             return shape
         own = tf.TensorShape(shape)
         handed[id(own)] = own, _line_of(frame)
@@ -496,7 +498,7 @@ def _asking_line(is_library: Callable[[str], bool], passes_on: bool = True) -> L
 def _passes_on(frame: Any) -> bool:
     """Return whether a frame is of Python's library, or of what autograph calls a function by."""
     file = frame.f_code.co_filename
-    return file == _CONVERTED or (file.startswith(_STANDARD) and "site-packages" not in file)
+    return file == _CONVERTED or is_pythons(file)
 
 
 def _erring_line(is_library: Callable[[str], bool]) -> Line | None:

@@ -1405,11 +1405,19 @@ def test_who_asks_for_open_lengths():
 
     before = tf.TensorShape.__getitem__
     step.get_concrete_function()
-    elsewhere = threading.Thread(target=lambda: found.update(elsewhere=tf.TensorShape([None])[0]))
+    split = tf.function(lambda x: tf.unstack(x), input_signature=[tf.TensorSpec([None])], autograph=False)
+
+    def elsewhere():
+        found["length"] = tf.TensorShape([None])[0]
+        with pytest.raises(ValueError, match="Cannot infer"):
+            split.get_concrete_function()
+        found["error"] = None
+
+    other = threading.Thread(target=elsewhere)
     with tf_compat.open_lengths_asked(lambda file: file != __file__, ends=True) as asked:
-        elsewhere.start()
-        elsewhere.join()
-    assert not asked and found.pop("elsewhere") is None
+        other.start()
+        other.join()
+    assert not asked and found.pop("length") is found.pop("error") is None
     assert found == {name: int(name not in ("rest", "known", "library")) for name in found} and len(found) == 18
     assert tf.TensorShape.__getitem__ is before
 

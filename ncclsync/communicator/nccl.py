@@ -473,7 +473,7 @@ class NcclCommunicator(Communicator):
                 group.append([(kind, op, 0, sends, recvs, count, dtype)])
             call = nccl_calls.CALLS[kind]
             words: Callable[..., str] = functools.partial("the first {} of {} bytes".format, call, size_bytes)
-            self._launch(handle, words, call, functools.partial(nccl_calls.launch_group, handle, group, words))
+            self._begin(handle, words, call, functools.partial(nccl_calls.launch_group, handle, group, words))
         for i in range(self.size):
             nccl_calls.scratch(handle, i, 0)
         self.taken_bytes += max(nccl_calls.taken(handle, self.size)) - before
@@ -554,6 +554,10 @@ class NcclCommunicator(Communicator):
     def _launch(self, handle: Any, what: Callable[[], str], call: str, begin: Callable[[], None]) -> None:
         """Run a task after the GPUs' own work, for which NCCL's streams do not wait."""
         self._wait_for_devices(handle, what)
+        self._begin(handle, what, call, begin)
+
+    def _begin(self, handle: Any, what: Callable[[], str], call: str, begin: Callable[[], None]) -> None:
+        """Run a task on memory that the GPUs' own work does not use."""
         with _named(what):
             begin()
         self._wait(handle, what, call)

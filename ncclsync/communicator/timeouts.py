@@ -6,6 +6,7 @@ a main thread that goes into native code which waits for other threads: these se
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import logging
 import math
@@ -15,7 +16,9 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any
 
 from ncclsync.communicator import native
@@ -242,16 +245,23 @@ def raise_ctrl_c_again() -> None:
         if not issubclass(ignored.exc_type, KeyboardInterrupt):
             before(ignored)
         elif _active is None:  # else `interruptible` raises it
-            threading.Timer(SLICE_S / 10, _press_ctrl_c).start()  # by then the destructor has ended
+            # Not a `threading.Thread`: its start waits, and the Ctrl-C would be raised there, and ignored again.
+            _thread.start_new_thread(_press_ctrl_c, (again.__code__,))
 
     if getattr(before, "__qualname__", "") != again.__qualname__:
         sys.unraisablehook = again
 
 
-def _press_ctrl_c() -> None:
-    """Send the main thread Ctrl-C's signal, if Python handles it: `_thread.interrupt_main` would not end a sleep."""
+def _press_ctrl_c(after: CodeType) -> None:
+    """Send the main thread Ctrl-C's signal, if Python handles it, once no such code runs there.
+
+    `_thread.interrupt_main` would not end a sleep.
+    """
+    main = threading.main_thread().ident or 0
+    while any(frame.f_code is after for frame, _ in traceback.walk_stack(sys._current_frames().get(main))):
+        time.sleep(SLICE_S / 100)
     if callable(signal.getsignal(signal.SIGINT)):
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        signal.pthread_kill(main, signal.SIGINT)
 
 
 def _forget_pipe() -> None:

@@ -1,5 +1,6 @@
 """An error in one tower's step surfaces as itself, leaves all towers equal, and the model trains on."""
 
+import _thread
 import collections.abc
 import os
 import signal
@@ -519,9 +520,16 @@ class Log(float):
 
 
 @pytest.mark.slow(but=1)
-@pytest.mark.parametrize("where", ["destructor", "before a wait", "log"])
-def test_ctrl_c_that_is_lost_between_steps(where):
+@pytest.mark.parametrize("where", ["destructor", "destructor of a slow machine", "before a wait", "log"])
+def test_ctrl_c_that_is_lost_between_steps(where, monkeypatch):
     """It ends `fit` within some batches, once, also a long wait of Python's; the towers are equal, and train on."""
+    if "slow" in where:  # the main thread gets no further while another one wants to press again
+
+        def start(*arguments, own=_thread.start_new_thread):
+            own(*arguments)
+            time.sleep(0.3)
+
+        monkeypatch.setattr(_thread, "start_new_thread", start)
     model, pressing = on_towers(mlp, 2), Interrupted(where)
     if where == "log":
         own = model.make_train_function()

@@ -581,7 +581,6 @@ _LETTERS = """
     ...-- ... w -> ...: MatrixSetDiag MatrixSetDiagV2 MatrixSetDiagV3
     ... w -> ...--: MatrixDiagV2 MatrixDiagV3
     ... w -> ...-: DecodePaddedRaw
-    ...- ... w -> +: ScatterNd
 """
 _TABLE = [line.split(": ") for line in _LETTERS.split("\n    ")[1:]]
 _OF_SAMPLES = {kind: letters for letters, kinds in _TABLE for kind in kinds.split()}
@@ -1082,7 +1081,26 @@ def _found(call: Call) -> Sequence[Placement] | None:
         return None
     # The values of a table may be vectors.
     letters = _AXES[: 1 if kind.startswith("Lookup") and rank != made else rank - kind.endswith("Nd")]
-    return _by_letters(call, ["", letters, ""][: len(call.inputs)], [letters])
+    depth = _depth(call, 1) if kind == "GatherNd" else None
+    rest = "" if depth is None else _OTHERS[: rank_of(call, 0) - depth]
+    return _by_letters(call, ["-" * (depth or 0) + rest, letters, ""][: len(call.inputs)], [letters + rest])
+
+
+@rule_for("ScatterNd", counting=True)
+def _scattered(call: Call) -> Sequence[Placement] | None:
+    """Place what is put at the same indices of each row, or a part of what each row puts at indices of its own."""
+    letters, depth, updates = _AXES[: rank_of(call, 0) - 1], _depth(call, 0), call.inputs[1]
+    if depth is None or not isinstance(updates, Shard) or updates.axis < len(letters):
+        return _by_letters(call, [letters, letters, ""], ["-"], SUM)
+    rest = _OTHERS[: rank_of(call, 1) - len(letters)]
+    made = "-" * depth + rest
+    return _by_letters(call, ["", "-" * len(letters) + rest, f"#{made}"], [made])
+
+
+def _depth(call: Call, index: int) -> int | None:
+    """Return how many elements vectors of indices have, each of which names an element, or what lies behind it."""
+    lengths = lengths_of(call.op.inputs[index])
+    return lengths[-1] if lengths else None
 
 
 @rule_for("Range", counting=True)
@@ -1098,11 +1116,11 @@ def _range(call: Call) -> Sequence[Placement] | None:
 @rule_for("TensorScatterAdd", "TensorScatterSub", "TensorScatterUpdate", "TensorScatterMax", "TensorScatterMin")
 def _tensor_scatter(call: Call) -> Sequence[Placement] | None:
     """Place a tensor in which elements change, at the same indices of each row."""
-    depth, rank = lengths_of(call.op.inputs[1]), rank_of(call, 1)
-    if not call.inputs[1].whole or not depth or depth[-1] is None:
+    depth, rank = _depth(call, 1), rank_of(call, 1)
+    if not call.inputs[1].whole or depth is None:
         return None
-    letters = _AXES[: rank_of(call, 0) - depth[-1]]
-    given = ["-" * depth[-1] + letters, "", "-" * (rank - 1) + letters]  # updates have an axis for each of indices
+    letters = _AXES[: rank_of(call, 0) - depth]
+    given = ["-" * depth + letters, "", "-" * (rank - 1) + letters]  # updates have an axis for each of indices
     return _by_letters(call, given, given[:1])
 
 

@@ -290,6 +290,14 @@ def gather_nd_with_batch_dims(batch, first):
     return mean(tf.gather_nd(first(batch[0]), batch[1], batch_dims=2))
 
 
+@program((SERIES, LABELS), dense(), OF_CLASSES)
+def pairs_by_gather_nd(batch, first, classes):
+    made = first(batch[0])
+    products = tf.transpose(made @ tf.transpose(made, [0, 2, 1]), [1, 2, 0])
+    pairs = tf.gather_nd(products, np.stack(np.tril_indices(TIME, -1), -1))
+    return entropy(classes(tf.transpose(pairs)), batch[1])
+
+
 @program((SERIES, COLUMNS), dense())
 def meshgrid(batch, first):
     made = first(batch[0])

@@ -635,8 +635,9 @@ def _is_decided(cases: Sequence[Sequence[np.ndarray]]) -> bool:
     """
     if any(not np.array_equal(*both) for both in zip(cases[0], cases[_OPENED], strict=True)):
         return False
-    few, *more = (np.subtract(*case, dtype=np.float64) for case in cases)
-    return all(np.all((few * many >= 0) & (abs(many) >= abs(few))) for many in more)
+    with np.errstate(invalid="ignore"):  # of two infinities, which decide nothing
+        few, *more = (np.subtract(*case, dtype=np.float64) for case in cases)
+        return all(np.all((few * many >= 0) & (abs(many) >= abs(few))) for many in more)
 
 
 def _apart(few: Sequence[Any], opened: Sequence[Any]) -> Iterator[list[Any]]:

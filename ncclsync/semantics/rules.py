@@ -339,12 +339,10 @@ def _broadcast(call: Call) -> Sequence[Placement] | None:
 
 
 _PASSING = names("Identity StopGradient PreventGradient Snapshot PlaceholderWithDefault")
-_PICKING = names("StridedSlice StridedSliceGrad Slice Pad Split SplitV Unpack ReverseV2 Tile")
 # The input that an op is linear in if all others are whole; of an activation's gradient what flows back.
-_LINEAR_IN = dict.fromkeys(_PASSING | MOVING | _PICKING | names("Neg Conj Real Imag Cast Sum Mean"), 0)
+_LINEAR_IN = dict.fromkeys(_PASSING | MOVING | names("Neg Conj Real Imag Cast Sum Mean"), 0)
 _LINEAR_IN |= dict.fromkeys(names("ReluGrad Relu6Grad EluGrad SeluGrad LeakyReluGrad SoftplusGrad"), 0)
-_LINEAR_IN |= dict.fromkeys(names("RsqrtGrad SqrtGrad InvGrad ReciprocalGrad TanhGrad SigmoidGrad Split"), 1)
-_LINEAR_IN |= {"StridedSliceGrad": 4}
+_LINEAR_IN |= dict.fromkeys(names("RsqrtGrad SqrtGrad InvGrad ReciprocalGrad TanhGrad SigmoidGrad"), 1)
 
 
 @_linear(*_LINEAR_IN)
@@ -355,8 +353,6 @@ def _in_one_input(call: Call) -> Sequence[Placement] | None:
         return None
     if kind in _PASSING | MOVING:
         return [placed]
-    if kind in _PICKING:  # within a function alone: elsewhere one sum is exchanged, not each of its slices
-        return _all(call, placed) if call.scope.within and placed == SUM else None
     # Not integers: their sums wrap, each tower's by itself, and their mean is cut off.
     widens = before == after or (before.is_floating and after.is_floating and before.size < after.size)
     fits = widens if kind == "Cast" else kind != "Mean" or before.is_floating
@@ -369,6 +365,47 @@ def _joined_partial(call: Call) -> Sequence[Placement] | None:
     return [parts[0]] if isinstance(parts[0], Partial) and len(set(parts)) == 1 else None
 
 
+# Of a loop's or a branch's weights, as of `h @ tf.tanh(w)`: there parts cannot be added up, and if an op needed their
+# sum, all of the loop would be computed alike. Elsewhere one sum is exchanged, not each of its slices or products. The
+# inputs in each of which an op is linear, if all others are whole.
+PRODUCTS = names("BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum MatMul SparseMatMul")
+LINEAR_WITHIN: dict[str, tuple[int, ...]] = dict.fromkeys(
+    names("""
+    AvgPool AvgPool3D BiasAddGrad BroadcastTo Cumsum DepthToSpace FFT FFT2D FFT3D Gather GatherNd GatherV2 IFFT IFFT2D
+    IFFT3D IRFFT IRFFT2D MatrixBandPart MatrixDiag MatrixDiagPart MatrixDiagPartV2 MatrixDiagPartV3 MatrixDiagV2
+    MatrixDiagV3 MirrorPad MirrorPadGrad Pad RFFT RFFT2D ReverseV2 Roll SegmentSum Slice SpaceToDepth SplitV
+    StridedSlice Tile Unpack UnsortedSegmentSum
+    """),
+    (0,),
+)
+LINEAR_WITHIN |= dict.fromkeys(PRODUCTS | names("Conv2D Conv3D DepthwiseConv2dNative"), (0, 1))
+LINEAR_WITHIN |= dict.fromkeys(
+    names("AvgPoolGrad BandedTriangularSolve MatrixSolve MatrixTriangularSolve ScatterNd Split"), (1,)
+)
+_CONVOLUTIONS = ("Conv2DBackprop{}", "Conv3DBackprop{}V2", "DepthwiseConv2dNativeBackprop{}")
+LINEAR_WITHIN |= dict.fromkeys([name.format("Input") for name in _CONVOLUTIONS], (1, 2))
+LINEAR_WITHIN |= dict.fromkeys([name.format("Filter") for name in _CONVOLUTIONS], (0, 2))
+LINEAR_WITHIN |= {"StridedSliceGrad": (4,)}
+
+
+@_linear(*LINEAR_WITHIN)
+def _in_a_function(call: Call) -> Sequence[Placement] | None:
+    parts = [i for i, placed in enumerate(call.inputs) if not placed.whole]
+    fits = call.scope.within and len(parts) == 1 and parts[0] in LINEAR_WITHIN[call.op.type]
+    return _all(call, SUM) if fits and call.inputs[parts[0]] == SUM else None
+
+
+@_linear("Complex", "Select", "SelectV2")
+def _of_parts_alone(call: Call) -> Sequence[Placement] | None:
+    """Place what is linear in several inputs at once, of which others than parts are zero."""
+    first = 0 if call.op.type == "Complex" else 1  # a condition comes before
+    fits = [
+        (placed == SUM and i >= first) or (placed.whole and (i < first or is_zero(call.op.inputs[i])))
+        for i, placed in enumerate(call.inputs)
+    ]
+    return [SUM] if call.scope.within and all(fits) else None
+
+
 @_linear("Add", "AddV2", "Sub", "AddN")
 def _add_partial(call: Call) -> Sequence[Placement] | None:
     shape = lengths_of(call.op.outputs[0])
@@ -377,7 +414,7 @@ def _add_partial(call: Call) -> Sequence[Placement] | None:
     ops = {p.op for p in call.inputs if isinstance(p, Partial)}
     # A whole operand may be added to a mean on every tower, and to a sum on one.
     for i, placed in enumerate(call.inputs):
-        if isinstance(placed, Partial) and lengths_of(call.op.inputs[i]) != shape:
+        if isinstance(placed, Partial) and lengths_of(call.op.inputs[i]) != shape and not call.scope.within:
             return None
     if ops == {"mean"}:
         return [MEAN]
@@ -401,10 +438,12 @@ def _scale_partial(call: Call) -> Sequence[Placement] | None:
     if (at == 1 and divides) or not isinstance(placed, Partial) or not other.whole:
         return None
     shape = lengths_of(call.op.inputs[at])
-    if not call.op.outputs[0].dtype.is_floating or placed.op not in ("sum", "mean"):
+    dtype = call.op.outputs[0].dtype
+    if not (dtype.is_floating or dtype.is_complex) or placed.op not in ("sum", "mean"):
         return None
     # Only if the product is no larger: the smallest of the tensors that could be exchanged is exchanged.
-    return [placed] if shape is not None and shape == lengths_of(call.op.outputs[0]) else None
+    as_large = shape is not None and shape == lengths_of(call.op.outputs[0])
+    return [placed] if as_large or call.scope.within else None
 
 
 def either(one: Placement, two: Placement) -> Placement | None:
@@ -504,8 +543,6 @@ def _of_any_shape(call: Call) -> Sequence[Placement] | None:
 
 
 # Products: what is contracted over the rows is a part of a sum.
-
-PRODUCTS = names("BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum MatMul SparseMatMul")
 
 
 def equation_of(op: tf.Operation) -> str:

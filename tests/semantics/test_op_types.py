@@ -23,6 +23,7 @@ from tensorflow.python.framework import ops as framework_ops  # for the registry
 from thorough import some
 
 import ncclsync
+from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.semantics import rules
 
 TOWERS = 3
@@ -403,3 +404,46 @@ def test_results_of_the_first_inputs_shape(example):
         example.call(*(tf.constant(one.value(ROWS, 0)) for one in example.inputs))
     made = [op for op in graph.get_operations() if op.type == example.op]
     assert made and all(output.shape == op.inputs[0].shape for op in made for output in op.outputs)
+
+
+@pytest.mark.slow
+def test_what_is_linear_in_an_input():
+    """Of a sum it makes the sum of what it makes of the parts, as the gradients of loops' weights rely on."""
+    rng, asked = np.random.default_rng(5), set()
+    for example in sorted(EXAMPLES, key=lambda one: one.op not in rules.LINEAR_WITHIN):
+        if rules.LINEAR_WITHIN.keys() <= asked:
+            break
+        if example.sized or not example.differentiable or any("V" in one.only for one in example.inputs):
+            continue
+
+        @tf.function(autograph=False)
+        def step(*given, call=example.call):
+            with tf.GradientTape() as tape:
+                tape.watch(given)
+                made = tf.nest.flatten(call(*given), expand_composites=True)
+                made = [one for one in made if tf.is_tensor(one) and one.dtype.is_floating]
+                total = tf.add_n([tf.reduce_sum(tf.cast(one, tf.float64) ** 2) for one in made] or [0.0])
+            return tape.gradient(total, given)
+
+        values = [tf.constant(one.value(FEW, 1)) for one in example.inputs]
+        graph = step.get_concrete_function(*values).graph
+        ops = graph.get_operations()
+        left = {op.name for op in ops if op.type in rules.LINEAR_WITHIN and op.type not in asked}
+        known = {argument.ref(): value for argument, value in zip(graph.inputs, values, strict=False)}
+        for op in ops if left and len(graph.inputs) == len(values) else ():
+            calls = any(attribute.type == "func" for attribute in op.op_def.attr)
+            if calls or op.type == "Placeholder" or any(one.ref() not in known for one in op.inputs):
+                continue
+            given = [known[one.ref()] for one in op.inputs]
+            constant = op.type == "Const" and [tf.constant(tf.make_ndarray(op.get_attr("value")), op.outputs[0].dtype)]
+            made = constant or tf_compat.run_op(op, given)
+            known.update((output.ref(), one) for output, one in zip(op.outputs, made, strict=True))
+            for at in rules.LINEAR_WITHIN[op.type] if op.name in left else ():
+                other = tf.cast(rng.normal(size=given[at].shape), given[at].dtype)
+                parts, both = ([*given[:at], one, *given[at + 1 :]] for one in (other, given[at] + other))
+                added = map(np.add, made, tf_compat.run_op(op, parts))
+                for one, whole in zip(added, tf_compat.run_op(op, both), strict=True):
+                    np.testing.assert_allclose(one, whole, rtol=1e-5, atol=1e-6, err_msg=f"{op.type}, input {at}")
+                asked.add(op.type)
+    unasked = sorted(rules.LINEAR_WITHIN.keys() - asked)
+    assert not unasked

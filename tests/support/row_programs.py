@@ -525,3 +525,78 @@ def sorted_places(batch, first):
     made = tf.sort(first(batch[0]), -1)
     places = tf.searchsorted(made, batch[1], side="right")
     return mean(tf.gather(tf.pad(made, [[0, 0], [0, 1]]), places, batch_dims=1))
+
+
+# Weights that each turn of a loop computes anew: there their gradients' parts cannot be added up.
+
+
+class Weights(layers.Layer):
+    """Hold a weight, `of`."""
+
+    def __init__(self, *shape):
+        super().__init__(dtype="float64")
+        self.of = self.add_weight(shape=shape, initializer=keras.initializers.RandomNormal(stddev=0.5, seed=len(shape)))
+
+
+def each_turn(*shapes):
+    """Enter what makes a matrix of weights as a program: a recurrent network that multiplies its state by it."""
+
+    def enter(change):
+        def loss(batch, *parts):
+            state = tf.zeros([tf.shape(batch[0])[0], WIDTH], tf.float64)
+            for time in tf.range(TIME):
+                made = change(*(part.of for part in parts))
+                state = tf.ensure_shape(tf.tanh(batch[0][:, time] + state @ made), [None, WIDTH])
+            return mean(state)
+
+        loss.__name__ = f"each_turn_{change.__name__}"
+        program(SERIES, *(lambda shape=shape: Weights(*shape) for shape in shapes))(loss)
+        return change
+
+    return enter
+
+
+@each_turn((WIDTH, 3), (3, WIDTH))
+def similar_nodes(one, other):
+    return tf.nn.softmax(tf.nn.relu(one @ other))
+
+
+@each_turn((20, WIDTH))
+def rows_of_a_table(table):
+    return tf.gather(table, [1, 5, 7, 2, 0, 3, 9, 11]) + tf.gather_nd(table, [[i] for i in range(WIDTH)])
+
+
+@each_turn((WIDTH, WIDTH))
+def orthogonal(free):
+    skew, one = free - tf.transpose(free), tf.eye(WIDTH, dtype=free.dtype)
+    return tf.linalg.solve(one + skew, one - skew)
+
+
+@each_turn((WIDTH, WIDTH), (WIDTH,))
+def pruned_and_normalised(free, bias):
+    kept = tf.linalg.band_part(tf.where(tf.abs(free) > 0.1, free, tf.zeros_like(free)), -1, 2)
+    mean_of, variance = tf.nn.moments(kept, [0])
+    return tf.maximum(tf.nn.bias_add((kept - mean_of) * tf.math.rsqrt(variance + 0.1), bias), -0.5)
+
+
+@each_turn((3, WIDTH, WIDTH), (3,))
+def mixed_of_bases(bases, logits):
+    return tf.einsum("k,kij->ij", tf.nn.softmax(logits), bases)
+
+
+@each_turn((WIDTH, WIDTH))
+def of_spectral_norm(free):
+    right = tf.nn.l2_normalize(tf.reduce_sum(free, 0, keepdims=True))
+    left = tf.nn.l2_normalize(right @ tf.transpose(free))
+    return free / tf.reduce_sum(left @ free * right)
+
+
+@each_turn((WIDTH, WIDTH))
+def circulant(free):
+    spectrum = tf.signal.rfft(free[:1]) * tf.signal.rfft(tf.eye(WIDTH, dtype=free.dtype))
+    return tf.signal.irfft(spectrum, [WIDTH]) + tf.cumsum(tf.sort(free, 1))
+
+
+@each_turn((3, 3, 1, 1))
+def convolved(kernel):
+    return tf.nn.conv2d(tf.eye(WIDTH, dtype=kernel.dtype)[None, :, :, None], tf.sinh(kernel), 1, "SAME")[0, ..., 0]

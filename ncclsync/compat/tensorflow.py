@@ -44,7 +44,7 @@ from tensorflow.python.profiler import trace as profiler_trace
 from tensorflow.python.util import traceback_utils
 
 from ncclsync import errors
-from ncclsync.compat.names import TensorName
+from ncclsync.compat.names import OpName, TensorName
 from ncclsync.compat.source_lines import is_pythons
 
 # Errors of ncclsync's ops begin so, also in C; for its Python functions TensorFlow tells the class.
@@ -296,7 +296,7 @@ def infer_shapes(definition: tf.compat.v1.GraphDef) -> None:
     `tf.graph_util.import_graph_def` takes four times as long, since it makes Python objects of all ops.
 
     Raises:
-        tf.errors.OpError: inputs of an op do not go together, or a shape is another one; the message names the node.
+        tf.errors.OpError: inputs of an op do not go together, or a shape is another one; see `node_named`.
     """
     options = c_api_util.ScopedTFImportGraphDefOptions()
     buffer = c_api.TF_NewBufferFromString(definition.SerializeToString())
@@ -306,6 +306,12 @@ def infer_shapes(definition: tf.compat.v1.GraphDef) -> None:
             c_api_util.ScopedTFImportGraphDefResults(results)
     finally:
         c_api.TF_DeleteBuffer(buffer)
+
+
+def node_named(error: tf.errors.OpError) -> OpName:
+    """Return the name of the node that an error of `infer_shapes` is about; "" if its message has none."""
+    named = re.search(r"\{\{node (\S+?)\}\}|Node '(\S+?)' has", error.message)
+    return OpName(named[1] or named[2] if named else "")
 
 
 def variables_behind(handles: Sequence[tf.Tensor]) -> list[tf.Variable]:

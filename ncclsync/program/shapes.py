@@ -8,7 +8,6 @@ of loops and branches are taken to be as they are placed; the functions that the
 
 import dataclasses
 import itertools
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -149,8 +148,7 @@ class _Tower:
                     self._add(op)
             tf_compat.infer_shapes(self._graph)
         except tf.errors.OpError as error:
-            named = re.search(r"\{\{node (\S+?)\}\}|Node '(\S+?)' has", error.message)
-            name = OpName(named[1] or named[2] if named else "")
+            name = tf_compat.node_named(error)
             words = f"{error.message}, for {self._rows} of {self._rows * self._towers} rows"
             return Fault(self._scope.within or self._asking(name), ShapeMismatch(words))
         return None

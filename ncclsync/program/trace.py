@@ -14,8 +14,10 @@ from ncclsync.errors import NcclSyncError
 from ncclsync.ops import Context, Mark, Share, running_in
 from ncclsync.program.plain import inline_calls, keep_axes
 from ncclsync.semantics.placing import told_fault
+from ncclsync.sharding.shards import components_of
 
 Opened = Sequence[tuple[tf.Variable, int]]
+_LARGE_BYTES = 4096
 
 
 class Site(NamedTuple):
@@ -137,3 +139,37 @@ def trace(step: Callable[[Any], Any], batch_specs: Any, *, jit_compile: bool = F
     for _, context, _ in traces:  # TensorFlow keeps the functions of custom gradients for good, and they keep theirs
         vars(context).clear()
     return result
+
+
+class Refusals:
+    """Say what of a trace TensorFlow would refuse if a batch's lengths were known.
+
+    One device's trace raises an error there, which Python may handle, and go another way. The functions of loops and
+    branches are not asked.
+    """
+
+    def __init__(self, traced: Trace) -> None:
+        """Take what the shapes of a trace follow from."""
+        graph: tf.Graph = traced.function.graph
+        self._batch = [tensor.op.name for tensor in components_of(traced.batch)]
+        self._tracebacks = {op.name: op.traceback for op in graph.get_operations()}
+        self._definition = graph.as_graph_def(add_shapes=True)
+        self._definition.ClearField("library")
+        for node in self._definition.node:
+            node.device = ""
+            if node.op == "Const" and node.ByteSize() > _LARGE_BYTES:  # its numbers say no shape
+                node.op = "Placeholder"
+                node.attr["shape"].shape.CopyFrom(node.attr.pop("value").tensor.tensor_shape)
+
+    def line(self, specs: Any) -> str | None:
+        """Return the line of the first op that is refused for a batch of these specs; None: there is none."""
+        shapes = {name: spec.shape.as_proto() for name, spec in zip(self._batch, components_of(specs), strict=True)}
+        for node in self._definition.node:
+            if node.name in shapes:
+                node.attr["shape"].shape.CopyFrom(shapes[node.name])
+                node.attr["_output_shapes"].list.shape[0].CopyFrom(shapes[node.name])
+        try:
+            tf_compat.infer_shapes(self._definition)
+        except tf.errors.OpError as error:
+            return user_line(self._tracebacks.get(tf_compat.node_named(error), ()))
+        return None

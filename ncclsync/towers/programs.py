@@ -25,7 +25,7 @@ from ncclsync.ops.xla_programs import share_programs
 from ncclsync.program.cut import Traceless, cut
 from ncclsync.program.partition import Undividable
 from ncclsync.program.program import Program, Results
-from ncclsync.program.trace import Opened, Trace, trace
+from ncclsync.program.trace import Opened, Refusals, Trace, trace
 from ncclsync.semantics.draws import check_draws, draws_seen
 from ncclsync.sharding.exactness import DRAWS, NORMALISES, Inexact, say_inexact
 from ncclsync.sharding.normalization import moments_of_layers
@@ -86,10 +86,11 @@ class Key(NamedTuple):
 class _Asked(ValueError):
     """Python goes by a length that is open, and that one device knows."""
 
-    def __init__(self, line: tf_compat.Line) -> None:
-        """Name the line."""
-        super().__init__("x.shape[0] is None, and something else is computed")
-        self.line = line_text(*line) if line[0] else "a line that autograph has converted"
+    def __init__(self, line: tf_compat.Line | str, hears: str = "x.shape[0] is None") -> None:
+        """Name the line, and what it hears without that length."""
+        super().__init__(f"{hears}, and something else is computed")
+        known = line if isinstance(line, str) else line[0] and line_text(*line)
+        self.line = known or "a line that autograph has converted"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +103,7 @@ class _Traced:
     observer: Observer | None  # of its gradients, if something reads them
     before: PythonState
     told: "_Told | None" = None  # what Python was told
+    refusals: Refusals | None = None  # if one device knows lengths that are open in the trace
 
 
 class _Told(NamedTuple):
@@ -130,6 +132,7 @@ class Programs:
         # Versions, and specs of shards, with the line of Python that cannot be traced for them, or asks for lengths.
         self._too_open: dict[tuple[int, str], str] = {}
         self._asking: dict[tuple[int, str], str] = {}
+        self._refusals: dict[tuple[int, str], Refusals] = {}  # of steps for any number of rows, one trace for all
         self._step = step
 
     def of(self, specs: Any, meter: Meter | None = None, version: Version = BESIDE) -> Program:
@@ -164,6 +167,8 @@ class Programs:
                 f"The step has been traced for {_TOLD_BEFORE_WARNING} shapes of batches, and will be for each further "
                 f"shape: {self._asking[kind]} asks for x.shape while it is traced. Use tf.shape(x) instead"
             )
+        if self.any_rows and traced.refusals is not None and not told:
+            self._refusals[kind] = traced.refusals
         program = self._cut(traced, meter)
         lines = dict.fromkeys(one.unrepeatable for one in program.segments if one.unrepeatable)
         if self.towers.options.on_oom is not None and lines:
@@ -221,8 +226,11 @@ class Programs:
 
     def told_for(self, specs: Any, version: Version) -> str:
         """Return what `Key.told` is for batches of these specs, of a version."""
-        kind = version.number, repr(self.shard_specs(specs, version))
-        return repr(self._specs_alone(specs, version)) if kind in self._asking else ""
+        kind, alone = (version.number, repr(self.shard_specs(specs, version))), self._specs_alone(specs, version)
+        if kind in self._refusals and _is_known(alone) and (line := self._refusals[kind].line(ungrouped(alone))):
+            del self._refusals[kind]
+            self._asking[kind] = line
+        return repr(alone) if kind in self._asking else ""
 
     def _specs_alone(self, specs: Any, version: Version) -> Any:
         """Return the specs for which one device traces the step, for batches of these specs."""
@@ -257,7 +265,7 @@ class Programs:
         """Trace the step for shards of these specs; `is_told`: Python is told what it hears for `alone`, one device's.
 
         Raises:
-            _Asked: Python, not told, has asked for what one device knows.
+            _Asked: Python goes by what one device knows.
             Exception: of the user's step.
         """
         self.towers.session.check_repeatable()
@@ -313,7 +321,7 @@ class Programs:
                 if not asked:
                     raise
         if not asked:
-            return traced
+            return _accepted(traced, alone)
         if not asked.builds:
             raise _Asked(asked[0])
         self._trace_alone(source, alone)  # all layers are built, of the shapes that one device gives them
@@ -339,7 +347,8 @@ class Programs:
         with tf_compat.shapes_read(is_library) as shapes:
             self._trace_alone(source, alone, shapes.begin)
         lengths = _numbers_of_rows(alone)
-        return self._trace_told(_Told(shapes, lengths.pop() if len(lengths) == 1 else None), source, specs)
+        told = self._trace_told(_Told(shapes, lengths.pop() if len(lengths) == 1 else None), source, specs)
+        return _accepted(told, alone)
 
     def _trace_told(self, told: _Told | None, *given: Any) -> _Traced:
         """Trace the step, and tell Python these shapes, if any.
@@ -450,6 +459,14 @@ class Programs:
         what = "Training" if self.trains else "Evaluation or prediction"
         if text := say_inexact(found, "shard" if layout.divided else "tower", what):
             self.towers.session.warn_once(text)
+
+
+def _accepted(traced: _Traced, alone: Any) -> _Traced:
+    """Return a trace; raise _Asked if TensorFlow refuses a batch of one device's specs where open lengths pass."""
+    refusals = Refusals(traced.trace)
+    if line := refusals.line(ungrouped(alone)):
+        raise _Asked(line, "TensorFlow raises no error")
+    return dataclasses.replace(traced, refusals=refusals)
 
 
 def _numbers_of_rows(specs: Any) -> set[int | None]:

@@ -236,6 +236,23 @@ def unstacked_or_not(x, _):
         return x * 0.5
 
 
+def added_or_not(x, _):
+    """Open rows pass what one device's trace refuses."""
+    try:
+        return x + tf.ones([9, 6])
+    except ValueError:
+        return x * 0.5
+
+
+def checked_or_not(x, _):
+    """What is refused is used by nothing."""
+    try:
+        tf.ensure_shape(x, [9, 6])
+        return x * 2.0
+    except ValueError:
+        return x * 0.5
+
+
 def unstacked(x, _):
     return tf.stack(tf.unstack(x)) * 2
 
@@ -261,12 +278,14 @@ TOLD += (
 )
 TOLD += (within_python, of_another_axis, handed_on, a_loop_of_pythons, divided_by, a_diagonal)
 TOLD += (by_its_words, handed_to_keras, of_a_keras_tensor, reshaped_or_not, filled_or_not)
-WHOLE = (by_a_spec, unstacked, unstacked_or_not, folded)
+WHOLE = (by_a_spec, unstacked, unstacked_or_not, folded, added_or_not, checked_or_not)
 NEEDING = (
     handed_on,
     a_loop_of_pythons,
     divided_by,
     a_diagonal,
+    added_or_not,
+    checked_or_not,
     unstacked,
     numbered,
     tiled,
@@ -331,7 +350,7 @@ def test_what_one_device_knows(call, train, caplog):
     "call",
     [
         *(another_factor, by_list, of_no_open_gradient, by_its_text, by_a_spec, numbered, halved, in_a_branch),
-        *(by_its_words, handed_to_keras, reshaped_or_not, unstacked_or_not),
+        *(by_its_words, handed_to_keras, reshaped_or_not, unstacked_or_not, added_or_not, checked_or_not),
     ],
 )
 def test_loops_of_ones_own(call, caplog):
@@ -361,6 +380,24 @@ def test_loops_of_ones_own(call, caplog):
     assert any("a fixed number of rows" in one.getMessage() for one in caplog.records) == (
         call in (*WHOLE, of_no_open_gradient)
     )
+
+
+def test_errors_that_some_batches_make(caplog):
+    """A later batch is refused what an earlier one was not; if nothing handles it, the error is one device's."""
+
+    def step(x):
+        try:
+            tf.ensure_shape(x, [8, 6])
+        except ValueError:
+            return tf.reduce_sum(x)
+        return tf.reduce_sum(x**2)
+
+    batches = [tf.constant(X[:n, :6]) for n in (8, 5, 8, 3)]
+    with ncclsync.Towers(3) as towers, caplog.at_level(logging.WARNING, "ncclsync"):
+        assert_close([towers.run(step, x) for x in batches], [tf.function(step)(x) for x in batches])
+        assert any("ensure_shape" in one.getMessage() for one in caplog.records)
+        with pytest.raises(ValueError, match="Dimensions must be equal, but are 5 and 9"):
+            towers.run(lambda x: x + tf.ones([9, 6]), batches[1])
 
 
 def test_a_scan_over_rows():

@@ -490,7 +490,7 @@ class Interrupted(keras.callbacks.Callback):
         waits = self.where == "before a wait" and self.presses
         if self.where != "log":
             Ending(self)
-        time.sleep(20 if waits else 0.01)
+        time.sleep(240 if waits else 0.01)  # a loaded machine may stand still for a minute
 
     def press(self):
         if self.presses:
@@ -538,7 +538,7 @@ def test_ctrl_c_that_is_lost_between_steps(where, monkeypatch):
     try:
         with pytest.raises(KeyboardInterrupt):
             model.fit(X, Y, batch_size=1, verbose=0, callbacks=[pressing])
-        assert not pressing.presses and pressing.batches < 50 and time.monotonic() - began < 20
+        assert not pressing.presses and pressing.batches < 50 and time.monotonic() - began < 200
         model.fit(X, Y, batch_size=20, verbose=0, callbacks=[pressing])
     finally:
         signal.signal(signal.SIGINT, handler)

@@ -16,9 +16,7 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
-from types import CodeType
 from typing import Any
 
 from ncclsync.communicator import native
@@ -246,22 +244,23 @@ def raise_ctrl_c_again() -> None:
             before(ignored)
         elif _active is None:  # else `interruptible` raises it
             # Not a `threading.Thread`: its start waits, and the Ctrl-C would be raised there, and ignored again.
-            _thread.start_new_thread(_press_ctrl_c, (again.__code__,))
+            ended = [False]
+            _thread.start_new_thread(_press_ctrl_c, (ended,))
+            ended[0] = True  # from here to its end Python looks for no signal
 
     if getattr(before, "__qualname__", "") != again.__qualname__:
         sys.unraisablehook = again
 
 
-def _press_ctrl_c(after: CodeType) -> None:
-    """Send the main thread Ctrl-C's signal, if Python handles it, once no such code runs there.
+def _press_ctrl_c(when: list[bool]) -> None:
+    """Send the main thread Ctrl-C's signal, if Python handles it, once `when` holds True.
 
     `_thread.interrupt_main` would not end a sleep.
     """
-    main = threading.main_thread().ident or 0
-    while any(frame.f_code is after for frame, _ in traceback.walk_stack(sys._current_frames().get(main))):
-        time.sleep(SLICE_S / 100)
+    while not when[0]:
+        time.sleep(SLICE_S / 10)
     if callable(signal.getsignal(signal.SIGINT)):
-        signal.pthread_kill(main, signal.SIGINT)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
 def _forget_pipe() -> None:

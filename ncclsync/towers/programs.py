@@ -321,11 +321,20 @@ class Programs:
                 if not asked:
                     raise
         if not asked:
-            return _accepted(traced, alone)
+            return self._accepted(traced, specs, alone)
         if not asked.builds:
             raise _Asked(asked[0])
         self._trace_alone(source, alone)  # all layers are built, of the shapes that one device gives them
         return self._asked(source, specs, alone, builds=False)
+
+    def _accepted(self, traced: _Traced, specs: Any, alone: Any) -> _Traced:
+        """Return a trace; raise _Asked if TensorFlow refuses a batch of one device's specs where open lengths pass."""
+        if self.any_rows and repr(specs) != repr(open_specs(alone)):  # TensorFlow would have relaxed one device's, too
+            return traced
+        refusals = Refusals(traced.trace)
+        if line := refusals.line(ungrouped(alone)):
+            raise _Asked(line, "TensorFlow raises no error")
+        return dataclasses.replace(traced, refusals=refusals)
 
     def _trace_alone(self, source: Source, alone: Any, begin: Callable[[], None] = lambda: None) -> None:
         """Trace the step as one device does; put Python's state back to where its last run has begun.
@@ -348,7 +357,7 @@ class Programs:
             self._trace_alone(source, alone, shapes.begin)
         lengths = _numbers_of_rows(alone)
         told = self._trace_told(_Told(shapes, lengths.pop() if len(lengths) == 1 else None), source, specs)
-        return _accepted(told, alone)
+        return self._accepted(told, specs, alone)
 
     def _trace_told(self, told: _Told | None, *given: Any) -> _Traced:
         """Trace the step, and tell Python these shapes, if any.
@@ -459,14 +468,6 @@ class Programs:
         what = "Training" if self.trains else "Evaluation or prediction"
         if text := say_inexact(found, "shard" if layout.divided else "tower", what):
             self.towers.session.warn_once(text)
-
-
-def _accepted(traced: _Traced, alone: Any) -> _Traced:
-    """Return a trace; raise _Asked if TensorFlow refuses a batch of one device's specs where open lengths pass."""
-    refusals = Refusals(traced.trace)
-    if line := refusals.line(ungrouped(alone)):
-        raise _Asked(line, "TensorFlow raises no error")
-    return dataclasses.replace(traced, refusals=refusals)
 
 
 def _numbers_of_rows(specs: Any) -> set[int | None]:

@@ -10,6 +10,7 @@ import tensorflow as tf
 from parity import assert_close, data, on_towers
 
 import ncclsync
+from ncclsync.program.trace import Refusals
 from ncclsync.training.keras_model import step_of
 
 X, _ = data(rows=26, features=6)
@@ -380,6 +381,16 @@ def test_loops_of_ones_own(call, caplog):
     assert any("a fixed number of rows" in one.getMessage() for one in caplog.records) == (
         call in (*WHOLE, of_no_open_gradient)
     )
+
+
+def test_shapes_are_asked_once_for_each_number_of_rows(monkeypatch):
+    """And not for lengths that TensorFlow would relax."""
+    asked, line = [], Refusals.line
+    monkeypatch.setattr(Refusals, "line", lambda self, specs: asked.append(specs) or line(self, specs))
+    with ncclsync.Towers(2) as towers:
+        for shape in [(8, 4), (7, 4), (8, 4), (7, 4), *((8, 5 + k) for k in range(6))]:
+            towers.run(tf.reduce_sum, tf.ones(shape))
+    assert [[length for length in one.shape] for one in asked] == [[8, 4], [7, 4]]
 
 
 def test_errors_that_some_batches_make(caplog):

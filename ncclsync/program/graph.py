@@ -36,7 +36,7 @@ class TracedGraph:
         """Describe a trace; variables with the ids `shared` are the same on all towers, whatever they show."""
         function = trace.function
         self.trace, self.home_device, self.tf_graph = trace, home_device, function.graph
-        self.definition = self.tf_graph.as_graph_def()
+        self.definition = trace.definition
         self.nodes: dict[OpName, Any] = {node.name: node for node in self.definition.node}
         self.free_prefix = "ncclsync_segment"  # of names that a segment may give to nodes
         while any(name.startswith(self.free_prefix) for name in self.nodes):

@@ -1,6 +1,7 @@
 """Trace a step once, as the program of one device, with marks where it calls a collective."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -57,6 +58,12 @@ class Trace:
     opened: Opened = ()
     rows: int | None = None
     faults: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def definition(self) -> tf.compat.v1.GraphDef:
+        """Return its graph's, to be read; the graph changes no more."""
+        definition: tf.compat.v1.GraphDef = self.function.graph.as_graph_def()
+        return definition
 
 
 def error_of_start_value(error: Exception, graph: tf.Graph) -> NcclSyncError:
@@ -152,14 +159,25 @@ class Refusals:
         """Take what the shapes of a trace follow from."""
         graph: tf.Graph = traced.function.graph
         self._batch = [tensor.op.name for tensor in components_of(traced.batch)]
-        self._tracebacks = {op.name: op.traceback for op in graph.get_operations()}
-        self._definition = graph.as_graph_def(add_shapes=True)
-        self._definition.ClearField("library")
-        for node in self._definition.node:
-            node.device = ""
+        ops = graph.get_operations()
+        self._tracebacks = {op.name: op.traceback for op in ops}
+        self._definition = tf.compat.v1.GraphDef(versions=traced.definition.versions)
+        hiding = {kind for kind, op in {op.type: op for op in ops}.items() if _hides_shapes(op)}
+        # Of others TensorFlow infers them: with open lengths it takes some for what they are not, as of a softmax's
+        # cross entropy that broadcasts its labels.
+        shapes = {op.name: [one.shape.as_proto() for one in op.outputs] for op in ops if op.type in hiding}
+        for node in traced.definition.node:
             if node.op == "Const" and node.ByteSize() > _LARGE_BYTES:  # its numbers say no shape
-                node.op = "Placeholder"
-                node.attr["shape"].shape.CopyFrom(node.attr.pop("value").tensor.tensor_shape)
+                value = node.attr["value"].tensor
+                made = self._definition.node.add(name=node.name, op="Placeholder")
+                made.attr["dtype"].type = value.dtype
+                made.attr["shape"].shape.CopyFrom(value.tensor_shape)
+                continue
+            made = self._definition.node.add()
+            made.CopyFrom(node)
+            made.device = ""
+            if node.name in shapes:
+                made.attr["_output_shapes"].list.shape.extend(shapes[node.name])
 
     def line(self, specs: Any) -> str | None:
         """Return the line of the first op that is refused for a batch of these specs; None: there is none."""
@@ -167,9 +185,13 @@ class Refusals:
         for node in self._definition.node:
             if node.name in shapes:
                 node.attr["shape"].shape.CopyFrom(shapes[node.name])
-                node.attr["_output_shapes"].list.shape[0].CopyFrom(shapes[node.name])
         try:
             tf_compat.infer_shapes(self._definition)
         except tf.errors.OpError as error:
             return user_line(self._tracebacks.get(tf_compat.node_named(error), ()))
         return None
+
+
+def _hides_shapes(op: tf.Operation) -> bool:
+    """Return whether shapes of an op's results do not follow from its inputs: it runs functions, or looks within."""
+    return tf_compat.calls_functions(op) or any(tensor.dtype in (tf.resource, tf.variant) for tensor in op.inputs)

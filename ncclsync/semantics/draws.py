@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.source_lines import user_line
@@ -28,11 +29,12 @@ def draws_seen() -> contextlib.AbstractContextManager[None]:
     return tf_compat.methods_wrapped(tf_compat.loaded_classes(keras.random.SeedGenerator), "next", drawing)
 
 
-def check_draws(function: Any, refuses: bool) -> Inexact | None:
+def check_draws(graph: tf.Graph, definition: tf.compat.v1.GraphDef, refuses: bool) -> Inexact | None:
     """Refuse, or warn of, random draws in a traced step that no seed repeats.
 
     Args:
-        function: the ConcreteFunction.
+        graph: of the step.
+        definition: its GraphDef.
         refuses: whether what is drawn must not depend on the towers, as with `exact`, `shards`,
             `on_oom` and `audit_every`. If not, a draw from hidden state is to be warned of: CPU towers draw from one
             state in any order.
@@ -43,7 +45,6 @@ def check_draws(function: Any, refuses: bool) -> Inexact | None:
     Raises:
         NcclSyncError: for a draw from hidden state, if it `refuses` them.
     """
-    definition = function.graph.as_graph_def()
     nodes: list[tuple[Any, str | None]] = [(node, None) for node in definition.node]
     nodes += [(node, f.signature.name) for f in definition.library.function for node in f.node_def]
     for node, within in nodes:
@@ -51,10 +52,11 @@ def check_draws(function: Any, refuses: bool) -> Inexact | None:
         # The hits that a sampled softmax looks for have seeds that their kernel does not read.
         draws = "seed2" in attributes and node.op != "ComputeAccidentalHits" and not drops_nothing(node)
         repeats = "deterministic" in attributes and any(attributes[name].i for name in ("seed", "seed2"))
-        if not (draws and not repeats) and node.attr["noise"].s not in (b"uniform", b"gaussian"):
+        noisy = "noise" in attributes and attributes["noise"].s in (b"uniform", b"gaussian")
+        if not (draws and not repeats) and not noisy:
             continue
         if within is None:
-            place = f"at {user_line(function.graph.get_operation_by_name(node.name).traceback)}"
+            place = f"at {user_line(graph.get_operation_by_name(node.name).traceback)}"
         else:
             place = f"in the function {within}"
         if refuses:

@@ -409,7 +409,7 @@ class Programs:
         finite = observer is not None and "finite" in self.readers()
         divides = self.towers.layout.divided is not None or options.on_oom is not None
         repeats = options.exact_random or options.health.audit_every is not None or divides
-        if told := check_draws(traced.trace.function, refuses=repeats):
+        if told := check_draws(traced.trace.function.graph, traced.trace.definition, refuses=repeats):
             session.inexact[told] = None
             session.warn_once(f"{told.where}, {told.reason}: {told.remedy}")
         traceless = Traceless.WEIGHTS

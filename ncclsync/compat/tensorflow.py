@@ -393,8 +393,12 @@ _BUILDING = "_maybe_build"  # Keras' method that gives the shape of a layer's fi
 _OF_RANK = frozenset({"__bool__", "__init__", "__len__", "__nonzero__", "assert_has_rank", "ndims", "rank"})
 
 
-class OpenLengthAsked(BaseException):
-    """End a trace in which a line has asked for a length that is open; libraries do not catch it."""
+class TraceEnded(BaseException):
+    """End a trace that will be made otherwise; libraries do not catch it."""
+
+
+class OpenLengthAsked(TraceEnded):
+    """A line has asked for a length that is open."""
 
 
 class Questions(list[Line]):
@@ -467,6 +471,44 @@ def open_lengths_asked(
         for name in vars(tf.TensorShape).keys() - _OF_RANK:
             if isinstance(vars(tf.TensorShape)[name], (FunctionType, property)):
                 stack.enter_context(methods_wrapped([tf.TensorShape], name, asked))
+        yield found
+
+
+class ValueAsked(TraceEnded):
+    """A line has gone by a tensor's value, as autograph alone lets it."""
+
+
+# By what Python asks for a tensor's or a dataset's values; a graph's tensors lack the last ones.
+_FOR_VALUES = ("__bool__", "__iter__", "__len__", "__complex__", "__float__", "__index__", "__int__")
+
+
+@contextlib.contextmanager
+def values_asked(is_library: Callable[[str], bool]) -> Iterator[list[Line]]:
+    """Note, and end by a ValueAsked, what lines outside libraries do meanwhile that autograph would have changed.
+
+    They may handle the error that they would hear, and go another way.
+    """
+    found, thread = list[Line](), threading.get_ident()
+
+    def asked(ask: Callable[..., Any] | None, value: Any, *given: Any) -> Any:
+        is_given = tf.is_symbolic_tensor(value) or (isinstance(value, tf.data.Dataset) and not tf.executing_eagerly())
+        frame = sys._getframe(2)
+        if is_given and threading.get_ident() == thread and not _is_of(is_library, frame):
+            found.append(_line_of(frame))
+            raise ValueAsked
+        if ask is None:
+            raise TypeError(f"a graph's tensor has no value yet: {value}")
+        return ask(value, *given)
+
+    def added(value: Any) -> Any:
+        return asked(None, value)
+
+    with contextlib.ExitStack() as stack:
+        for name in _FOR_VALUES:
+            stack.enter_context(methods_wrapped([tf.Tensor, tf.data.Dataset], name, asked))
+            if name not in vars(tf.Tensor):
+                setattr(tf.Tensor, name, added)
+                stack.callback(delattr, tf.Tensor, name)
         yield found
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -114,7 +115,7 @@ def trace(step: Callable[[Any], Any], batch_specs: Any, *, jit_compile: bool = F
         with running_in(context), tf.variable_creator_scope(made_by_itself):
             try:
                 return step(batch)
-            except (Exception, tf_compat.OpenLengthAsked) as error:  # of any kind: it is the step's own
+            except (Exception, tf_compat.TraceEnded) as error:  # of any kind: it is the step's own
                 # Raised when tf.function has initialised the variables that were created, such as an optimizer's:
                 # their owners do not create them again, if the step is traced otherwise, or by a later call.
                 failures.append(error)
@@ -160,7 +161,7 @@ class Refusals:
         graph: tf.Graph = traced.function.graph
         self._batch = [tensor.op.name for tensor in components_of(traced.batch)]
         ops = graph.get_operations()
-        self._tracebacks = {op.name: op.traceback for op in ops}
+        self._graph = weakref.ref(graph)
         self._definition = tf.compat.v1.GraphDef(versions=traced.definition.versions)
         hiding = {kind for kind, op in {op.type: op for op in ops}.items() if _hides_shapes(op)}
         # Of others TensorFlow infers them: with open lengths it takes some for what they are not, as of a softmax's
@@ -180,7 +181,7 @@ class Refusals:
                 made.attr["_output_shapes"].list.shape.extend(shapes[node.name])
 
     def line(self, specs: Any) -> str | None:
-        """Return the line of the first op that is refused for a batch of these specs; None: there is none."""
+        """Return the line, if it is still known, of an op that is refused for a batch of these specs; None: none is."""
         shapes = {name: spec.shape.as_proto() for name, spec in zip(self._batch, components_of(specs), strict=True)}
         for node in self._definition.node:
             if node.name in shapes:
@@ -188,7 +189,10 @@ class Refusals:
         try:
             tf_compat.infer_shapes(self._definition)
         except tf.errors.OpError as error:
-            return user_line(self._tracebacks.get(tf_compat.node_named(error), ()))
+            # A traceback is TensorFlow's memory, and ends with the graph.
+            graph, name = self._graph(), tf_compat.node_named(error)
+            known = graph is not None and next((op for op in graph.get_operations() if op.name == name), None)
+            return user_line(known.traceback) if known else "an op that does not fit each number of rows"
         return None
 
 

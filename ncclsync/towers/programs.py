@@ -291,19 +291,25 @@ class Programs:
     def _converted(self, source: Source, specs: Any, alone: Any, is_told: bool) -> _Traced:
         """Trace the step, through autograph if it must be."""
         trace_once = self._told if is_told else self._asked
-        try:
+        if not source.autograph:
             return trace_once(source, specs, alone)
-        except TypeError as error:  # Python's `if`, `for` or `len` of a tensor
-            if not source.autograph:
-                raise
-            logger.info("%s is traced through autograph, as tf.function does", source.function)
-            converted = tf_compat.autograph_converted(source.function)
+        before, failed = PythonState(self._step.model), None
+        with tf_compat.values_asked(is_library) as asked:
             try:
-                return trace_once(dataclasses.replace(source, function=converted), specs, alone)
-            except TypeError as other:
-                if str(error) in str(other):  # autograph changes nothing about it
-                    raise error from None
-                raise
+                traced = trace_once(source, specs, alone)
+            except (TypeError, tf_compat.ValueAsked) as error:  # Python's `if`, `for` or `len` of a tensor
+                failed = error
+        if failed is None and not asked:
+            return traced
+        logger.info("%s is traced through autograph, as tf.function does", source.function)
+        before.restore()
+        converted = tf_compat.autograph_converted(source.function)
+        try:
+            return trace_once(dataclasses.replace(source, function=converted), specs, alone)
+        except TypeError as other:
+            if isinstance(failed, TypeError) and str(failed) in str(other):  # autograph changes nothing about it
+                raise failed from None
+            raise
 
     def _asked(self, source: Source, specs: Any, alone: Any, *, builds: bool = True) -> _Traced:
         """Trace the step, unless Python goes by a length that is open here, and not on one device.

@@ -1,5 +1,6 @@
 """`Towers.run`: a user's own loop, without `fit`, gives one device's numbers."""
 
+import contextlib
 import functools
 import subprocess
 import sys
@@ -341,3 +342,99 @@ def test_fit_within_the_with_of_a_new_process():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("trains on one device, though within `with Towers(...)`") == 1, done.stderr
+
+
+def if_it_is_positive(x):
+    try:
+        made = -x
+        if tf.reduce_sum(x) > 0:
+            made = x**2
+    except Exception:
+        made = x * 7
+    return made
+
+
+def as_long(x):
+    try:
+        return x * len(tf.boolean_mask(x, x[:, 0] > 0))
+    except TypeError:
+        return x * 7
+
+
+def as_a_number(x):
+    try:
+        return x * float(tf.reduce_sum(x))
+    except TypeError:
+        return x * 7
+
+
+def as_a_whole_number(x):
+    try:
+        return x * tf.cast(int(tf.reduce_sum(x)), x.dtype)
+    except TypeError:
+        return x * 7
+
+
+def as_often_as_rows(x):
+    with contextlib.suppress(TypeError):
+        for _ in range(tf.shape(x)[0]):
+            x = tf.tanh(x)
+    return x
+
+
+def until_it_is_large(x):
+    try:
+        while tf.reduce_sum(x**2) < 100.0:
+            x = x * 2
+    except Exception:
+        x = x * 7
+    return x
+
+
+def both(x):
+    try:
+        return x * tf.cast(tf.reduce_sum(x) > 0 and x[0, 0] < 5, x.dtype)
+    except Exception:
+        return x * 7
+
+
+def row_by_row(x):
+    total = tf.zeros([12], x.dtype)
+    try:
+        for row in x:
+            total += row**2
+    except Exception:
+        total = total + 7
+    return x * total
+
+
+def of_a_dataset(x):
+    """Nothing is handled here: without autograph TensorFlow has a ValueError."""
+    total = tf.zeros([12], x.dtype)
+    for i, rows in enumerate(tf.data.Dataset.from_tensor_slices(x).batch(2)):
+        total += tf.reduce_sum(rows, 0) * tf.cast(i, x.dtype)
+    return x * total
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        if_it_is_positive,
+        *(
+            pytest.param(one, marks=pytest.mark.slow)
+            for one in (as_long, as_a_number, as_a_whole_number, as_often_as_rows, until_it_is_large, both, row_by_row)
+        ),
+        of_a_dataset,
+    ],
+)
+def test_what_autograph_changes(change):
+    """Python that goes by a tensor's value does what `tf.function` makes of it, also where it handles the error."""
+
+    def step(x):
+        return tf.reduce_sum(change(x) ** 2, 1), tf.reduce_mean(change(x))
+
+    batches = [tf.constant(X[rows], tf.float64) for rows in BATCHES]
+    with ncclsync.Towers(3) as towers:
+        found = [towers.run(step, x) for x in batches]
+    assert_close(found, [tf.function(step)(x) for x in batches])
+    assert "__float__" not in vars(tf.Tensor)

@@ -236,12 +236,13 @@ def units_of(batch: Any) -> list[int]:
     return [unit or 0 for unit in tf.nest.flatten(keras.tree.traverse(numbered, batch))]
 
 
-def grouped(batch: Any) -> Any:
+def grouped(batch: Any, by_samples: bool = True) -> Any:
     """Return a batch, or its specs, with marks where it holds dense data sets of different, known batch sizes.
 
-    If each size is a multiple of the fewest rows, these are the samples, and every other leaf, `Grouped`, has k rows
-    for each of them. Else the most rows are the samples, and all others are `Apart`. The batch stays as it is if a leaf
-    is not dense, or has an unknown number of rows. The step is to be given what `ungrouped` returns.
+    If each size is a multiple of the fewest rows, and `by_samples`, these are the samples, and every other leaf,
+    `Grouped`, has k rows for each of them. Else the most rows are the samples, and all others are `Apart`. The batch
+    stays as it is if a leaf is not dense, or has an unknown number of rows. The step is to be given what `ungrouped`
+    returns.
     """
     leaves = [leaf for leaf in tf.nest.flatten(batch) if _has_rows(leaf)]
     if len({leaf.shape[0] for leaf in leaves}) < 2 or is_marked(batch):
@@ -252,7 +253,7 @@ def grouped(batch: Any) -> Any:
     if not dense or None in counts or len(others) > len(_APART):
         return batch
     samples = min(counts)
-    if samples < 1 or any(one % samples for one in counts):
+    if not by_samples or samples < 1 or any(one % samples for one in counts):
         kinds = dict(zip(others, _APART, strict=False))
         return tf.nest.map_structure(
             lambda leaf: kinds[leaf.shape[0]](leaf) if _has_rows(leaf) and leaf.shape[0] in kinds else leaf, batch
@@ -269,6 +270,15 @@ def grouped(batch: Any) -> Any:
         return Grouped(tf.reshape(leaf, shape))
 
     return tf.nest.map_structure(group, batch)
+
+
+def ratios_of(batch: Any) -> tuple[int, ...]:
+    """Return how many rows for each sample the `Grouped` leaves of a batch have, in turn."""
+
+    def ratio(node: Any) -> int | None:
+        return int(node.rows.shape[1]) if isinstance(node, Grouped) else None
+
+    return tuple(one for one in tf.nest.flatten(keras.tree.traverse(ratio, batch)) if isinstance(one, int))
 
 
 def ungrouped(batch: Any) -> Any:

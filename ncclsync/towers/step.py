@@ -30,6 +30,7 @@ from ncclsync.sharding.shards import (
     grouped,
     is_marked,
     open_specs,
+    ratios_of,
     rowed_leaves,
     rows_of,
     says_unequal,
@@ -48,6 +49,8 @@ from ncclsync.towers.watch import Watcher
 
 logger = logging.getLogger("ncclsync")
 
+_MOST_RATIOS = 2  # of rows of a batch's tensors, each of which takes a program: as many shapes as TensorFlow traces
+
 
 class TowerStep:
     """Run a step on towers."""
@@ -63,6 +66,7 @@ class TowerStep:
         self._meter: Meter | None = None  # of all watched graphs
         self._reading = Reading(self.towers)
         self._functions: dict[FunctionKey, StepFunction] = {}  # the one used last at the end
+        self._ratios: set[tuple[int, ...]] = set()
 
     def run_on_iterator(self, iterator: tf.data.Iterator) -> Any:
         """Run as many steps as a call has, or fewer if the batches end; return the last results.
@@ -103,7 +107,7 @@ class TowerStep:
         """
         self._reading.from_call()
         if self.towers.own_rows is None:  # else towers' rows are counted by samples alone
-            batch = grouped(batch)
+            batch = self._grouped(batch)
         rowed_leaves(batch)
         watchers = self.towers.watch.take_watchers() if self.trains else ()
         return self._run(OnGiven, batch, watchers, version=version)
@@ -159,7 +163,7 @@ class TowerStep:
             # Nothing of the step has run. What a batch of tensors shows by itself, an iterator's graph cannot know.
             batch = function.kept.batch()
             self.count(done, function.audit)
-            results = self._run(OnGiven, grouped(batch), watchers)
+            results = self._run(OnGiven, self._grouped(batch), watchers)
             with contextlib.suppress(NoBatchLeft):  # then that batch was the last one
                 results = self._run(kind, batches, watchers, steps - done - 1) if done + 1 < steps else results
             return results
@@ -177,6 +181,24 @@ class TowerStep:
         version = self.retracing[function.key.program.version]
         del function  # frees its variables on the towers
         return self._run(OnGiven, batch, (), version=version)
+
+    def _grouped(self, batch: Any) -> Any:
+        """Return a batch of tensors with marks, by samples while there are few ratios of rows: each takes a program."""
+        made = grouped(batch)
+        ratios = ratios_of(made)
+        if not ratios or ratios in self._ratios:
+            return made
+        if len(self._ratios) < _MOST_RATIOS:
+            self._ratios.add(ratios)
+            return made
+        if len(self._ratios) == _MOST_RATIOS:
+            self._ratios.add(())
+            logger.info(
+                "Tensors of a batch have %d, and more, different ratios of rows: each is divided by its own rows from "
+                "now on, by one program for all",
+                _MOST_RATIOS,
+            )
+        return grouped(batch, by_samples=False)
 
     def _forget_other_layouts(self) -> None:
         old = [key for key in self._functions if key.program.layout is not self.towers.layout]

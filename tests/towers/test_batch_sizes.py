@@ -1,5 +1,7 @@
 """Data sets of different batch sizes in one step: each tower has its rows of each, and the numbers are one device's."""
 
+import logging
+
 import keras
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from parity import assert_close, assert_towers_agree, data, fit, on_towers, stat
 import ncclsync
 from ncclsync import NcclSyncError, Towers
 from ncclsync.sharding.shards import Grouped, grouped, is_marked, rows_of, ungrouped, units_of
+from ncclsync.training.keras_model import step_of
 
 X, LABELS = data(rows=26, features=5)
 MORE, _ = data(rows=26 * 7, features=5, seed=1)
@@ -245,3 +248,42 @@ def test_grouped_and_ungrouped():
     ragged = tf.ragged.constant([[1], [2]])
     unchanged = [tf.TensorSpec([None]), tf.TensorSpec([4])], [tf.zeros(4), ragged], [tf.zeros(i) for i in range(12)]
     assert all(grouped(one) is one for one in unchanged)
+
+
+class OfPoints(keras.Model):
+    """Learns of the mean over the points that each of a batch's few graphs has."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(1)
+
+    def call(self, inputs):
+        points, graphs = inputs
+        return self.last(tf.math.segment_mean(self.first(points), graphs))
+
+
+@pytest.mark.parametrize("graphs", [1, 2])
+def test_ever_other_ratios_take_few_programs(graphs, caplog):
+    """After as many traces as Keras has, all ratios of rows share one program; the numbers stay one device's."""
+    caplog.set_level(logging.INFO, "ncclsync")
+
+    def build():
+        keras.utils.set_random_seed(1)
+        model = OfPoints()
+        model.compile("adam", "mse")
+        return model
+
+    def batches():
+        for k in range(1, 9):
+            points, whose = np.random.default_rng(k).normal(size=(k * graphs, 4)), np.repeat(np.arange(graphs), k)
+            yield (points, whose), np.ones([graphs, 1]) * k
+
+    numbers = tf.TensorSpec([None, 4]), tf.TensorSpec([None], tf.int32)
+    sets = tf.data.Dataset.from_generator(batches, output_signature=(numbers, tf.TensorSpec([None, 1])))
+    sets = sets.apply(tf.data.experimental.assert_cardinality(8))  # else one device counts a step beyond the end
+    alone, model = build(), on_towers(build, 2)
+    assert_close(model.fit(sets, verbose=0).history, alone.fit(sets, verbose=0).history)
+    assert_close(state(model), state(alone))
+    # Of one row for each graph; of two ratios; of all others; and of the iterator, which shows no sizes.
+    assert len(step_of(model).programs.kept) <= 5
+    assert sum("ratios of rows" in one.getMessage() for one in caplog.records) == 1

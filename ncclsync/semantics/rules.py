@@ -390,9 +390,12 @@ LINEAR_WITHIN |= {"StridedSliceGrad": (4,)}
 
 @_linear(*LINEAR_WITHIN)
 def _in_a_function(call: Call) -> Sequence[Placement] | None:
-    parts = [i for i, placed in enumerate(call.inputs) if not placed.whole]
-    fits = call.scope.within and len(parts) == 1 and parts[0] in LINEAR_WITHIN[call.op.type]
-    return _all(call, SUM) if fits and call.inputs[parts[0]] == SUM else None
+    kind, parts = call.op.type, [i for i, placed in enumerate(call.inputs) if not placed.whole]
+    if not call.scope.within or len(parts) != 1 or parts[0] not in LINEAR_WITHIN[kind]:
+        return None
+    # What a diagonal is padded with would be added once for each tower.
+    pads = kind.startswith("MatrixDiag") and kind[-2:] in ("V2", "V3") and not is_zero(call.op.inputs[-1])
+    return None if pads or call.inputs[parts[0]] != SUM else _all(call, SUM)
 
 
 @_linear("Complex", "Select", "SelectV2")
@@ -439,7 +442,7 @@ def _scale_partial(call: Call) -> Sequence[Placement] | None:
         return None
     shape = lengths_of(call.op.inputs[at])
     dtype = call.op.outputs[0].dtype
-    if not (dtype.is_floating or dtype.is_complex) or placed.op not in ("sum", "mean"):
+    if not (placed in (SUM, MEAN) if dtype.is_floating else dtype.is_complex and placed == SUM):
         return None
     # Only if the product is no larger: the smallest of the tensors that could be exchanged is exchanged.
     as_large = shape is not None and shape == lengths_of(call.op.outputs[0])

@@ -438,3 +438,18 @@ def test_what_autograph_changes(change):
         found = [towers.run(step, x) for x in batches]
     assert_close(found, [tf.function(step)(x) for x in batches])
     assert "__float__" not in vars(tf.Tensor)
+
+
+def test_a_padded_diagonal_within_a_loop():
+    """Parts of a sum pass only what is linear: a padding would be added once for each tower."""
+
+    def step(x):
+        total = tf.zeros([12, 12], x.dtype)
+        for turn in tf.range(3):
+            rows = tf.reduce_sum(x * tf.cast(turn, x.dtype), 0)
+            total += tf.linalg.diag(rows, padding_value=0.5) + tf.linalg.diag(rows)
+        return total
+
+    x = tf.constant(X[:11], tf.float64)
+    with ncclsync.Towers(3) as towers:
+        assert_close(towers.run(step, x), tf.function(step)(x))

@@ -107,7 +107,7 @@ class TowerStep:
         """
         self._reading.from_call()
         if self.towers.own_rows is None:  # else towers' rows are counted by samples alone
-            batch = self._grouped(batch)
+            batch = self.marked(batch)
         rowed_leaves(batch)
         watchers = self.towers.watch.take_watchers() if self.trains else ()
         return self._run(OnGiven, batch, watchers, version=version)
@@ -163,7 +163,7 @@ class TowerStep:
             # Nothing of the step has run. What a batch of tensors shows by itself, an iterator's graph cannot know.
             batch = function.kept.batch()
             self.count(done, function.audit)
-            results = self._run(OnGiven, self._grouped(batch), watchers)
+            results = self._run(OnGiven, self.marked(batch), watchers)
             with contextlib.suppress(NoBatchLeft):  # then that batch was the last one
                 results = self._run(kind, batches, watchers, steps - done - 1) if done + 1 < steps else results
             return results
@@ -182,7 +182,7 @@ class TowerStep:
         del function  # frees its variables on the towers
         return self._run(OnGiven, batch, (), version=version)
 
-    def _grouped(self, batch: Any) -> Any:
+    def marked(self, batch: Any) -> Any:
         """Return a batch of tensors with marks, by samples while there are few ratios of rows: each takes a program."""
         made = grouped(batch)
         ratios = ratios_of(made)

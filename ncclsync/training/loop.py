@@ -12,7 +12,7 @@ import tensorflow as tf
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclSyncError, elsewhere, remedied, shown
 from ncclsync.sharding.exactness import Inexact
-from ncclsync.sharding.shards import grouped, rows_of
+from ncclsync.sharding.shards import rows_of
 from ncclsync.towers.explanation import Explanation, explain_program
 from ncclsync.towers.options import TowerOptions, takes
 from ncclsync.towers.programs import MOST_KEPT, Programs, Results, Source
@@ -169,13 +169,14 @@ class Towers(TowerState):
                 self._steps[key] = TowerStep(programs, Retracing())
                 self._warn_of_new_functions(step)
             self._steps[key] = self._steps.pop(key)  # to the end; see `explain`
-            if any(isinstance(one, (bool, str)) for one in tf.nest.flatten(batch)):
+            if any(isinstance(one, (bool, int, float, str)) for one in tf.nest.flatten(batch)):
                 self.session.warn_once(
-                    "True, False and texts in a batch of Towers.run reach the step as tensors: `is True` or isinstance "
-                    "find them there otherwise than a tf.function does. Write functools.partial(step, flag=True), once "
-                    "for each value"
+                    "Python's numbers, True, False and texts in a batch of Towers.run reach the step as tensors, of "
+                    "int32 and float32: arithmetic, `is True` or isinstance find them there otherwise than in a "
+                    "tf.function. Write functools.partial(step, flag=True), once for each value, or a tensor, as "
+                    "tf.constant(0.1, x.dtype), where it changes"
                 )
-            batch = grouped(tf.nest.map_structure(to_tensor, batch))
+            batch = self._steps[key].marked(tf.nest.map_structure(to_tensor, batch))
             outcome = self._steps[key].run_on_batch(batch)
         if not per_tower:
             return outcome

@@ -287,3 +287,16 @@ def test_ever_other_ratios_take_few_programs(graphs, caplog):
     # Of one row for each graph; of two ratios; of all others; and of the iterator, which shows no sizes.
     assert len(step_of(model).programs.kept) <= 5
     assert sum("ratios of rows" in one.getMessage() for one in caplog.records) == 1
+
+
+def test_ever_other_ratios_in_a_loop():
+    """As in `fit`; each tower's results are those of the rows that it has."""
+
+    def step(batch):
+        return tf.reduce_sum(batch[0]) * tf.reduce_sum(batch[1])
+
+    batches = [(tf.ones([2 * k, 3]), tf.ones([2, 1]) * k) for k in range(1, 7)]
+    with Towers(2) as towers:
+        assert_close([towers.run(step, one) for one in batches], [step(one) for one in batches])
+        assert None not in towers.run(step, batches[-1], per_tower=True)
+        assert len(next(iter(towers._steps.values())).programs.kept) <= 4

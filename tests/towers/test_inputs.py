@@ -449,7 +449,7 @@ def test_an_epoch_ends_within_a_call_after_uneven_tensors():
     np.testing.assert_allclose(*found, rtol=1e-6)
 
 
-@pytest.mark.parametrize("value", [True, "a text"])
+@pytest.mark.parametrize("value", [True, "a text", 2, 0.5])
 def test_a_value_of_pythons_in_a_batch_of_a_loop_is_warned_of(value, caplog):
     """It reaches the step as a tensor, in which Python's own questions find no such value."""
     with Towers(2) as towers:

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from parity import assert_close
+from parity import assert_close, on_towers
 
 import ncclsync
 
@@ -284,9 +284,22 @@ def test_a_loop_is_computed_again_once():
 def test_a_length_that_fixes_the_rows_is_named():
     """By its own line, not as a state that the step does not have."""
 
-    def step(x):
-        return x * tf.ones([4, 1], x.dtype)
+    class OfFour(keras.layers.Layer):
+        def call(self, x):
+            return x * tf.ones([4, 1], x.dtype)
+
+        def compute_output_spec(self, x):
+            return keras.KerasTensor(x.shape, x.dtype)
 
     words = rf"Expected a batch of 4 rows: a tensor of that length, at {__file__}:\d+ \(return x \* tf.ones"
-    with ncclsync.Towers(2) as towers, pytest.raises(ncclsync.NcclSyncError, match=words):
-        towers.run(step, X)
+
+    def build():
+        model = keras.Sequential([keras.Input((4,)), OfFour()])
+        model.compile("sgd", "mse")
+        return model
+
+    batches = tf.data.Dataset.from_tensor_slices((X, X)).batch(3)  # one device does not know how many rows, either
+    with pytest.raises(ncclsync.NcclSyncError, match=words):
+        on_towers(build, 2).evaluate(batches, verbose=0)
+    with ncclsync.Towers(2) as towers, pytest.raises(ValueError, match="Dimensions must be equal, but are 7 and 4"):
+        towers.run(lambda x: x * tf.ones([4, 1], x.dtype), X)

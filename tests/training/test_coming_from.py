@@ -204,9 +204,15 @@ def test_batch_size_of_one_process():
     model = on_towers(build, 2)
     x, y = np.ones((8, 3, 2), "float32"), np.ones((8, 2), "float32")
     before = model.get_weights()
-    for rows in (8, 2):  # one device's own error, where it knows the rows
-        with pytest.raises(ValueError, match=rf"Expected batch size: 4\n- Received batch size: {rows}"):
-            model.train_on_batch(x[:rows], y[:rows])
+    with pytest.raises(
+        ValueError, match=r"Expected batch size: 4\n- Received batch size: 8"
+    ):  # one device knows the rows
+        model.train_on_batch(x, y)
+    with pytest.raises(NcclSyncError) as caught:
+        model.train_on_batch(x[:2], y[:2])
+    words = "Expected a batch of 4 rows: the variable "
+    assert str(caught.value).startswith(words) and " fixes them in this step. batch_size" in str(caught.value)
+    assert "a script for Horovod gives those of one process. Received: 2\n\n" in str(caught.value)
     for one, other in zip(before, model.get_weights(), strict=True):
         np.testing.assert_array_equal(one, other)
     model.train_on_batch(x[:4], y[:4])

@@ -19,7 +19,7 @@ from ncclsync.semantics.placing import told_fault
 from ncclsync.sharding.shards import components_of
 
 Opened = Sequence[tuple[tf.Variable, int]]
-_LARGE_BYTES = 4096
+_LARGE_BYTES = 4096  # of a constant that stands for its shape alone
 
 
 class Site(NamedTuple):

@@ -192,7 +192,7 @@ class TowerStep:
             self._ratios.add(ratios)
             return made
         if len(self._ratios) == _MOST_RATIOS:
-            self._ratios.add(())
+            self._ratios.add(())  # no batch has it: told once
             logger.info(
                 "Tensors of a batch have %d, and more, different ratios of rows: each is divided by its own rows from "
                 "now on, by one program for all",

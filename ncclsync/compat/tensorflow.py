@@ -1073,7 +1073,7 @@ def config_of_segments(config: bytes) -> bytes:
 def open_branches() -> Iterator[None]:
     """Let a trace for XLA leave the rows open that a branch gives to its gradient where the branch is not taken.
 
-    TensorFlow writes 0 rows, since XLA takes no open length there; `crossing.close_branches` does so after the cut.
+    XLA takes no open length there; `crossing.close_branches` closes it after the cut.
     """
     with methods_wrapped([cond_v2], "_convert_dynamic_dimension_to_zero", lambda _, shape: shape):
         yield

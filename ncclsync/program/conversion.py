@@ -33,6 +33,7 @@ from ncclsync.semantics.placements import (
     ListOf,
     Local,
     Numbers,
+    OneOf,
     Partial,
     Piece,
     Placement,
@@ -150,7 +151,7 @@ class Conversions:
         raise NcclSyncError(f"Expected a tensor that can be placed as {after}. Received: {before}, {tensor.name}")
 
     def _made_whole(self, tensor: tf.Tensor, before: Placement, op: tf.Operation) -> tf.Tensor:
-        if isinstance(before, ListOf) or (tensor.dtype == tf.variant and not tf_compat.is_stateful(tensor.op)):
+        if isinstance(before, (ListOf, OneOf)) or (tensor.dtype == tf.variant and not tf_compat.is_stateful(tensor.op)):
             return self.anew(tensor)
         if tensor.dtype in (tf.resource, tf.variant):
             raise Refused(f"needs {tensor.name}, of dtype {tensor.dtype.name}, which cannot be sent")

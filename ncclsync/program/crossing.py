@@ -232,7 +232,10 @@ def _may_be_left_out(graph: StepGraph, name: TensorName) -> bool:
 
 
 def close_branches(definition: tf.compat.v1.GraphDef) -> list[Any]:
-    """Undo, in place, what `tf_compat.open_branches` has done to a graph's functions; return the changed copies."""
+    """Close, in place, what `tf_compat.open_branches` has left open in a graph's functions; return the changed copies.
+
+    One row, where TensorFlow writes none: XLA refuses transposes of rows of which it knows that they are one or none.
+    """
 
     def left_open(function: Any) -> Iterator[Any]:
         for node in function.node_def:
@@ -241,7 +244,7 @@ def close_branches(definition: tf.compat.v1.GraphDef) -> list[Any]:
 
     def close(function: Any) -> None:
         for axis in left_open(function):
-            axis.size = 0
+            axis.size = 1
 
     return change_functions(definition, "_closed", lambda function: any(True for _ in left_open(function)), close)
 

@@ -27,6 +27,7 @@ from ncclsync.program.graph import StepGraph, TracedGraph
 from ncclsync.program.marks import Marks
 from ncclsync.program.program import Results
 from ncclsync.program.tower_zero import TowerZero
+from ncclsync.program.within import Changer, takes_share, vector_of
 from ncclsync.semantics import rules
 from ncclsync.semantics.axes import BATCHES, Axes, Items, Rows, given_rows
 from ncclsync.semantics.placements import (
@@ -146,6 +147,7 @@ class Partition:
         self._tower_zero = TowerZero(self._conversions)
         self._marks = Marks(self._conversions, exact)
         self._undivided, self._faulty = undivided, faulty
+        self._share: tf.Tensor | None = None  # as functions take it
         self._numbers: dict[tuple[float, tf.DType], tf.Tensor] = {}  # constants, by value and dtype
         self._on_gpus = "GPU" in traced.home_device and not tf_compat.is_op_determinism_enabled()
         # Resources beside variables that the step may change, such as a lookup table. All towers share them. TensorFlow
@@ -244,6 +246,7 @@ class Partition:
         alters = any(one is not other for one, other in zip(call.tensors, call.given[0], strict=True))
         alters = alters or not altered.isdisjoint(self._graph.traced.inputs[op.name])
         self._order_slices(call)
+        self._give_share(call)
         self._graph.append(op, call.tensors)
         conversions.costs.add(op, call.given[1], call.inputs, made)
         with self._graph.building():
@@ -273,6 +276,17 @@ class Partition:
                 with self._graph.building():
                     self._numbers[known] = tf.constant(number, tensor.dtype)
             call.tensors[i] = self._numbers[known]
+
+    def _give_share(self, call: Call) -> None:
+        """Give functions of which each tower runs its own part the tower's share, if they need it."""
+        bodies = [body for body in self._placer.bodies if body.op is call.op]
+        if takes_share(bodies):
+            if self._share is None:
+                with self._graph.building():
+                    self._share = vector_of(self._conversions.share)
+            name = call.op.name
+            self._graph.nodes[name] = Changer(self._functions).changed(self._graph.nodes[name], bodies)
+            call.tensors.append(self._share)
 
     def _order_slices(self, call: Call) -> None:
         """Let a GPU add up in one order the slices that it adds to what all towers have."""

@@ -194,7 +194,8 @@ def _graph_def(plan: SegmentPlan) -> tuple[tf.compat.v1.GraphDef, set[TensorName
     called = graph.functions.reached(definition.node)
     definition.library.function.extend(graph.functions.definitions[name] for name in called)
     definition.library.gradient.extend(one for one in traced.definition.library.gradient if one.function_name in called)
-    added = close_branches(definition)
+    added = [graph.functions.definitions[name] for name in called if name in graph.functions.made]
+    added += close_branches(definition)
     if plan.shares_memory and not plan.jit_compile:
         added += own_memory(definition)
     definition.node.extend(rewrite.node for rewrite in plan.rewrites)

@@ -49,7 +49,12 @@ def find_mismatch(placed: PlacedStep) -> Fault | None:
         sizes = [(total // n, n) for n in range(2, total + 1) if total % n == 0][:1]
     scopes = [
         _step_of(placed),
-        *(_body_of(graph, body) for body in placed.placer.bodies if body.op.name in graph.local),
+        *(
+            _body_of(graph, body, ran.op)
+            for ran in placed.placer.bodies
+            if ran.op.name in graph.local
+            for body in ran.every()
+        ),
     ]
     for (rows, towers), scope in itertools.product(sizes, scopes):
         fault = _Tower(scope, rows, towers).fault()
@@ -123,13 +128,13 @@ def _step_of(placed: PlacedStep) -> _Scope:
     return _Scope(graph, graph.axes, traced.tensor, graph.ops, asked, before, graph.inputs, graph.nodes, stands)
 
 
-def _body_of(graph: StepGraph, body: Body) -> _Scope:
+def _body_of(graph: StepGraph, body: Body, within: tf.Operation) -> _Scope:
     ops = [op for op in in_order(body.graph.get_operations()) if op.type != "Placeholder"]
     stands = {name: (name, placement) for name, placement in body.placements.items() if not placement.whole}
     inputs = {op.name: [tensor.name for tensor in op.inputs] for op in ops}
     nodes = {op.name: op.node_def for op in ops}
     find = body.graph.get_tensor_by_name
-    return _Scope(graph, body.axes, find, ops, inputs.keys(), ops, inputs, nodes, stands, within=body.op)
+    return _Scope(graph, body.axes, find, ops, inputs.keys(), ops, inputs, nodes, stands, within)
 
 
 class _Tower:

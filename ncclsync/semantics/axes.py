@@ -62,13 +62,17 @@ class Items:
     Attributes:
         of: the shapes, or, of a list of lists, what these hold; None: nothing as yet.
         values: if all that it holds are the same small integers.
+        condition: what has chosen the branch that gave it; ways: what each branch gives.
     """
 
     of: "Shapes | Items | None"
     values: Values | None = dataclasses.field(default=None, compare=False)
+    condition: "Condition | None" = dataclasses.field(default=None, compare=False)
+    ways: "tuple[Items, ...]" = dataclasses.field(default=(), compare=False)
 
 
 State = Shapes | Items | None  # of a tensor; None: not known
+Condition = tuple[tf.Operation, int]  # what chooses a branch: a result of an op
 
 Length = int | Rows | None
 
@@ -311,10 +315,16 @@ class Axes:
         inputs = op.inputs[op.type in BRANCHES :]
         states = [self._state(tensor) for tensor in inputs]
         chosen = self.constant(op.inputs[0]) if op.type in BRANCHES else None
-        names = self._functions.called_by(op) if chosen is None else self._functions.taken_by(op, chosen)
-        entered = [self._entered(op, name, states) for name in names]
+        every = self._functions.called_by(op)
+        names = every if chosen is None else self._functions.taken_by(op, chosen)
+        if op.type not in BRANCHES:
+            graph, child = self._entered(op, names[0], states)
+            return [child._state(tensor) for tensor in graph.outputs]
+        condition = condition_of(op)
+        taken = {name: [_in_branch(one, i, condition) for one in states] for i, name in enumerate(every)}
+        entered = [self._entered(op, name, taken[name]) for name in names]
         ways = [[(tensor, child._state(tensor)) for tensor in graph.outputs] for graph, child in entered]
-        return [functools.reduce(_joined, [state for _, state in given_by(one)]) for one in zip(*ways, strict=True)]
+        return [_of_branches(one, condition, names == every) for one in zip(*ways, strict=True)]
 
     # Lists of tensors, of which loops are made; optional ones, of which branches are; and variables.
 
@@ -732,6 +742,12 @@ def passed_on(tensor: tf.Tensor, *also: str) -> tf.Tensor:
     return tensor
 
 
+def condition_of(op: tf.Operation) -> Condition:
+    """Return what chooses the branch that an op runs."""
+    chooses = passed_on(op.inputs[0])
+    return chooses.op, chooses.value_index
+
+
 def given_by(ways: Sequence[tuple[tf.Tensor, Any]]) -> Sequence[tuple[tf.Tensor, Any]]:
     """Return the branches that give a result, of (the result, what is known of it) of each.
 
@@ -777,6 +793,22 @@ def given_rows(tensor: tf.Tensor) -> State:
     if traced is None or isinstance(traced, Items) or tensor.shape[0] is not None:
         return traced
     return tuple((batch.rows, *shape[1:]) for batch, shape in zip(BATCHES, traced, strict=True))
+
+
+def _in_branch(state: State, index: int, condition: Condition) -> State:
+    """Return what a branch knows of an input that may be what the same branch of an op before has kept for it."""
+    if isinstance(state, Items) and state.ways and state.condition == condition:
+        return state.ways[index]
+    return state
+
+
+def _of_branches(given: Sequence[tuple[tf.Tensor, State]], condition: Condition, are_all: bool) -> State:
+    """Return what is known of a result that branches give as these tensors, of these states."""
+    joined = functools.reduce(_joined, [state for _, state in given_by(given)])
+    ways = tuple(state for _, state in given if isinstance(state, Items))
+    if are_all and isinstance(joined, Items) and len(ways) == len(given):
+        return dataclasses.replace(joined, condition=condition, ways=ways)
+    return joined
 
 
 def _joined(one: State, two: State) -> State:

@@ -21,12 +21,14 @@ class Functions:
 
     Attributes:
         definitions: FunctionDefs, by name.
+        made: the names of those that TensorFlow has not met yet.
         faults: what could not be divided, by ncclsync's own faults, in words.
     """
 
     def __init__(self, definitions: Iterable[Any], outer: Any) -> None:
         """Know the FunctionDefs, and the graph that calls them."""
         self.definitions: dict[str, Any] = {one.signature.name: one for one in definitions}
+        self.made: list[str] = []
         self.faults: list[str] = []
         self._counts: dict[str, int] = {}  # nodes of functions
         self._outer = outer

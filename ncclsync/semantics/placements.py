@@ -7,7 +7,7 @@ shards of any number of rows.
 import dataclasses
 import enum
 from collections.abc import Iterable
-from typing import ClassVar, TypeGuard
+from typing import Any, ClassVar, TypeGuard
 
 from ncclsync.compat.names import TensorName
 from ncclsync.ops.collectives import ReduceOp
@@ -144,6 +144,19 @@ class ListOf(Placement):
     of: Placement | None
     shape: tuple[int | None, ...] = ()
     by_row: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class OneOf(Placement):
+    """A branch's own value, kept for its gradient: it is placed as that branch has it.
+
+    Attributes:
+        ways: for each branch.
+        condition: what chooses among them: an op, and the number of its result.
+    """
+
+    ways: tuple[Placement, ...]
+    condition: tuple[Any, int]
 
 
 class Piece(Recomputed):

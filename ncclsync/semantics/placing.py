@@ -8,18 +8,18 @@ import enum
 import functools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
-from ncclsync.compat.names import TensorName
+from ncclsync.compat.names import OpName, TensorName
 from ncclsync.compat.source_lines import user_line
 from ncclsync.errors import NcclSyncError
 from ncclsync.semantics import rules, uneven
-from ncclsync.semantics.axes import BATCHES, Axes, Rows, given_by, passed_on
+from ncclsync.semantics.axes import BATCHES, Axes, Condition, Rows, condition_of, given_by, passed_on
 from ncclsync.semantics.functions import BRANCHES, LOOPS, Functions, in_order
 from ncclsync.semantics.placements import (
     COUNTER,
@@ -36,6 +36,7 @@ from ncclsync.semantics.placements import (
     ListOf,
     Local,
     Numbers,
+    OneOf,
     Partial,
     Piece,
     Placement,
@@ -54,20 +55,42 @@ logger = logging.getLogger("ncclsync")
 
 
 @dataclasses.dataclass(frozen=True)
+class Change:
+    """Bring an input of an op of a function to another placement, by the tower's share of the batch alone."""
+
+    op: OpName
+    index: int
+    before: Placement
+    after: Placement
+
+
+@dataclasses.dataclass(frozen=True)
 class Body:
     """Describe a function of which each tower runs its own part.
 
     Attributes:
-        op: of the step: the loop, the branch or the call that runs it, perhaps by others.
+        op: the loop, the branch or the call that runs it.
+        name: the function's.
         graph: the function.
         axes: of the graph.
         placements: by name of its tensors.
+        changes: what has to be put into it.
+        bodies: of its own ops.
     """
 
     op: tf.Operation
+    name: str
     graph: Any
     axes: Axes
     placements: Mapping[TensorName, Placement]
+    changes: Sequence[Change]
+    bodies: Sequence["Body"]
+
+    def every(self) -> "Iterator[Body]":
+        """Yield this function, and all that it runs, directly or not."""
+        yield self
+        for body in self.bodies:
+            yield from body.every()
 
 
 # Stateful ops whose results are equal on all towers if their inputs are.
@@ -123,7 +146,7 @@ class Placer:
     Attributes:
         scope: where the ops stand.
         draws: the user's lines that draw numbers which are each tower's own.
-        bodies: the functions that were placed by rows.
+        bodies: the functions that ops run which were placed by rows.
     """
 
     def __init__(self, scope: Scope, row_by_row: "RowByRow | None" = None) -> None:
@@ -328,7 +351,6 @@ class Placer:
                     raise
                 made = self._function_by_rows(call)
             self.draws[drawn:] = [user_line(call.op.traceback)] * (len(self.draws) > drawn)
-            self.bodies[ran:] = [dataclasses.replace(body, op=call.op) for body in self.bodies[ran:]]
             return made
         except Refused as reason:
             del self.draws[drawn:], self.bodies[ran:]
@@ -364,9 +386,16 @@ class Placer:
             if isinstance(call.inputs[0], Local):
                 raise Refused("the condition of the branch is local to each tower")
             call.require(0, REPLICATE)
-            ways = [self._body(op, n, call.inputs[1:]) for n in self.scope.functions.taken_by(op, call.constant(0))]
+            named, taken = self.scope.functions.called_by(op), self.scope.functions.taken_by(op, call.constant(0))
+            condition = condition_of(op)
+            by_branch = {
+                name: [_in_branch(one, i, condition) for one in call.inputs[1:]] for i, name in enumerate(named)
+            }
+            ways = [self._body(op, name, by_branch[name]) for name in taken]
             tensors = zip(*(way.graph.outputs for way in ways), strict=True)
-            return list(map(_any_of, zip(*(way.made for way in ways), strict=True), tensors))
+            made = zip(*(way.made for way in ways), strict=True)
+            of_all = condition if len(taken) == len(named) else None
+            return [_any_of(*one, of_all) for one in zip(made, tensors, strict=True)]
         (name,) = self.scope.functions.called_by(op)
         return self._body(op, name, call.inputs).made
 
@@ -429,7 +458,7 @@ class Placer:
         body = FunctionPlacer(graph, axes, self.scope, lenient=lenient, row_by_row=row_by_row)
         body.place(placed)
         if not body.scope.lenient:
-            self.bodies += [*body.placer.bodies, Body(op, graph, axes, body.placements)]
+            self.bodies.append(Body(op, name, graph, axes, body.placements, body.changes, body.placer.bodies))
         self.draws += body.placer.draws
         self.scope.lengths.stretched |= body.scope.lengths.stretched
         return body
@@ -518,9 +547,25 @@ def local_of(inputs: Sequence[Placement]) -> Placement:
     return SEEDED if SEEDED in inputs else LOCAL
 
 
-def _any_of(ways: Sequence[Placement], tensors: Sequence[tf.Tensor]) -> Placement:
-    """Return the placement of a result that the branches of an op give as these tensors, placed these ways."""
+def _in_branch(placed: Placement, index: int, condition: Condition) -> Placement:
+    """Return how an input of branches is placed for one of them."""
+    if isinstance(placed, OneOf) and placed.condition == condition:
+        return placed.ways[index]
+    return placed
+
+
+_KEPT_BY_A_BRANCH = ("OptionalNone", "OptionalFromValue")
+
+
+def _any_of(ways: Sequence[Placement], tensors: Sequence[tf.Tensor], condition: Condition | None) -> Placement:
+    """Return the placement of a result that the branches of an op give as these tensors, placed these ways.
+
+    `condition`: what chooses among all branches; None: they are not all.
+    """
     given = given_by([*zip(tensors, ways, strict=True)])
+    kept = all(passed_on(tensor).op.type in _KEPT_BY_A_BRANCH for tensor in tensors)
+    if kept and condition and only(ways, ListOf) and len(set(ways)) > 1:
+        return OneOf(tuple(ways), condition)
     if SUM in ways:  # where a branch has no gradient it gives zeros
         given = [(tensor, SUM if one.whole and rules.is_zero(tensor) else one) for tensor, one in given]
     return functools.reduce(_either, [one for _, one in given])
@@ -591,27 +636,44 @@ class RowByRow:
         return [REPLICATE if output.dtype == tf.resource else result for output in op.outputs]
 
 
-class NoConversion(Conversion):
-    """Refuse what would have to be put into a function."""
+class WithinFunction(Conversion):
+    """Bring inputs of a function's ops to other placements, where that takes no exchange: it cannot be put in."""
 
-    def __init__(self, lenient: bool) -> None:
-        """Begin; `lenient`: see `Scope`."""
-        self._lenient = lenient
+    def __init__(self, lenient: bool, row_by_row: bool) -> None:
+        """Begin; see `Scope`."""
+        self._lenient, self._row_by_row = lenient, row_by_row
         self.added_to: set[TensorName] = set()  # lists of whole items to which parts are added
 
     def convert(self, tensor: tf.Tensor, before: Placement, after: Placement, op: tf.Operation) -> tf.Tensor:
-        """Return a tensor that serves as it is."""
+        """Return the tensor, which serves as it is, or by a `Change`."""
         if self._lenient and before.whole and after == SUM and tensor.op.type == "TensorListPopBack":
             self.added_to.add(passed_on(tensor.op.inputs[0]).name)
-        if serves(before, after) or (self._lenient and before.whole):
-            return tensor
-        if before in (REPLICATE, MEAN) and after == SUM and rules.is_zero(tensor):
+        if (self._lenient and before.whole) or self.serves(tensor, before, after) or self.brings(before, after, op):
             return tensor
         raise Refused(f"{op.type} {op.name} needs {after} of {before}")
 
+    def serves(self, tensor: tf.Tensor, before: Placement, after: Placement) -> bool:
+        """Return whether a tensor serves as it is."""
+        return serves(before, after) or (before in (REPLICATE, MEAN) and after == SUM and rules.is_zero(tensor))
+
+    def brings(self, before: Placement, after: Placement, op: tf.Operation) -> bool:
+        """Return whether the share alone brings an input of `op` to another placement: the number of all rows, a part.
+
+        A number of rows is brought where it becomes a divisor or a factor; elsewhere it may be a length.
+        """
+        if self._row_by_row:
+            return False
+        if isinstance(before, Counts):
+            return after.whole and not before.unit and op.type == "Cast" and op.outputs[0].dtype.is_floating
+        return after == SUM and before in (REPLICATE, MEAN) and op.type in rules.LINEAR and _is_floating(op)
+
+
+def _is_floating(op: tf.Operation) -> bool:
+    return all(tensor.dtype.is_floating for tensor in op.outputs)
+
 
 class FunctionPlacer:
-    """Place a function's tensors. Nothing can be put in between: an op that would need it is refused.
+    """Place a function's tensors. No exchange can be put in between: an op that would need one is refused.
 
     Attributes:
         graph: the function.
@@ -619,18 +681,21 @@ class FunctionPlacer:
         placer: of its ops.
         placements: by name of its tensors.
         made: how its results are placed.
+        changes: what has to be put into it.
     """
 
     def __init__(self, graph: Any, axes: Axes, outer: Scope, *, lenient: bool, row_by_row: bool) -> None:
         """Take a function that is run in the scope `outer`; see `Scope`."""
         lenient, row_by_row = lenient or outer.lenient, row_by_row or outer.row_by_row
-        self.graph, self._conversion, lengths = graph, NoConversion(lenient), Lengths(outer.lengths.fixed)
+        self.graph, self._conversion = graph, WithinFunction(lenient, row_by_row)
+        lengths = Lengths(outer.lengths.fixed)
         self.scope = Scope(
             outer.functions, axes, self._conversion, lengths, within=True, lenient=lenient, row_by_row=row_by_row
         )
         self.placer = Placer(self.scope, RowByRow(graph, self.scope) if row_by_row else None)
         self.placements: dict[TensorName, Placement] = {}
         self.made: list[Placement] = []
+        self.changes: list[Change] = []
 
     def added_to(self) -> set[int]:
         """Return which inputs are lists of whole items to which parts are added."""
@@ -644,7 +709,13 @@ class FunctionPlacer:
             if op.type != "Placeholder":
                 call = Call(op, list(op.inputs), [placed[t.name] for t in op.inputs], self.scope)
                 placed.update((t.name, one) for t, one in zip(op.outputs, self._place(call, writes), strict=True))
+                given = enumerate(zip(*call.given, call.inputs, strict=True))
+                changes = [Change(op.name, i, b, a) for i, (t, b, a) in given if self._is_changed(t, b, a, op)]
+                self.changes += changes
         self.made = [placed[t.name] for t in self.graph.outputs]
+
+    def _is_changed(self, tensor: tf.Tensor, before: Placement, after: Placement, op: tf.Operation) -> bool:
+        return not self._conversion.serves(tensor, before, after) and self._conversion.brings(before, after, op)
 
     def _place(self, call: Call, writes: set[TensorName]) -> list[Placement]:
         op, functions = call.op, self.scope.functions

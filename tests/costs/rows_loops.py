@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from costs import row, runs
+from inner_losses import INNER_LOSSES
 from keras import layers, ops
 
 RNG = np.random.default_rng(2)
@@ -133,3 +134,47 @@ def until_settled(x, weight):
 
 SETTLED = "whether it goes on depends on all rows, and nothing can meet within a loop"
 row("ops.while_loop until all rows settle", trained(until_settled), {"While": SETTLED, "StatelessWhile": SETTLED})
+
+
+def trained_within(loss_of):
+    """A `run`: a step whose loss a loop, a branch or a call makes; see `inner_losses`."""
+
+    def make():
+        dense = layers.Dense(WIDTH)
+        dense.build((None, TIME, WIDTH))
+        weight = keras.Variable(np.eye(WIDTH, dtype="float32"))
+        even = keras.Variable(1.0, trainable=False)
+        optimizer = keras.optimizers.SGD(0.1)
+        variables = [*dense.trainable_variables, weight]
+
+        def step(x):
+            with tf.GradientTape() as tape:
+                loss = loss_of(dense(x), x, ops.convert_to_tensor(weight), ops.convert_to_tensor(even) > 0)
+            gradients = tape.gradient(loss, variables, unconnected_gradients="zero")
+            optimizer.apply(gradients, variables)
+            return loss
+
+        return step
+
+    return runs(make, SERIES)
+
+
+for name, body in INNER_LOSSES.items():
+    row(f"loss within: {name}", trained_within(body))
+
+
+def adapted(h, x, weight, even):
+    """Weights that take steps within the loop, as in MAML: the next step needs all of the one before."""
+
+    def inner(i, fast):
+        with tf.GradientTape() as tape:
+            tape.watch(fast)
+            loss = tf.reduce_mean((h[:, :3] @ fast - x[:, :3]) ** 2)
+        return i + 1, fast - 0.1 * tape.gradient(loss, fast)
+
+    fast = tf.while_loop(lambda i, _: i < 2, inner, (0, weight), maximum_iterations=2)[1]
+    return tf.reduce_mean((h[:, 3:] @ fast - x[:, 3:]) ** 2)
+
+
+ADAPTED = "its next turn needs the gradient of all rows, and nothing can meet within a loop"
+row("steps within a loop", trained_within(adapted), {"While": ADAPTED, "StatelessWhile": ADAPTED})

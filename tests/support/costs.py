@@ -172,7 +172,8 @@ def _debugged() -> Iterator[list[str]]:
     logger.manager._clear_cache()
 
 
-def _place(trace: Any, target: Any, results: Any, **_: Any) -> Any:
+def _place(trace: Any, target: Any, results: Any, *, undivided: str = "", **_: Any) -> Any:
+    assert not undivided, undivided
     placed = place(trace, target.home_device, results, target.same_seeds, many_shards=target.many_shards)
     graph, costs = placed.graph, placed.conversions.costs
     # Multiplications, and numbers of four bytes that are moved; of one row, beside what is done for one row.

@@ -40,7 +40,7 @@ def built_for(optimizer: keras.Optimizer, variables: Sequence[Any] | None) -> li
         return list(optimizer._trainable_variables)
     variables = list(variables)
     if not optimizer.built:
-        with keras.name_scope(optimizer.name):
+        with keras.name_scope(optimizer.name, caller=optimizer):  # which the variables' paths begin with
             optimizer.build(variables)
         optimizer.built = True
     return variables
@@ -254,13 +254,13 @@ def is_of_keras(optimizer: keras.Optimizer) -> bool:
 
 
 def build_ahead(optimizer: keras.Optimizer, variables: Sequence[Any]) -> list[str]:
-    """Build an optimizer of a user's own before its step is traced; return the names of variables that it has changed.
+    """Build an optimizer before its step is traced; return the names of variables that it has changed.
 
     Keras builds it while it traces, and traces again if variables were created: what `build` writes is lost. So it is
     here, of the variables that are created; what others get is kept, and their names are returned.
     """
     with tf_compat.eager_writes() as written:
-        optimizer.build(variables)
+        built_for(optimizer, variables)
     for handle, first in written.values():
         if first is not None:
             tf.raw_ops.AssignVariableOp(resource=handle, value=first)

@@ -384,10 +384,12 @@ def _build_state(model: keras.Model, name: str, specs: Any, warn: Callable[[str]
         return False
     known = len(keras_compat.variables_of(model))
     trains, optimizer = name == "train_step", model.optimizer
-    own = trains and optimizer is not None and not optimizer.built and not keras_optimizers.is_of_keras(optimizer)
     try:
-        keras_compat.build_symbolically(model, specs, trains=trains and not own)
-        if own and (changed := keras_optimizers.build_ahead(optimizer, model.trainable_variables)):
+        keras_compat.build_symbolically(model, specs, trains=False)
+        changed = []
+        if trains and optimizer is not None and not optimizer.built:
+            changed = keras_optimizers.build_ahead(optimizer, model.trainable_variables)
+        if changed:
             warn(
                 f"Towers and Keras differ: `build` of {type(optimizer).__name__} changes {', '.join(changed[:3])}. "
                 "Keras builds the optimizer while it traces the first step: then this is lost, or done again in each "

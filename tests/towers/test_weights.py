@@ -288,3 +288,41 @@ def test_backup_and_restore(tmp_path):
     assert_close(state(resumed), state(alone))
     assert_copies_equal(resumed)
     assert_towers_agree(resumed)
+
+
+class OwnState(keras.optimizers.SGD):
+    """Makes a variable of its own, beside those that `add_variable` makes."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.extra = keras.Variable(1.0, name="extra")
+
+
+def tree_after_a_step(model):
+    model.train_on_batch(X[:8], Y[:8])
+    return keras.tree.map_structure(np.shape, model.get_state_tree())
+
+
+OPTIMIZERS = {
+    "Nadam": keras.optimizers.Nadam,
+    "loss scaling": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()),
+    "accumulating": lambda: keras.optimizers.AdamW(gradient_accumulation_steps=2, use_ema=True),
+    "own": OwnState,
+}
+
+
+@pytest.mark.parametrize("is_built", [True, False], ids=["built", "deferred"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_has_one_devices_paths(name, is_built):
+    """A state tree of one device fits the model on towers, and the reverse: Keras skips paths that it does not know."""
+
+    def build():
+        keras.utils.clear_session()
+        layers = [keras.layers.Dense(4, name="hidden"), keras.layers.BatchNormalization(name="norm")]
+        layers += [keras.layers.Dense(5, name="out")]
+        model = keras.Sequential([*([keras.Input((12,), name="given")] if is_built else []), *layers], name="model")
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(OPTIMIZERS[name](), loss, metrics=["accuracy"])
+        return model
+
+    assert tree_after_a_step(on_towers(build, 2)) == tree_after_a_step(build())

@@ -91,13 +91,12 @@ class Changer:
         """Let the ops of a function that takes the share have their inputs, and what they run, changed, in place."""
         nodes = {node.name: node for node in function.node_def}
         for change in body.changes:
-            node, tensor = nodes[change.op], body.graph.get_operation_by_name(change.op).inputs[change.index]
-            call = function.node_def.add(name=f"{_SHARE}_{len(function.node_def)}", op="PartitionedCall")
-            call.input.extend([_SHARE, node.input[change.index]])
-            call.attr["Tin"].list.type.extend([_INT32, tensor.dtype.as_datatype_enum])
-            call.attr["Tout"].list.type.append(tensor.dtype.as_datatype_enum)
-            call.attr["f"].func.name = self._input_changer(function.signature.name, change, tensor)
-            node.input[change.index] = f"{call.name}:output:0"
+            if change.op is None:
+                tensor, result = body.graph.outputs[change.index], function.signature.output_arg[change.index].name
+                function.ret[result] = self._call(function, function.ret[result], tensor, change)
+            else:
+                node, tensor = nodes[change.op], body.graph.get_operation_by_name(change.op).inputs[change.index]
+                node.input[change.index] = self._call(function, node.input[change.index], tensor, change)
         for op in dict.fromkeys(ran.op.name for ran in body.bodies):
             bodies = [ran for ran in body.bodies if ran.op.name == op]
             if takes_share(bodies):
@@ -106,13 +105,19 @@ class Changer:
                 changed.input[:] = [*data, _SHARE, *changed.input[len(data) :]]
                 nodes[op].CopyFrom(changed)
 
-    def _input_changer(self, prefix: str, change: Change, tensor: tf.Tensor) -> str:
+    def _call(self, function: Any, given: str, tensor: tf.Tensor, change: Change) -> str:
+        """Add a call to a function that brings what stands for a tensor to another placement; return its result."""
         specs = [tf.TensorSpec([4], tf.int32), tf.TensorSpec(tensor.shape, tensor.dtype)]
         traced = tf.function(lambda share, given: _brought(share, given, change), autograph=False)
         definition = traced.get_concrete_function(*specs).function_def
-        function = type(definition).FromString(definition.SerializeToString())
-        function.signature.name = f"{prefix}_{len(self._functions.definitions)}"
-        return self._add(function)
+        called = type(definition).FromString(definition.SerializeToString())
+        called.signature.name = f"{function.signature.name}_{len(self._functions.definitions)}"
+        call = function.node_def.add(name=f"{_SHARE}_{len(function.node_def)}", op="PartitionedCall")
+        call.input.extend([_SHARE, given])
+        call.attr["Tin"].list.type.extend([_INT32, tensor.dtype.as_datatype_enum])
+        call.attr["Tout"].list.type.append(tensor.dtype.as_datatype_enum)
+        call.attr["f"].func.name = self._add(called)
+        return f"{call.name}:output:0"
 
     def _add(self, function: Any) -> str:
         name = str(function.signature.name)

@@ -23,7 +23,7 @@ import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.names import OpName, TensorName
-from ncclsync.semantics.functions import BRANCHES, LOOPS, Functions, in_order
+from ncclsync.semantics.functions import BRANCHES, CALLS, LOOPS, Functions, in_order
 
 SMALL = 64  # elements of a tensor of integers whose values are followed
 
@@ -62,17 +62,15 @@ class Items:
     Attributes:
         of: the shapes, or, of a list of lists, what these hold; None: nothing as yet.
         values: if all that it holds are the same small integers.
-        condition: what has chosen the branch that gave it; ways: what each branch gives.
+        ways: what each branch has kept, of what branches keep for their gradients.
     """
 
     of: "Shapes | Items | None"
     values: Values | None = dataclasses.field(default=None, compare=False)
-    condition: "Condition | None" = dataclasses.field(default=None, compare=False)
     ways: "tuple[Items, ...]" = dataclasses.field(default=(), compare=False)
 
 
 State = Shapes | Items | None  # of a tensor; None: not known
-Condition = tuple[tf.Operation, int]  # what chooses a branch: a result of an op
 
 Length = int | Rows | None
 
@@ -320,11 +318,13 @@ class Axes:
         if op.type not in BRANCHES:
             graph, child = self._entered(op, names[0], states)
             return [child._state(tensor) for tensor in graph.outputs]
-        condition = condition_of(op)
-        taken = {name: [_in_branch(one, i, condition) for one in states] for i, name in enumerate(every)}
+        taken = {name: [_in_branch(one, i, len(every)) for one in states] for i, name in enumerate(every)}
         entered = [self._entered(op, name, taken[name]) for name in names]
-        ways = [[(tensor, child._state(tensor)) for tensor in graph.outputs] for graph, child in entered]
-        return [_of_branches(one, condition, names == every) for one in zip(*ways, strict=True)]
+        ways = zip(
+            *([(tensor, child._state(tensor)) for tensor in graph.outputs] for graph, child in entered), strict=True
+        )
+        kept = [names == every and is_kept(output) for output in op.outputs]
+        return [_of_branches(one, are_kept) for one, are_kept in zip(ways, kept, strict=True)]
 
     # Lists of tensors, of which loops are made; optional ones, of which branches are; and variables.
 
@@ -388,6 +388,12 @@ class Axes:
         if op.type == "BroadcastGradientArgs" and all(map(self._is_small, op.inputs)):
             one, other = (self._values[tensor.name] for tensor in op.inputs)
             return unknown if one is None or other is None else _summed_axes(one, other)
+        if op.type in CALLS:
+            (name,) = self._functions.called_by(op)
+            if (op.name, name) not in self._bodies:
+                self._entered(op, name, [self._state(tensor) for tensor in op.inputs])
+            graph, child = self._bodies[op.name, name]
+            return [child.values(tensor) if child._is_small(tensor) else None for tensor in graph.outputs]
         small = op.inputs and all(map(self._is_small, (*op.inputs, *op.outputs)))
         if not small or tf_compat.is_stateful(op) or tf_compat.calls_functions(op):
             return unknown
@@ -742,10 +748,12 @@ def passed_on(tensor: tf.Tensor, *also: str) -> tf.Tensor:
     return tensor
 
 
-def condition_of(op: tf.Operation) -> Condition:
-    """Return what chooses the branch that an op runs."""
-    chooses = passed_on(op.inputs[0])
-    return chooses.op, chooses.value_index
+def is_kept(output: tf.Tensor) -> bool:
+    """Return whether a result of branches is what each keeps for its own gradient: nothing else takes it.
+
+    Others TensorFlow passes on by an `Identity` (`cond_v2.py`); these have no order: branches share a result by chance.
+    """
+    return output.dtype == tf.variant and all(op.type != "Identity" for op in output.consumers())
 
 
 def given_by(ways: Sequence[tuple[tf.Tensor, Any]]) -> Sequence[tuple[tf.Tensor, Any]]:
@@ -795,20 +803,17 @@ def given_rows(tensor: tf.Tensor) -> State:
     return tuple((batch.rows, *shape[1:]) for batch, shape in zip(BATCHES, traced, strict=True))
 
 
-def _in_branch(state: State, index: int, condition: Condition) -> State:
-    """Return what a branch knows of an input that may be what the same branch of an op before has kept for it."""
-    if isinstance(state, Items) and state.ways and state.condition == condition:
-        return state.ways[index]
-    return state
+def _in_branch(state: State, index: int, count: int) -> State:
+    """Return what one of so many branches knows of an input, which may be what the same branch has kept for it."""
+    return state.ways[index] if isinstance(state, Items) and len(state.ways) == count else state
 
 
-def _of_branches(given: Sequence[tuple[tf.Tensor, State]], condition: Condition, are_all: bool) -> State:
+def _of_branches(given: Sequence[tuple[tf.Tensor, State]], are_kept: bool) -> State:
     """Return what is known of a result that branches give as these tensors, of these states."""
     joined = functools.reduce(_joined, [state for _, state in given_by(given)])
     ways = tuple(state for _, state in given if isinstance(state, Items))
-    if are_all and isinstance(joined, Items) and len(ways) == len(given):
-        return dataclasses.replace(joined, condition=condition, ways=ways)
-    return joined
+    is_each = are_kept and isinstance(joined, Items) and len(ways) == len(given)
+    return dataclasses.replace(joined, ways=ways) if is_each else joined
 
 
 def _joined(one: State, two: State) -> State:
@@ -817,7 +822,7 @@ def _joined(one: State, two: State) -> State:
         if one.of is None or two.of is None:
             return one if two.of is None else two
         same = one.values is not None and two.values is not None and _equal(one.values, two.values)
-        return Items(_joined(one.of, two.of), one.values if same else None)
+        return Items(_joined(one.of, two.of), one.values if same else None, one.ways if one.ways == two.ways else ())
     if one is None or two is None or isinstance(one, Items) or isinstance(two, Items) or len(one[0]) != len(two[0]):
         return None
     lengths = [

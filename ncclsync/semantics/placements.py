@@ -7,7 +7,7 @@ shards of any number of rows.
 import dataclasses
 import enum
 from collections.abc import Iterable
-from typing import Any, ClassVar, TypeGuard
+from typing import ClassVar, TypeGuard
 
 from ncclsync.compat.names import TensorName
 from ncclsync.ops.collectives import ReduceOp
@@ -148,15 +148,9 @@ class ListOf(Placement):
 
 @dataclasses.dataclass(frozen=True)
 class OneOf(Placement):
-    """A branch's own value, kept for its gradient: it is placed as that branch has it.
-
-    Attributes:
-        ways: for each branch.
-        condition: what chooses among them: an op, and the number of its result.
-    """
+    """What a branch keeps for its own gradient: it is placed as that branch has it; `ways`: for each branch."""
 
     ways: tuple[Placement, ...]
-    condition: tuple[Any, int]
 
 
 class Piece(Recomputed):

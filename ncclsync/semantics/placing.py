@@ -19,7 +19,7 @@ from ncclsync.compat.names import OpName, TensorName
 from ncclsync.compat.source_lines import user_line
 from ncclsync.errors import NcclSyncError
 from ncclsync.semantics import rules, uneven
-from ncclsync.semantics.axes import BATCHES, Axes, Condition, Rows, condition_of, given_by, passed_on
+from ncclsync.semantics.axes import BATCHES, Axes, Rows, given_by, is_kept, passed_on
 from ncclsync.semantics.functions import BRANCHES, LOOPS, Functions, in_order
 from ncclsync.semantics.placements import (
     COUNTER,
@@ -56,9 +56,14 @@ logger = logging.getLogger("ncclsync")
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """Bring an input of an op of a function to another placement, by the tower's share of the batch alone."""
+    """Bring a tensor of a function to another placement, by the tower's share of the batch alone.
 
-    op: OpName
+    Attributes:
+        op: the op that takes it as its input `index`; None: it is the function's result of that index.
+        before, after: the placements.
+    """
+
+    op: OpName | None
     index: int
     before: Placement
     after: Placement
@@ -387,15 +392,15 @@ class Placer:
                 raise Refused("the condition of the branch is local to each tower")
             call.require(0, REPLICATE)
             named, taken = self.scope.functions.called_by(op), self.scope.functions.taken_by(op, call.constant(0))
-            condition = condition_of(op)
-            by_branch = {
-                name: [_in_branch(one, i, condition) for one in call.inputs[1:]] for i, name in enumerate(named)
-            }
-            ways = [self._body(op, name, by_branch[name]) for name in taken]
+            by_name = {n: [_in_branch(one, i, len(named)) for one in call.inputs[1:]] for i, n in enumerate(named)}
+            ways = [self._body(op, name, by_name[name]) for name in taken]
             tensors = zip(*(way.graph.outputs for way in ways), strict=True)
             made = zip(*(way.made for way in ways), strict=True)
-            of_all = condition if len(taken) == len(named) else None
-            return [_any_of(*one, of_all) for one in zip(made, tensors, strict=True)]
+            kept = [taken == named and is_kept(output) for output in op.outputs]
+            placed = [_any_of(*one) for one in zip(made, tensors, kept, strict=True)]
+            for way in ways:
+                way.bring_results(placed)
+            return placed
         (name,) = self.scope.functions.called_by(op)
         return self._body(op, name, call.inputs).made
 
@@ -415,11 +420,12 @@ class Placer:
             if summed := tried.added_to().intersection(zeros):
                 placed = [_listed(SUM, p) if i in summed else p for i, p in enumerate(placed)]
                 continue
-            joined = [_joined(one, two) for one, two in zip(placed, tried.made, strict=True)]
+            results = zip(placed, tried.made, tried.graph.outputs, strict=True)
+            joined = [(_is_floating([t]) and _summed((one, two))) or _joined(one, two) for one, two, t in results]
             if joined == placed:
                 if self._body(op, condition, placed).made != [REPLICATE]:
                     raise Refused("whether the loop goes on depends on rows")
-                self._body(op, body, placed)
+                self._body(op, body, placed).bring_results(placed)
                 return placed, placed
             placed = joined
         raise Refused("the loop's variables are placed anew each time")
@@ -547,25 +553,18 @@ def local_of(inputs: Sequence[Placement]) -> Placement:
     return SEEDED if SEEDED in inputs else LOCAL
 
 
-def _in_branch(placed: Placement, index: int, condition: Condition) -> Placement:
-    """Return how an input of branches is placed for one of them."""
-    if isinstance(placed, OneOf) and placed.condition == condition:
-        return placed.ways[index]
-    return placed
+def _in_branch(placed: Placement, index: int, count: int) -> Placement:
+    """Return how an input is placed in one of so many branches: what that branch has kept for it, as it has it."""
+    return placed.ways[index] if isinstance(placed, OneOf) and len(placed.ways) == count else placed
 
 
-_KEPT_BY_A_BRANCH = ("OptionalNone", "OptionalFromValue")
-
-
-def _any_of(ways: Sequence[Placement], tensors: Sequence[tf.Tensor], condition: Condition | None) -> Placement:
-    """Return the placement of a result that the branches of an op give as these tensors, placed these ways.
-
-    `condition`: what chooses among all branches; None: they are not all.
-    """
+def _any_of(ways: Sequence[Placement], tensors: Sequence[tf.Tensor], are_kept: bool) -> Placement:
+    """Return the placement of a result that the branches of an op give as these tensors, placed these ways."""
+    if are_kept and only(ways, ListOf) and len(set(ways)) > 1:
+        return OneOf(tuple(ways))
     given = given_by([*zip(tensors, ways, strict=True)])
-    kept = all(passed_on(tensor).op.type in _KEPT_BY_A_BRANCH for tensor in tensors)
-    if kept and condition and only(ways, ListOf) and len(set(ways)) > 1:
-        return OneOf(tuple(ways), condition)
+    if _is_floating(tensors) and (summed := _summed([one for _, one in given])):
+        return summed
     if SUM in ways:  # where a branch has no gradient it gives zeros
         given = [(tensor, SUM if one.whole and rules.is_zero(tensor) else one) for tensor, one in given]
     return functools.reduce(_either, [one for _, one in given])
@@ -665,11 +664,21 @@ class WithinFunction(Conversion):
             return False
         if isinstance(before, Counts):
             return after.whole and not before.unit and op.type == "Cast" and op.outputs[0].dtype.is_floating
-        return after == SUM and before in (REPLICATE, MEAN) and op.type in rules.LINEAR and _is_floating(op)
+        return after == SUM and before in (REPLICATE, MEAN) and op.type in rules.LINEAR and _is_floating(op.outputs)
 
 
-def _is_floating(op: tf.Operation) -> bool:
-    return all(tensor.dtype.is_floating for tensor in op.outputs)
+def _is_floating(tensors: Sequence[tf.Tensor]) -> bool:
+    return all(tensor.dtype.is_floating for tensor in tensors)
+
+
+def _summed(ways: Sequence[Placement]) -> Placement | None:
+    """Return the placement of a number that may be placed in several of the ways in which sums and means are; or None.
+
+    Each tower's part of it is made in the functions that give it.
+    """
+    if (MEAN not in ways and SUM not in ways) or not {*ways} <= {SUM, MEAN, REPLICATE}:
+        return None
+    return SUM if SUM in ways else MEAN
 
 
 class FunctionPlacer:
@@ -713,6 +722,20 @@ class FunctionPlacer:
                 changes = [Change(op.name, i, b, a) for i, (t, b, a) in given if self._is_changed(t, b, a, op)]
                 self.changes += changes
         self.made = [placed[t.name] for t in self.graph.outputs]
+
+    def bring_results(self, placed: Sequence[Placement]) -> None:
+        """Let the function's results be placed so: what it adds up is the tower's part."""
+        for i, (tensor, before, after) in enumerate(zip(self.graph.outputs, self.made, placed, strict=True)):
+            is_given = passed_on(tensor).op.type != "FakeParam"
+            if (
+                after == SUM
+                and before in (REPLICATE, MEAN)
+                and is_given
+                and not self._conversion.serves(tensor, before, after)
+            ):
+                if self.scope.row_by_row:
+                    raise Refused(f"a row's {tensor.name} is placed as {before}")
+                self.changes.append(Change(None, i, before, after))
 
     def _is_changed(self, tensor: tf.Tensor, before: Placement, after: Placement, op: tf.Operation) -> bool:
         return not self._conversion.serves(tensor, before, after) and self._conversion.brings(before, after, op)

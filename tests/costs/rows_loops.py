@@ -149,7 +149,7 @@ def trained_within(loss_of):
 
         def step(x):
             with tf.GradientTape() as tape:
-                loss = loss_of(dense(x), x, ops.convert_to_tensor(weight), ops.convert_to_tensor(even) > 0)
+                loss = loss_of(dense(x), x, tf.identity(weight), ops.convert_to_tensor(even) > 0)
             gradients = tape.gradient(loss, variables, unconnected_gradients="zero")
             optimizer.apply(gradients, variables)
             return loss

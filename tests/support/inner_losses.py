@@ -59,6 +59,29 @@ def either(h, x, weight, even):
     return tf.cond(even, lambda: mse(x, h @ weight) + 0.1 * tf.reduce_sum(weight**2), lambda: mse(x, h))
 
 
+def chosen(h, x, weight, even):
+    """Branches in a branch: a mean, a sum by a divisor and a whole number."""
+    rows = tf.cast(tf.shape(h)[0], tf.float32)
+    some = tf.reduce_mean(weight) > 0.15
+    cases = [
+        (even, lambda: tf.reduce_mean((h @ weight) ** 2)),
+        (some, lambda: tf.reduce_sum(h**2) / rows / 100.0 + 0.1),
+    ]
+    return tf.case(cases, default=lambda: mse(x, h) + tf.reduce_mean(weight**2))
+
+
+def branch_in_a_loop(h, x, weight, even):
+    """A loop whose turns differ."""
+
+    def body(t, state, loss):
+        added = tf.cond(
+            t % 2 > 0, lambda: tf.reduce_mean(state**2), lambda: mse(x[:, 0], state) + 0.1 * tf.reduce_sum(weight**2)
+        )
+        return t + 1, tf.tanh(state @ weight), 0.9 * loss + added
+
+    return tf.while_loop(lambda t, *_: t < TIME, body, (0, h[:, 0], 0.5), maximum_iterations=TIME)[2]
+
+
 def by_the_loss(h, x, weight, even):
     """A branch that a loss chooses."""
     loss = tf.reduce_mean(h**2)
@@ -88,6 +111,20 @@ def called(h, x, weight, even):
     return _called(h, x, weight)
 
 
+@tf.function(jit_compile=True)
+def _compiled(h, weight):
+    return tf.reduce_mean((h @ weight) ** 2)
+
+
+def compiled(h, x, weight, even):
+    """A function of the user's own that XLA compiles: its shapes are computed in it."""
+    return _compiled(h, weight)
+
+
 INNER_LOSSES = {
-    one.__name__: one for one in (over_time, of_keras, nested, by_time, either, by_the_loss, settled, called)
+    one.__name__: one
+    for one in (
+        *(over_time, of_keras, nested, by_time, either, chosen, branch_in_a_loop, by_the_loss, settled, called),
+        compiled,
+    )
 }

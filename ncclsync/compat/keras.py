@@ -207,6 +207,17 @@ def seed_generators_of(layer: keras.Layer) -> list[keras.random.SeedGenerator]:
     return list(layer._seed_generators)
 
 
+def makes_metrics(model: keras.Model) -> bool:
+    """Return whether Keras will make metrics of functions and names that were given to `compile`."""
+    given = [
+        one
+        for metric in model.metrics
+        if hasattr(metric, "_user_metrics") and not metric.built
+        for one in keras.tree.flatten([metric._user_metrics, metric._user_weighted_metrics])
+    ]
+    return not all(one is None or isinstance(one, keras.Metric) for one in given)
+
+
 def metrics_of(model: keras.Model) -> list[keras.Metric]:
     """Return a model's metrics; before those given to `compile` are built, the Metric objects among them."""
     found: list[keras.Metric] = []
@@ -272,9 +283,17 @@ def _known_outputs(model: keras.Model) -> Any:
     stock = kind.__call__ is keras.Layer.__call__ and kind.call in (Functional.call, keras.Sequential.call)
     if not stock or "call" in vars(model) or not isinstance(functional, Functional):
         return None
+    if not all(map(_is_stock, model._flatten_layers(include_self=False))):  # a user's Python is to run, as in a trace
+        return None
     plain = not any(one.sparse or getattr(one, "ragged", False) for one in functional.outputs)  # no `ragged` in 3.10
     rows = all(one.shape[:1] == (None,) and None not in one.shape[1:] for one in functional.outputs)
     return functional.output if plain and rows else None
+
+
+def _is_stock(layer: keras.Layer) -> bool:
+    """Return whether a layer, and what it calls, such as an activation, is Keras' own."""
+    called = (one for one in vars(layer).values() if callable(one))
+    return all(str(getattr(one, "__module__", "")).partition(".")[0] == "keras" for one in (type(layer), *called))
 
 
 def forget_failed_builds(model: keras.Model) -> None:

@@ -40,7 +40,9 @@ def built_for(optimizer: keras.Optimizer, variables: Sequence[Any] | None) -> li
         return list(optimizer._trainable_variables)
     variables = list(variables)
     if not optimizer.built:
-        with keras.name_scope(optimizer.name, caller=optimizer):  # which the variables' paths begin with
+        # With which the variables' paths begin, but for those that `apply` of a `MultiOptimizer` builds.
+        scoped = not isinstance(optimizer, getattr(keras.optimizers, "MultiOptimizer", ()))
+        with keras.name_scope(optimizer.name, caller=optimizer) if scoped else contextlib.nullcontext():
             optimizer.build(variables)
         optimizer.built = True
     return variables
@@ -251,6 +253,13 @@ def is_of_keras(optimizer: keras.Optimizer) -> bool:
         type(one).__module__.partition(".")[0] != "keras" or any(map(inspect.isroutine, vars(one).values()))
         for one in (optimizer, innermost(optimizer))
     )
+
+
+def applies_as_keras(optimizer: keras.Optimizer) -> bool:
+    """Return whether `apply` is Keras' own: then the optimizer is built by the time it updates."""
+    own = vars(optimizer).keys() & {"apply", "apply_gradients"}
+    makers = (getattr(type(optimizer), name).__module__ for name in ("apply", "apply_gradients"))
+    return not own and all(name.partition(".")[0] == "keras" for name in makers)
 
 
 def build_ahead(optimizer: keras.Optimizer, variables: Sequence[Any]) -> list[str]:

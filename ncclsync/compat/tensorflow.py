@@ -1039,6 +1039,16 @@ def shared_function(
 
 
 @contextlib.contextmanager
+def made_apart() -> Iterator[None]:
+    """Run outside of a function that is traced: for variables made here `tf.function` does not trace it again.
+
+    `tf.init_scope` alone leaves `tf.function` in charge of variables.
+    """
+    with tf.init_scope(), members_replaced(framework_ops.get_default_graph()._thread_local, _variable_creator_stack=[]):
+        yield
+
+
+@contextlib.contextmanager
 def calling_segments() -> Iterator[None]:
     """Call functions, in this thread, with `config_of_segments`. `tf.config.optimizer` would do it in all threads."""
     context = eager_context.context()

@@ -51,7 +51,7 @@ class ErrorFeedback:
 
     def _kept_of(self, variable: tf.Variable) -> tf.Variable:
         if id(variable) not in self._kept:
-            with tf.init_scope(), tf.device(variable.device):
+            with tf_compat.made_apart(), tf.device(variable.device):
                 kept = tf.Variable(tf.zeros(variable.shape, tf.float32), trainable=False)
             declare_role(kept, Role.PARTIAL)
             self._kept[id(variable)] = variable, kept

@@ -231,12 +231,12 @@ class OptimizerSharding:
         sharded = self._sharded.get(id(optimizer))
         if sharded is None:
             self.captured = tf_compat.captured_by_graphs()
-            with tf.init_scope():
+            with tf_compat.made_apart():
                 sharded = _Sharded(optimizer, weights, copies, self)
             self._sharded[id(optimizer)] = sharded
             weakref.finalize(optimizer, self._sharded.pop, id(optimizer), None).atexit = False
         elif keras_optimizers.follow(sharded.twin, optimizer):  # a new trace sees what was changed
-            with tf.init_scope():
+            with tf_compat.made_apart():
                 _check(optimizer, weights)
         if not sharded.takes(weights):
             raise ValueError(

@@ -376,25 +376,27 @@ def _ending_no_epoch() -> Iterator[None]:
 def _build_state(model: keras.Model, name: str, specs: Any, warn: Callable[[str], None]) -> bool:
     """Create what Keras would create while it traces, so that one trace is enough; return whether anything was.
 
-    Only for Keras' own steps: the variables of another step are not known before it is traced.
+    Keras traces again if it has created variables. What is done here stands for its first trace: the user's Python,
+    such as a loss, runs as often. Only for Keras' own steps: the variables of another step are not known ahead.
     """
     stock = getattr(type(model), name) is getattr(keras.Model, name)
     plain = all(leaf is None or isinstance(leaf, tf.TensorSpec) for leaf in tf.nest.flatten(specs))
     if not (stock and plain and model.built and model.compiled and name != "predict_step"):
         return False
-    known = len(keras_compat.variables_of(model))
-    trains, optimizer = name == "train_step", model.optimizer
+    known, optimizer = len(keras_compat.variables_of(model)), model.optimizer
+    builds = name == "train_step" and optimizer is not None and not optimizer.built
+    if builds and not keras_optimizers.applies_as_keras(optimizer):
+        return False
     try:
-        keras_compat.build_symbolically(model, specs, trains=False)
-        changed = []
-        if trains and optimizer is not None and not optimizer.built:
-            changed = keras_optimizers.build_ahead(optimizer, model.trainable_variables)
+        changed = keras_optimizers.build_ahead(optimizer, model.trainable_variables) if builds else []
         if changed:
             warn(
                 f"Towers and Keras differ: `build` of {type(optimizer).__name__} changes {', '.join(changed[:3])}. "
                 "Keras builds the optimizer while it traces the first step: then this is lost, or done again in each "
                 "step. Towers do it once. Build it before: model.optimizer.build(model.trainable_variables)"
             )
+        if len(keras_compat.variables_of(model)) > known or keras_compat.makes_metrics(model):
+            keras_compat.build_symbolically(model, specs, trains=False)
     except Exception as error:  # of any kind: the trace raises it as Keras does, or does without
         logger.debug("Nothing is created before the trace: %s: %s", type(error).__name__, error)
     return len(keras_compat.variables_of(model)) > known

@@ -117,18 +117,11 @@ OPTIMIZERS = {
 
 
 def compiled(name, **compile_arguments):
-    """A builder of an MLP with this optimizer.
+    """A builder of an MLP with this optimizer, which the first step builds.
 
-    Built, since Keras' ScheduleFreeAdamW starts from other averages if it is left to the first step: what its
-    `build` assigns is lost where a graph is traced.
+    What `build` of ScheduleFreeAdamW assigns is lost there, on one device as on towers: it starts from other averages.
     """
-
-    def build():
-        model = mlp(OPTIMIZERS[name](), **compile_arguments)
-        model.optimizer.build(model.trainable_variables)
-        return model
-
-    return build
+    return lambda: mlp(OPTIMIZERS[name](), **compile_arguments)
 
 
 def embedding(optimizer):

@@ -309,6 +309,10 @@ OPTIMIZERS = {
     "accumulating": lambda: keras.optimizers.AdamW(gradient_accumulation_steps=2, use_ema=True),
     "own": OwnState,
 }
+if hasattr(keras.optimizers, "MultiOptimizer"):
+    OPTIMIZERS["several"] = lambda: keras.optimizers.MultiOptimizer(
+        keras.optimizers.OptimizerMap(keras.optimizers.Nadam(), {"hidden/.*": keras.optimizers.Adam()})
+    )
 
 
 @pytest.mark.parametrize("is_built", [True, False], ids=["built", "deferred"])

@@ -207,6 +207,11 @@ def seed_generators_of(layer: keras.Layer) -> list[keras.random.SeedGenerator]:
     return list(layer._seed_generators)
 
 
+def is_all_built(model: keras.Model) -> bool:
+    """Return whether all layers are built: else a call may create variables that the optimizer is to know."""
+    return all(layer.built for layer in [model, *model._flatten_layers(include_self=False)])
+
+
 def makes_metrics(model: keras.Model) -> bool:
     """Return whether Keras will make metrics of functions and names that were given to `compile`."""
     given = [

@@ -278,7 +278,7 @@ class Programs:
             try:
                 traced = self._converted(source, specs, alone, is_told)
             except Exception:  # of any kind; raised again
-                built.restore()  # the step may be traced for other specs, and that trace counts
+                before.restore(since=built)  # the step may be traced for other specs, and that trace counts
                 raise
             if source.twice and traced.before.is_changed:
                 before.restore(since=traced.before)

@@ -381,7 +381,7 @@ def _build_state(model: keras.Model, name: str, specs: Any, warn: Callable[[str]
     """
     stock = getattr(type(model), name) is getattr(keras.Model, name)
     plain = all(leaf is None or isinstance(leaf, tf.TensorSpec) for leaf in tf.nest.flatten(specs))
-    if not (stock and plain and model.built and model.compiled and name != "predict_step"):
+    if not (stock and plain and model.compiled and name != "predict_step" and keras_compat.is_all_built(model)):
         return False
     known, optimizer = len(keras_compat.variables_of(model)), model.optimizer
     builds = name == "train_step" and optimizer is not None and not optimizer.built

@@ -350,6 +350,8 @@ def test_build_symbolically_as_keras_does(form):
             traced.append(1)
             return super().call(x, **kwargs)
 
+    Counted.__module__ = keras.layers.Dense.__module__  # a user's are run: their Python may count
+
     class Own(keras.Model):
         def call(self, x, **kwargs):
             return super().call(x, **kwargs)[..., :1]

@@ -1,4 +1,4 @@
-"""Place the functions that loops, branches and calls run: as a whole, since nothing can be put into them."""
+"""Hold the functions that loops, branches and calls run, as graphs: no exchange can be put into them."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -166,17 +166,18 @@ class Placer:
 
         If that fails by a fault of ncclsync's own, the op is to be made whole, as it is if its rule says nothing.
         """
+        ran = len(self.bodies)
         try:
             made = self._place(call)
-            if isinstance(made, Instead):
-                call.begin_anew()
-            return made
         except (Found, NcclSyncError):
             raise
         except Exception as fault:  # of any kind: of the rules', of the inference of shapes, or of their conversions
             self.scope.functions.faults.append(COMPUTED_WHOLE.format(told_fault(fault, call.op)))
+            made = Instead.WHOLE
+        if isinstance(made, Instead):
             call.begin_anew()
-            return Instead.WHOLE
+            del self.bodies[ran:]
+        return made
 
     def _place(self, call: Call) -> Made:
         axes = self.scope.axes
@@ -726,13 +727,8 @@ class FunctionPlacer:
     def bring_results(self, placed: Sequence[Placement]) -> None:
         """Let the function's results be placed so: what it adds up is the tower's part."""
         for i, (tensor, before, after) in enumerate(zip(self.graph.outputs, self.made, placed, strict=True)):
-            is_given = passed_on(tensor).op.type != "FakeParam"
-            if (
-                after == SUM
-                and before in (REPLICATE, MEAN)
-                and is_given
-                and not self._conversion.serves(tensor, before, after)
-            ):
+            stands = self._conversion.serves(tensor, before, after) or passed_on(tensor).op.type == "FakeParam"
+            if after == SUM and before in (REPLICATE, MEAN) and not stands:
                 if self.scope.row_by_row:
                     raise Refused(f"a row's {tensor.name} is placed as {before}")
                 self.changes.append(Change(None, i, before, after))

@@ -70,7 +70,7 @@ class Scope:
         conversion: brings inputs to what a rule requires.
         lengths, units: what is known of these.
         looks: whether the step can look whether numbers leave a tower's rows.
-        within: whether this is a function, in which nothing can be put before an op.
+        within: whether this is a function, in which no exchange can be put before an op.
         lenient: whether whole tensors may be taken for rows, while a loop's body is tried, to see how it begins.
         row_by_row: whether the ops are in a loop over a tower's rows.
     """

@@ -247,14 +247,6 @@ _OF_EXCLUSIONS = (
 )
 
 
-def is_of_keras(optimizer: keras.Optimizer) -> bool:
-    """Return whether an optimizer, and one that it wraps, is of a class of Keras', and has no method of its own."""
-    return not any(
-        type(one).__module__.partition(".")[0] != "keras" or any(map(inspect.isroutine, vars(one).values()))
-        for one in (optimizer, innermost(optimizer))
-    )
-
-
 def applies_as_keras(optimizer: keras.Optimizer) -> bool:
     """Return whether `apply` is Keras' own: then the optimizer is built by the time it updates."""
     own = vars(optimizer).keys() & {"apply", "apply_gradients"}
@@ -279,8 +271,11 @@ def build_ahead(optimizer: keras.Optimizer, variables: Sequence[Any]) -> list[st
 
 def is_as_keras_made_it(optimizer: keras.Optimizer, twin: keras.Optimizer) -> bool:
     """Return whether an optimizer is of a class of Keras', and has no attributes or methods that its twin has not."""
-    known = {*vars(twin), *_OF_EXCLUSIONS}
-    return is_of_keras(optimizer) and vars(optimizer).keys() <= known
+    of_keras = not any(
+        type(one).__module__.partition(".")[0] != "keras" or any(map(inspect.isroutine, vars(one).values()))
+        for one in (optimizer, innermost(optimizer))
+    )
+    return of_keras and vars(optimizer).keys() <= {*vars(twin), *_OF_EXCLUSIONS}
 
 
 def twin_of(optimizer: keras.Optimizer) -> keras.Optimizer:

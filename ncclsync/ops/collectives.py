@@ -106,6 +106,14 @@ class Share(NamedTuple):
         """
         return tf.where(self.fraction > 0, tensor, tf.zeros_like(tensor))
 
+    def of_mean(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Return a tower's addend of a mean over the samples, of which `tensor` is the mean over the tower's."""
+        return tensor * tf.cast(self.fraction, tensor.dtype)
+
+    def of_whole(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Return a tower's addend of a tensor that all towers have: all of it on the first, zeros on the others."""
+        return tf.where(tf.equal(self.tower, 0), tensor, tf.zeros_like(tensor))
+
 
 @dataclasses.dataclass(frozen=True)
 class Mark:

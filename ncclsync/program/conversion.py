@@ -129,7 +129,7 @@ class Conversions:
         if after == MEAN and before == LOCAL:
             return tensor
         if after == SUM and before in (MEAN, LOCAL) and tensor.dtype.is_floating:
-            return tensor * tf.cast(self.share.fraction, tensor.dtype)
+            return self.share.of_mean(tensor)
         if isinstance(before, Numbers) and isinstance(after, Shard) and before.count:
             first = tf.cast(self.share.begin * before.count, tensor.dtype)
             if isinstance(before, Indices):
@@ -147,7 +147,7 @@ class Conversions:
         if after == SUM:
             if tensor.name not in self.graph.exchanges and rules.is_zero(tensor):
                 return tensor
-            return tf.where(tf.equal(self.share.tower, 0), tensor, tf.zeros_like(tensor))
+            return self.share.of_whole(tensor)
         raise NcclSyncError(f"Expected a tensor that can be placed as {after}. Received: {before}, {tensor.name}")
 
     def _made_whole(self, tensor: tf.Tensor, before: Placement, op: tf.Operation) -> tf.Tensor:

@@ -15,25 +15,25 @@ from ncclsync.semantics.functions import LOOPS, Functions
 from ncclsync.semantics.placements import MEAN, Counts
 from ncclsync.semantics.placing import Body, Change
 
-_SHARE, _INT32 = "ncclsync_share", tf.int32.as_datatype_enum
+_SHARE, _LENGTH, _INT32 = "ncclsync_share", 5, tf.int32.as_datatype_enum
 
 
 def vector_of(share: Share) -> tf.Tensor:
-    """Return the share as functions take it: int32 [4], its number, its rows, its samples, the batch's samples."""
+    """Return a share as functions take it: int32 [5]."""
     samples = tf.where(share.fraction > 0, share.rows, 0)
-    return tf.stack([share.tower, share.rows, samples, share.total])
+    return tf.stack([samples, share.tower, share.rows, share.begin, share.total])
 
 
-def _brought(share: tf.Tensor, tensor: tf.Tensor, change: Change) -> tf.Tensor:
-    """Return a tensor in the placement of a change."""
-    tower, rows, samples, total = tf.unstack(share, 4)
-    if isinstance(change.before, Counts):  # of a tower's rows: a multiple of them
-        of_all = tensor // tf.cast(rows, tensor.dtype) * tf.cast(total, tensor.dtype)
-        counts = np.array([one != 0 for one in change.before.counts])
-        return tf.where(np.reshape(counts, tensor.shape) if tensor.shape.is_fully_defined() else counts, of_all, tensor)
-    if change.before == MEAN:
-        return tensor * tf.cast(tf.cast(samples, tf.float64) / tf.cast(total, tf.float64), tensor.dtype)
-    return tf.where(tf.equal(tower, 0), tensor, tf.zeros_like(tensor))
+def _brought(vector: tf.Tensor, tensor: tf.Tensor, change: Change) -> tf.Tensor:
+    """Return a tensor in the placement of a change, of the share of this vector."""
+    samples, *rest = tf.unstack(vector, _LENGTH)
+    share = Share(tf.cast(samples, tf.float64) / tf.cast(rest[-1], tf.float64), *rest)
+    if not isinstance(change.before, Counts):
+        return share.of_mean(tensor) if change.before == MEAN else share.of_whole(tensor)
+    # Of a tower's rows: a multiple of them.
+    of_all = tensor // tf.cast(share.rows, tensor.dtype) * tf.cast(share.total, tensor.dtype)
+    counts = np.array([one != 0 for one in change.before.counts])
+    return tf.where(np.reshape(counts, tensor.shape) if tensor.shape.is_fully_defined() else counts, of_all, tensor)
 
 
 def takes_share(bodies: Sequence[Body]) -> bool:
@@ -67,7 +67,7 @@ class Changer:
         elif is_loop:
             made.attr["T"].list.type.append(_INT32)
             if made.attr["output_shapes"].list.shape:
-                made.attr["output_shapes"].list.shape.add().dim.add(size=4)
+                made.attr["output_shapes"].list.shape.add().dim.add(size=_LENGTH)
         else:
             made.attr["Tin"].list.type.append(_INT32)
         return made
@@ -107,8 +107,8 @@ class Changer:
 
     def _call(self, function: Any, given: str, tensor: tf.Tensor, change: Change) -> str:
         """Add a call to a function that brings what stands for a tensor to another placement; return its result."""
-        specs = [tf.TensorSpec([4], tf.int32), tf.TensorSpec(tensor.shape, tensor.dtype)]
-        traced = tf.function(lambda share, given: _brought(share, given, change), autograph=False)
+        specs = [tf.TensorSpec([_LENGTH], tf.int32), tf.TensorSpec(tensor.shape, tensor.dtype)]
+        traced = tf.function(lambda vector, given: _brought(vector, given, change), autograph=False)
         definition = traced.get_concrete_function(*specs).function_def
         called = type(definition).FromString(definition.SerializeToString())
         called.signature.name = f"{function.signature.name}_{len(self._functions.definitions)}"

@@ -323,8 +323,8 @@ class Axes:
         ways = zip(
             *([(tensor, child._state(tensor)) for tensor in graph.outputs] for graph, child in entered), strict=True
         )
-        kept = [names == every and is_kept(output) for output in op.outputs]
-        return [_of_branches(one, are_kept) for one, are_kept in zip(ways, kept, strict=True)]
+        results = zip(ways, op.outputs, strict=True)
+        return [_of_branches(one, names == every and are_kept(output, [t for t, _ in one])) for one, output in results]
 
     # Lists of tensors, of which loops are made; optional ones, of which branches are; and variables.
 
@@ -748,12 +748,14 @@ def passed_on(tensor: tf.Tensor, *also: str) -> tf.Tensor:
     return tensor
 
 
-def is_kept(output: tf.Tensor) -> bool:
-    """Return whether a result of branches is what each keeps for its own gradient: nothing else takes it.
+def are_kept(output: tf.Tensor, ways: Iterable[tf.Tensor]) -> bool:
+    """Return whether a result, given by the branches as these tensors, is what each keeps for its own gradient.
 
-    Others TensorFlow passes on by an `Identity` (`cond_v2.py`); these have no order: branches share a result by chance.
+    These have no order: branches share a result by chance. They are optional tensors, which nothing else takes: what a
+    user's branches give TensorFlow passes on by an `Identity`. Source: tensorflow/python/ops/cond_v2.py.
     """
-    return output.dtype == tf.variant and all(op.type != "Identity" for op in output.consumers())
+    optional = all(tensor.op.type in ("OptionalFromValue", "OptionalNone") for tensor in map(passed_on, ways))
+    return optional and all(op.type != "Identity" for op in output.consumers())
 
 
 def given_by(ways: Sequence[tuple[tf.Tensor, Any]]) -> Sequence[tuple[tf.Tensor, Any]]:
@@ -808,12 +810,12 @@ def _in_branch(state: State, index: int, count: int) -> State:
     return state.ways[index] if isinstance(state, Items) and len(state.ways) == count else state
 
 
-def _of_branches(given: Sequence[tuple[tf.Tensor, State]], are_kept: bool) -> State:
+def _of_branches(given: Sequence[tuple[tf.Tensor, State]], is_each: bool) -> State:
     """Return what is known of a result that branches give as these tensors, of these states."""
     joined = functools.reduce(_joined, [state for _, state in given_by(given)])
     ways = tuple(state for _, state in given if isinstance(state, Items))
-    is_each = are_kept and isinstance(joined, Items) and len(ways) == len(given)
-    return dataclasses.replace(joined, ways=ways) if is_each else joined
+    fits = is_each and isinstance(joined, Items) and len(ways) == len(given)
+    return dataclasses.replace(joined, ways=ways) if fits else joined
 
 
 def _joined(one: State, two: State) -> State:

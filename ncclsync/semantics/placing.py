@@ -19,7 +19,7 @@ from ncclsync.compat.names import OpName, TensorName
 from ncclsync.compat.source_lines import user_line
 from ncclsync.errors import NcclSyncError
 from ncclsync.semantics import rules, uneven
-from ncclsync.semantics.axes import BATCHES, Axes, Rows, given_by, is_kept, passed_on
+from ncclsync.semantics.axes import BATCHES, Axes, Rows, are_kept, given_by, passed_on
 from ncclsync.semantics.functions import BRANCHES, LOOPS, Functions, in_order
 from ncclsync.semantics.placements import (
     COUNTER,
@@ -395,9 +395,9 @@ class Placer:
             named, taken = self.scope.functions.called_by(op), self.scope.functions.taken_by(op, call.constant(0))
             by_name = {n: [_in_branch(one, i, len(named)) for one in call.inputs[1:]] for i, n in enumerate(named)}
             ways = [self._body(op, name, by_name[name]) for name in taken]
-            tensors = zip(*(way.graph.outputs for way in ways), strict=True)
+            tensors = [*zip(*(way.graph.outputs for way in ways), strict=True)]
             made = zip(*(way.made for way in ways), strict=True)
-            kept = [taken == named and is_kept(output) for output in op.outputs]
+            kept = [taken == named and are_kept(*one) for one in zip(op.outputs, tensors, strict=True)]
             placed = [_any_of(*one) for one in zip(made, tensors, kept, strict=True)]
             for way in ways:
                 way.bring_results(placed)
@@ -559,9 +559,12 @@ def _in_branch(placed: Placement, index: int, count: int) -> Placement:
     return placed.ways[index] if isinstance(placed, OneOf) and len(placed.ways) == count else placed
 
 
-def _any_of(ways: Sequence[Placement], tensors: Sequence[tf.Tensor], are_kept: bool) -> Placement:
-    """Return the placement of a result that the branches of an op give as these tensors, placed these ways."""
-    if are_kept and only(ways, ListOf) and len(set(ways)) > 1:
+def _any_of(ways: Sequence[Placement], tensors: Sequence[tf.Tensor], is_each: bool) -> Placement:
+    """Return the placement of a result that the branches of an op give as these tensors, placed these ways.
+
+    `is_each`: whether each branch takes its own of it.
+    """
+    if is_each and only(ways, ListOf) and len(set(ways)) > 1:
         return OneOf(tuple(ways))
     given = given_by([*zip(tensors, ways, strict=True)])
     if _is_floating(tensors) and (summed := _summed([one for _, one in given])):

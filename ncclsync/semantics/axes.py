@@ -169,7 +169,9 @@ class Axes:
         if (op.name, name) not in self._bodies:  # all of whose results have known shapes
             self._inferred(op)
         if (op.name, name) not in self._bodies:  # which does not run: the condition of the branch is a constant
-            self._entered(op, name, [self._state(tensor) for tensor in op.inputs[op.type in BRANCHES :]])
+            states = [self._state(tensor) for tensor in op.inputs[op.type in BRANCHES :]]
+            # What is kept for its gradient is known of the branch that runs.
+            self._entered(op, name, [None if isinstance(state, Items) else state for state in states])
         graph, axes = self._bodies[op.name, name]
         for tensor in graph.inputs:
             axes.refine(tensor)
@@ -814,17 +816,20 @@ def _of_branches(given: Sequence[tuple[tf.Tensor, State]], is_each: bool) -> Sta
     """Return what is known of a result that branches give as these tensors, of these states."""
     joined = functools.reduce(_joined, [state for _, state in given_by(given)])
     ways = tuple(state for _, state in given if isinstance(state, Items))
-    fits = is_each and isinstance(joined, Items) and len(ways) == len(given)
-    return dataclasses.replace(joined, ways=ways) if fits else joined
+    if not is_each or len(ways) != len(given):
+        return joined
+    return dataclasses.replace(joined if isinstance(joined, Items) else Items(None), ways=ways)
 
 
 def _joined(one: State, two: State) -> State:
     """Return what is known of a tensor that is one or the other."""
     if isinstance(one, Items) and isinstance(two, Items):
-        if one.of is None or two.of is None:
-            return one if two.of is None else two
+        for held, other in ((one, two), (two, one)):
+            if other.of is None and not other.ways:
+                return held
+        of, ways = _joined(one.of, two.of), one.ways if one.ways == two.ways else ()
         same = one.values is not None and two.values is not None and _equal(one.values, two.values)
-        return Items(_joined(one.of, two.of), one.values if same else None, one.ways if one.ways == two.ways else ())
+        return Items(of, one.values if same else None, ways) if of is not None or ways else None
     if one is None or two is None or isinstance(one, Items) or isinstance(two, Items) or len(one[0]) != len(two[0]):
         return None
     lengths = [

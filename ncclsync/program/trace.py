@@ -167,7 +167,15 @@ class Refusals:
         # Of others TensorFlow infers them: with open lengths it takes some for what they are not, as of a softmax's
         # cross entropy that broadcasts its labels.
         shapes = {op.name: [one.shape.as_proto() for one in op.outputs] for op in ops if op.type in hiding}
+        arguments = [op.outputs[0] for op in ops if op.type == "Placeholder"]
+        handles = {one.op.name: one for one in arguments if one.dtype == tf.resource}
         for node in traced.definition.node:
+            held = tf_compat.spec_behind(handles[node.name]) if node.name in handles else None
+            if held is not None:  # an argument has no shape, and some ops take that of the handle for the variable's
+                made = self._definition.node.add(name=node.name, op="VarHandleOp")
+                made.attr["dtype"].type = held.dtype.as_datatype_enum
+                made.attr["shape"].shape.CopyFrom(held.shape.as_proto())
+                continue
             if node.op == "Const" and node.ByteSize() > _LARGE_BYTES:  # its numbers say no shape
                 value = node.attr["value"].tensor
                 made = self._definition.node.add(name=node.name, op="Placeholder")

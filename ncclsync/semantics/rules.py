@@ -395,18 +395,23 @@ def _in_a_function(call: Call) -> Sequence[Placement] | None:
         return None
     # What a diagonal is padded with would be added once for each tower.
     pads = kind.startswith("MatrixDiag") and kind[-2:] in ("V2", "V3") and not is_zero(call.op.inputs[-1])
-    return None if pads or call.inputs[parts[0]] != SUM else _all(call, SUM)
+    placed = call.inputs[parts[0]]
+    return _all(call, placed) if not pads and _is_linear_in(call, placed) else None
+
+
+def _is_linear_in(call: Call, placed: Placement) -> bool:
+    """Return whether a linear op of parts placed so makes parts placed so: addends of a sum, or of a mean of floats."""
+    return placed == SUM or (placed == MEAN and all(tensor.dtype.is_floating for tensor in call.op.outputs))
 
 
 @_linear("Complex", "Select", "SelectV2")
 def _of_parts_alone(call: Call) -> Sequence[Placement] | None:
     """Place what is linear in several inputs at once, of which others than parts are zero."""
     first = 0 if call.op.type == "Complex" else 1  # a condition comes before
-    fits = [
-        (placed == SUM and i >= first) or (placed.whole and (i < first or is_zero(call.op.inputs[i])))
-        for i, placed in enumerate(call.inputs)
-    ]
-    return [SUM] if call.scope.within and all(fits) else None
+    operands = list(zip(call.op.inputs, call.inputs, strict=True))[first:]
+    parts = {placed for _, placed in operands if not placed.whole}
+    fits = all(one.whole for one in call.inputs[:first]) and all(p in parts or is_zero(one) for one, p in operands)
+    return [*parts] if call.scope.within and fits and len(parts) == 1 and _is_linear_in(call, *parts) else None
 
 
 @_linear("Add", "AddV2", "Sub", "AddN")

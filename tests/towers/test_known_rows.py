@@ -393,6 +393,20 @@ def test_shapes_are_asked_once_for_each_number_of_rows(monkeypatch):
     assert [[length for length in one.shape] for one in asked] == [[8, 4], [7, 4]]
 
 
+def test_ops_that_look_through_a_variables_handle(caplog):
+    """Of an argument that is a handle TensorFlow takes the handle's shape, which is a number's, for the variable's."""
+    table = tf.Variable(np.arange(24.0).reshape(4, 6))
+
+    def step(at):
+        scores = tf.gather_nd(table, tf.stack([at[:, :-1], at[:, 1:]], -1)) + tf.gather_nd(table, at[:, :1])[..., :1]
+        return tf.reduce_mean(scores + table.sparse_read(at[:, 0])[:, :1])
+
+    batches = [tf.constant(np.arange(3 * n).reshape(n, 3) % 4, tf.int32) for n in (8, 5)]
+    with ncclsync.Towers(3) as towers, caplog.at_level(logging.WARNING, "ncclsync"):
+        assert_close([towers.run(step, at) for at in batches], [tf.function(step)(at) for at in batches])
+    assert not any("cannot be divided" in one.getMessage() for one in caplog.records)
+
+
 def test_errors_that_some_batches_make(caplog):
     """A later batch is refused what an earlier one was not; if nothing handles it, the error is one device's."""
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
@@ -71,6 +72,10 @@ class Forms:
             types = graph.functions.op_types(op)
             if not (self._of_numbers.isdisjoint(graph.inputs[op.name]) and _OF_NUMBERS.isdisjoint(types)):
                 self._of_numbers.update(t.name for t in op.outputs if t.dtype.is_integer or self._open_axes(t.name))
+                for tensor in op.outputs:  # that every batch has alike, as the axes that a product's gradient moves
+                    if (known := graph.axes.constant(tensor)) is not None:
+                        tensor.set_shape(np.shape(known))
+        self._of_numbers -= {name for name in self._of_numbers if graph.numbers(name) is not None}
 
     def of(self, name: TensorName) -> Form:
         """Return the form in which a tensor crosses."""

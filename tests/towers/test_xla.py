@@ -87,6 +87,11 @@ def sorts(x, scale):
     return x * scale + tf.sort(tf.sin(x * scale), axis=0)
 
 
+def multiplies(x, scale):
+    """A product of all rows: its gradient moves axes by numbers that rest on constants alone, and XLA has to know."""
+    return x * scale + tf.reduce_prod(tf.sin(x * scale), axis=0) + tf.reduce_prod(tf.cos(x * scale) ** 0.01)
+
+
 def finds_unique(x, scale):
     """Numbers of the batch, each once."""
     whole, places = tf.unique(tf.cast(tf.reshape(2.0 * x, [-1]), tf.int32))
@@ -250,6 +255,7 @@ MODELS = {
     "masks": (model_of(lambda: Function(masks), layers.Flatten), SERIES),
     "fills_an_array": (model_of(lambda: Function(fills_an_array), layers.Flatten), SERIES),
     "sorts": (model_of(lambda: Function(sorts), layers.Flatten), SERIES),
+    "multiplies": (model_of(lambda: Function(multiplies), layers.Flatten), SERIES),
     "finds_unique": (model_of(lambda: Function(finds_unique), layers.Flatten), SERIES),
 }
 
@@ -263,6 +269,7 @@ CROSSING = [
     ("finds_unique", 3),
     ("fills_an_array", 2),
     ("sorts", 3),
+    ("multiplies", 3),
 ]
 
 

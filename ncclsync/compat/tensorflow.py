@@ -61,6 +61,7 @@ VARIABLE_WRITERS = (
     *("scatter_nd_add", "scatter_nd_max", "scatter_nd_min", "scatter_nd_sub", "scatter_nd_update"),
     *("_strided_slice_assign", "_restore_from_tensors"),
 )
+REPLACING_WRITERS = ("assign", "_restore_from_tensors")  # of these, those that write all of it, and read nothing
 
 # C++ that finds the stream on which TensorFlow computes, from a kernel's context; compiled by `ops/gpu_streams.py`.
 # For a GPU that a plug-in adds, TensorFlow's own handle is not CUDA's stream.

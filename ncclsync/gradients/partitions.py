@@ -155,7 +155,7 @@ class PartitionedSlot(Holder):
         """Let the variable hold the whole, before Python reads or writes it."""
         self.make_whole()
 
-    def mark_stale(self) -> None:
+    def mark_stale(self, replaced: bool = False) -> None:
         """Let the next step take the variable's value: other towers that divide it make it whole by then."""
         self._is_whole = self._is_written = True
         self._left.forget(self.slot)  # so that what is written next takes no memory beside it

@@ -43,8 +43,12 @@ class Holder(abc.ABC):
         """
 
     @abc.abstractmethod
-    def mark_stale(self) -> None:
-        """Take the variable's value before the next step: Python or another holder's step wrote it."""
+    def mark_stale(self, replaced: bool = False) -> None:
+        """Take the variable's value before the next step: Python or another holder's step wrote it.
+
+        Args:
+            replaced: whether all of it was written, and none of it was read.
+        """
 
     @abc.abstractmethod
     def mark_shared(self) -> None:
@@ -127,10 +131,11 @@ class _Tracker:
     def _tracked(self, write: Callable) -> Callable:
         @functools.wraps(write)
         def tracked(*args, **kwargs):
-            self._before_access(replaces=write.__name__ == "assign")
+            replaces = write.__name__ in tf_compat.REPLACING_WRITERS
+            self._before_access(replaces)
             result = write(*args, **kwargs)
             for holder in self.holders() if tf.executing_eagerly() else ():
-                holder.mark_stale()
+                holder.mark_stale(replaces)
             return result
 
         return tracked

@@ -157,8 +157,8 @@ class Failures:
         if key in self.lost:
             self.raise_lost(lambda: "a variable")
 
-    def before_write(self, key: int) -> None:
-        """Record that all of a variable is written: it no longer depends on earlier steps, nor is it lost."""
+    def replaced(self, key: int) -> None:
+        """Record that all of a variable was written: it no longer depends on earlier steps, nor is it lost."""
         for step in self._steps:
             step.written -= {key}
         self.lost.discard(key)

@@ -143,8 +143,8 @@ class Copies(Holder):
     def before_access(self, replaces: bool = False) -> None:
         """Let tower 0's variable hold the whole before Python reads or writes it."""
         if tf.executing_eagerly() and current_context() is None:
-            failures = self.session.failures
-            (failures.before_write if replaces else failures.before_read)(self._key)
+            if not replaces:
+                self.session.failures.before_read(self._key)
             self.gather_parts()
             if replaces:  # so that the old value does not take memory beside the new one
                 self._pending.left.forget(self.slot)
@@ -154,8 +154,10 @@ class Copies(Holder):
                 "tf.function. Received: a tf.function that does so. Call it without tf.function"
             )
 
-    def mark_stale(self) -> None:
+    def mark_stale(self, replaced: bool = False) -> None:
         """Send the variable before the next step."""
+        if replaced and current_context() is None:
+            self.session.failures.replaced(self._key)
         # Metric state stays zero on the other towers, whatever tower 0 starts from. A partition differs from tower to
         # tower.
         if self.role not in (Role.SUM, Role.PARTITION):
@@ -494,5 +496,5 @@ def _forget(borrowed: "weakref.ref[Replicas]", key: int) -> None:
         if held is not None:
             replicas.left.forget(held.slot)
         replicas._pending.keys.discard(key)
-        replicas._session.failures.before_write(key)  # another variable, written by no step, may get its id
+        replicas._session.failures.replaced(key)  # another variable, written by no step, may get its id
         replicas.shared.discard(key)

@@ -2,10 +2,13 @@
 
 import types
 
+import numpy as np
 import pytest
 import tensorflow as tf
+from parity import mlp, on_towers
 
 from ncclsync import NcclSyncError
+from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.errors import NcclError, ProcessError
 from ncclsync.towers.failures import Failures
 
@@ -74,7 +77,7 @@ def test_another_model_joins_the_towers_again():
     with pytest.raises(NcclError, match="first"):
         failures.check()
     failures.check()
-    failures.before_write(8)
+    failures.replaced(8)
     with pytest.raises(NcclSyncError, match=r"x that a step wrote .*first returned"):
         failures.raise_lost(lambda: "x")
 
@@ -87,6 +90,23 @@ def test_what_has_received_nothing_is_not_lost(was_delivered, agreed):
     with pytest.raises(NcclError):
         failures.check()
     assert not failures.lost
+
+
+def test_a_lost_variable_is_whole_once_all_of_it_was_written(tmp_path):
+    """By an assignment, or from a checkpoint; not by a write that fails, or that reads what is lost."""
+    model = on_towers(mlp, 2)
+    weight = tf_compat.backend_variable(model.weights[0])
+    saved, lost = tf.train.Checkpoint(weight=weight), model.towers.session.failures.lost
+    path, value = saved.save(tmp_path / "saved"), weight.numpy()
+    model.towers.replicas.of(weight)
+    for write in (lambda: weight.assign(value), lambda: saved.restore(path)):
+        lost.add(id(weight))
+        with pytest.raises(ValueError, match="shape"):
+            weight.assign(np.zeros([7, 7]))
+        with pytest.raises(NcclSyncError, match="variables that are whole"):
+            weight.assign_add(value)
+        write()
+        np.testing.assert_array_equal(weight, value)
 
 
 def test_the_cause_of_a_step():

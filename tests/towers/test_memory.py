@@ -69,7 +69,7 @@ def test_a_deleted_variable_rests_on_no_step():
     )
     failures = Failures(lambda user: communicator)
     failures.add(frozenset({1, 2}), ())
-    failures.before_write(1)
+    failures.replaced(1)
     failures.before_read(1)
     with pytest.raises(pytest.fail.Exception, match="waited"):
         failures.before_read(2)

@@ -324,7 +324,7 @@ class Conversions:
             self.lengths.declared.setdefault((known, after.rows or after.blocks), what)
         # A slice takes up to 8 axes; XLA compiles it anew for each first row.
         if after.blocks > 1 or self.graph.traced.trace.jit_compile or tensor.shape.rank > 8:
-            blocks = after.blocks if broadcast is None else tf.where(broadcast, 1, after.blocks)
+            blocks = after.blocks if broadcast is None or after.blocks == 1 else tf.where(broadcast, 1, after.blocks)
             starts = tf.range(blocks) * (length // after.blocks) + begin
             places = tf.reshape(starts[:, None] + tf.range(size)[None], [-1])
             return tf.gather(tensor, places, axis=after.axis)

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from ncclsync.compat import tensorflow as tf_compat
@@ -72,9 +71,9 @@ class Forms:
             types = graph.functions.op_types(op)
             if not (self._of_numbers.isdisjoint(graph.inputs[op.name]) and _OF_NUMBERS.isdisjoint(types)):
                 self._of_numbers.update(t.name for t in op.outputs if t.dtype.is_integer or self._open_axes(t.name))
-                for tensor in op.outputs:  # that every batch has alike, as the axes that a product's gradient moves
-                    if (known := graph.axes.constant(tensor)) is not None:
-                        tensor.set_shape(np.shape(known))
+            for tensor in op.outputs:  # XLA has to know shapes, also those that the trace leaves to branches
+                if tensor.dtype.is_integer and tensor.shape.rank == 1 and tensor.shape[0] is None:
+                    tensor.set_shape([len(graph.axes.elements(tensor)) or None])
         self._of_numbers -= {name for name in self._of_numbers if graph.numbers(name) is not None}
 
     def of(self, name: TensorName) -> Form:
@@ -311,6 +310,26 @@ def keep_declared_shapes(graph: StepGraph, definition: tf.compat.v1.GraphDef) ->
         node.attr["dtype"].type = value.dtype
         node.attr["value"].tensor.CopyFrom(value)
         node.attr.pop("shape_type")
+
+
+def take_known_branches(graph: StepGraph, definition: tf.compat.v1.GraphDef) -> None:
+    """Call what a branch runs whose choice no batch changes, in place: of both, XLA knows no shape that differs."""
+    for node in definition.node:
+        op = graph.by_name.get(OpName(node.name)) if node.op in BRANCHES else None
+        chosen = None if op is None else graph.axes.constant(graph.traced.tensor(graph.inputs[node.name][0]))
+        every = [] if op is None else graph.functions.called_by(op)
+        taken = every if op is None else graph.functions.taken_by(op, chosen)
+        if chosen is None or len(taken) != 1:
+            continue
+        if "branches" in node.attr:
+            function = node.attr["branches"].list.func[every.index(taken[0])]
+        else:
+            function = node.attr["then_branch" if chosen else "else_branch"].func
+        kept = {name: node.attr[name] for name in ("Tin", "Tout")}
+        made = tf.compat.v1.NodeDef(name=node.name, input=node.input[1:], attr=kept)
+        made.op = "PartitionedCall" if node.op.startswith("Stateless") else "StatefulPartitionedCall"
+        made.attr["f"].func.CopyFrom(function)
+        node.CopyFrom(made)
 
 
 def _declared(shape: tf.TensorShape) -> int | list[int]:

@@ -13,7 +13,7 @@ import tensorflow as tf
 from ncclsync.compat import tensorflow as tf_compat
 from ncclsync.compat.names import OpName, TensorName, op_name
 from ncclsync.ops.spans import Meter
-from ncclsync.program.crossing import Form, close_branches, keep_declared_shapes
+from ncclsync.program.crossing import Form, close_branches, keep_declared_shapes, take_known_branches
 from ncclsync.program.graph import StepGraph
 from ncclsync.program.host_values import HostValues
 from ncclsync.program.ordered_sums import order_sums
@@ -203,6 +203,7 @@ def _graph_def(plan: SegmentPlan) -> tuple[tf.compat.v1.GraphDef, set[TensorName
     outside = {name for name in used if op_name(name) not in inside}
     if plan.jit_compile:
         keep_declared_shapes(graph, definition)
+        take_known_branches(graph, definition)
     else:  # XLA makes no copies
         if not plan.shares_memory:
             HostValues(definition, graph, outside).run(plan.needed_ops)

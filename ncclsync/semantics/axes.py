@@ -390,10 +390,11 @@ class Axes:
         if op.type == "BroadcastGradientArgs" and all(map(self._is_small, op.inputs)):
             one, other = (self._values[tensor.name] for tensor in op.inputs)
             return unknown if one is None or other is None else _summed_axes(one, other)
-        if op.type in CALLS:
-            (name,) = self._functions.called_by(op)
+        chosen = self.constant(op.inputs[0]) if op.type in BRANCHES else None
+        if op.type in CALLS or chosen is not None:
+            name = self._functions.called_by(op)[0] if chosen is None else self._functions.taken_by(op, chosen)[0]
             if (op.name, name) not in self._bodies:
-                self._entered(op, name, [self._state(tensor) for tensor in op.inputs])
+                self._entered(op, name, [self._state(tensor) for tensor in op.inputs[op.type in BRANCHES :]])
             graph, child = self._bodies[op.name, name]
             return [child.values(tensor) if child._is_small(tensor) else None for tensor in graph.outputs]
         small = op.inputs and all(map(self._is_small, (*op.inputs, *op.outputs)))

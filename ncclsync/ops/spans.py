@@ -196,10 +196,13 @@ class Meter:
         self._feeding.clear()
 
     @contextlib.contextmanager
-    def reported_to(self, watchers: Sequence[Callable[[Measured], None]], traced: bool) -> Iterator[None]:
-        """Report the recording of the body to watchers, also if it fails, but not if there was no batch left for it.
+    def reported_to(
+        self, watchers: Sequence[Callable[[Measured], None]], traced: bool, repeats: Callable[[Exception], bool]
+    ) -> Iterator[None]:
+        """Report the recording of the body to watchers, also if it fails.
 
-        `traced` is `Measured`'s. While TensorFlow's profiler is recording, the spans are shown to it too.
+        But not if there was no batch left for it, nor after an error for which it `repeats(error)`. `traced` is
+        `Measured`'s. While TensorFlow's profiler is recording, the spans are shown to it too.
         """
         self._profiled.clear()  # of a call that failed
         self._timestamps.listen(self._show if tf_compat.is_profiling() else None)
@@ -207,9 +210,10 @@ class Meter:
         try:
             yield
             failed = False
-        except NoBatchLeft:
-            self.forget()
-            watchers = ()
+        except Exception as error:
+            if isinstance(error, NoBatchLeft) or repeats(error):
+                self.forget()
+                watchers = ()
             raise
         finally:
             recording = self.take(traced, failed)

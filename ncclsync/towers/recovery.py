@@ -72,22 +72,20 @@ class Rollback:
         If the program has the result `finite`, and a value of it is False, `report` is called with these values and the
         shards' samples, before the step is undone; its error fails the step.
         """
-        variables = dict(program.variables)
+        variables, replicas = dict(program.variables), towers.replicas
         self._report = report
         # (variable, its value before the step, the copies that get it where a gradient is not finite)
         self._saved: list[tuple[tf.Variable, tf.Variable, list[tf.Variable]]] = []
         with tf.device(f"/{towers.layout.devices[0]}"):
             for name, undone in program.rollback:
-                copies = towers.replicas.of(variables[name])
+                copies = replicas.of(variables[name])
                 # One value restores equal copies.
-                groups = (
-                    [copies] if towers.replicas.role_of(variables[name]) is Role.SAME else [[one] for one in copies]
-                )
-                self._saved += [(group[0], _saved(group[0]), group if undone else []) for group in groups]
+                groups = [copies] if replicas.role_of(variables[name]) is Role.SAME else [[one] for one in copies]
+                self._saved += [(group[0], replicas.saved(group[0]), group if undone else []) for group in groups]
             # The first tower of each process holds a metric's sum; within a step tower 0 alone does.
             others = not towers.layout.is_chief
             self._sums = [one for _, one in program.variables if others and role_of(one) is Role.SUM]
-            self._saved += [(variable, _saved(variable), []) for variable in self._sums]
+            self._saved += [(variable, replicas.saved(variable), []) for variable in self._sums]
             # True while a step is under way. Without saved values it is needed if the step may run again; or if its
             # graph takes the batch: the end of that iterator comes before this is True, the end of another one after.
             needed = self._saved or towers.options.on_oom is not None or not towers.layout.on_gpus
@@ -157,10 +155,6 @@ class Rollback:
                         writes.append(tf.raw_ops.AssignVariableOp(resource=tf_compat.handle_of(copy), value=value))
         with tf.control_dependencies([] if tf.executing_eagerly() else writes):
             return tf.constant(0.0)
-
-
-def _saved(variable: tf.Variable) -> tf.Variable:
-    return tf.Variable(variable.value(), trainable=False, shape=variable.shape)  # which may be open
 
 
 def _ops(assigned: Sequence[Any]) -> list[tf.Operation]:

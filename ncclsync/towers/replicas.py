@@ -178,6 +178,7 @@ class Replicas:
         self._session, options, layout = session, session.options, session.layout
         self._held: dict[int, Copies] = {}  # by id of tower 0's variable
         self._pending = _Stale()
+        self._saved: weakref.WeakValueDictionary[int, tf.Variable] = weakref.WeakValueDictionary()  # by id; see `saved`
         self._sending = threading.RLock()
         self.left = self._pending.left
         self.sharding: OptimizerSharding | None = None  # divides the optimizers' state among the towers
@@ -463,6 +464,17 @@ class Replicas:
         else:
             session.communicator.broadcast(buffers, 0, label=name)
         yield from itertools.islice(enumerate(buffers), 1 if ranks[0] == 0 else 0, None)
+
+    def saved(self, variable: tf.Variable) -> tf.Variable:
+        """Return a variable in which steps save the value of a tower's variable: the same for all programs.
+
+        It lives as long as somebody holds it, who holds `variable`, too.
+        """
+        saved = self._saved.get(id(variable))
+        if saved is None:
+            saved = tf.Variable(variable.value(), trainable=False, shape=variable.shape)  # which may be open
+            self._saved[id(variable)] = saved
+        return saved
 
     def _holders(self, role: Role) -> tuple[Sequence[str], range]:
         """Return the devices and numbers of the towers, or shards, that have a copy of a variable of this role."""

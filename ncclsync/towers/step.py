@@ -139,9 +139,15 @@ class TowerStep:
             if len(self._functions) >= MOST_KEPT:
                 del self._functions[next(iter(self._functions))]
             self._functions[function.key] = function
+
+        def repeats(error: Exception) -> bool:  # on another program, for whose call this one's figures do not stand
+            if isinstance(error, tf.errors.ResourceExhaustedError):
+                return towers.options.on_oom is not None
+            return kind is not OnGiven and not towers.layout.meets_processes and says_unequal(error)
+
         reporting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if function.meter is not None:
-            reporting = function.meter.reported_to(watchers, traced=is_new)
+            reporting = function.meter.reported_to(watchers, is_new, repeats)
         elif self._meter is not None:
             self._meter.forget()
         batch, done, results = None, 0, None
@@ -158,7 +164,7 @@ class TowerStep:
                 if towers.session.communicator.enqueues:
                     towers.session.failures.add(function.written, results)
         except NcclSyncError as error:
-            if kind is OnGiven or towers.layout.meets_processes or not says_unequal(error):
+            if not repeats(error):
                 raise
             # Nothing of the step has run. What a batch of tensors shows by itself, an iterator's graph cannot know.
             batch = function.kept.batch()

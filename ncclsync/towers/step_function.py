@@ -49,7 +49,7 @@ class StepFunction(abc.ABC):
     batch_specs: Any  # of the batches as the user gives them
     specs: Any  # of the batches that a step gets
     program: Program
-    rollback: Rollback  # all functions of the program share it, and `kept`
+    rollback: Rollback  # shared, as `kept` is, with the function of this kind that is watched, or is not
     kept: KeptBatch  # the batch of the current step
     meter: Meter | None  # records timestamps, if the step is watched
     audit: Audit | None  # of an audited step

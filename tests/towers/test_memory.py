@@ -62,6 +62,20 @@ def test_a_deleted_variable_is_forgotten():
         gc.enable()
 
 
+def test_one_value_is_saved_of_each_variable():
+    """To undo a step, whatever its program is: of an iterator, or of a batch, with weights."""
+    model = on_towers(mlp, 3, health=Health(on_nonfinite="skip"))
+    fit(model)
+    model.train_on_batch(X[:5], Y[:5])
+    model.train_on_batch(X[:5], Y[:5], sample_weight=X[:5, 0])
+    functions = model.train_function.__self__.step._functions.values()
+    saved = [one for function in functions for one in function.rollback._saved]
+    assert len({id(function.program) for function in functions}) == 3
+    written, values = ({id(one[i]) for one in saved} for i in (0, 1))
+    assert len(written) == len(values) >= 3 * len(model.trainable_variables)
+    assert len(saved) > 2 * len(values)
+
+
 def test_a_deleted_variable_rests_on_no_step():
     """Whoever has its id next is read without a wait."""
     communicator = types.SimpleNamespace(

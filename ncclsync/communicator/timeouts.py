@@ -217,7 +217,10 @@ def interruptible(on_interrupt: Callable[[], None] | None = None) -> Iterator[No
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """Let what runs within be complete: a Ctrl-C meanwhile is raised at its end. For the main thread and short work."""
+    """Let what runs within be complete: a Ctrl-C meanwhile is raised at its end. For the main thread and short work.
+
+    Also if it ends by an error, which is then the Ctrl-C's context.
+    """
     if not _takes_ctrl_c():
         yield
         return
@@ -227,8 +230,8 @@ def held_back() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if pressed:
-        raise KeyboardInterrupt
+        if pressed:
+            raise KeyboardInterrupt
 
 
 def raise_ctrl_c_again() -> None:

@@ -49,7 +49,12 @@ def built_for(optimizer: keras.Optimizer, variables: Sequence[Any] | None) -> li
 
 
 def accumulators(optimizer: keras.Optimizer, variables: Sequence[Any] | None = None) -> list[tf.Variable]:
-    """Return the variables in which an accumulating optimizer accumulates each variable's gradients; None: all's."""
+    """Return the variables in which an accumulating optimizer accumulates each variable's gradients; None: all's.
+
+    Raises:
+        ValueError: Keras' own, for a variable that the optimizer was not built for.
+    """
+    optimizer._check_variables_are_known(variables or ())
     made = optimizer._accumulated_gradients
     chosen = made if variables is None else [made[optimizer._get_variable_index(variable)] for variable in variables]
     return [tf_compat.backend_variable(accumulator) for accumulator in chosen]

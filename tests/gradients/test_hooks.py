@@ -57,6 +57,14 @@ def test_gradients_are_reduced_once(optimizer):
     assert context.marked == [("whole", 2)]
 
 
+def test_an_unknown_variable_is_keras_error():
+    """Also where the optimizer accumulates, as after `enable_lora` without another `compile`."""
+    optimizer = keras.optimizers.SGD(gradient_accumulation_steps=2)
+    optimizer.build(variables())
+    with step_hooks(), ops.running_in(Counts()), pytest.raises(ValueError, match="Unknown variable"):
+        optimizer.apply([tf.ones(3), tf.ones(2)], variables())
+
+
 def test_classes_are_as_before():
     """Also after an error within."""
     before = keras.optimizers.SGD.__dict__.get("apply"), keras.Optimizer.apply, tf.GradientTape.gradient

@@ -16,6 +16,7 @@ from parity import assert_close, assert_towers_agree, data, mlp, on_towers
 from virtual_host import command
 
 from ncclsync import NcclSyncError, Towers, ops
+from ncclsync.communicator.timeouts import held_back
 from ncclsync.compat import keras as keras_compat
 from ncclsync.ops import host_ops
 from ncclsync.towers.failures import Failures
@@ -458,6 +459,19 @@ def test_ctrl_c_that_is_lost_while_a_step_is_traced():
         one.train_on_batch(X[:20], Y[:20])
     assert_close(model.get_weights(), alone.get_weights())
     assert_towers_agree(model)
+
+
+def test_ctrl_c_while_a_failed_step_is_undone():
+    """It is raised once that has ended, also if that ends by an error."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt) as caught, held_back():
+            signal.raise_signal(signal.SIGINT)
+            raise ValueError("undone in part")
+        assert isinstance(caught.value.__context__, ValueError)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def test_ctrl_c_beside_an_error_of_the_step():

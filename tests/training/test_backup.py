@@ -308,6 +308,11 @@ def test_other_data_are_refused(folder):
         callbacks = [watch, BackupAndRestore(folder / "new", 1000, data=told)]
         alone().fit(X, Y, batch_size=8, verbose=0, callbacks=callbacks)
     assert seen == [0] and not (folder / "new").exists()
+    callback, seen[:] = BackupAndRestore(folder / "new", 1000, data=told), []
+    alone().fit(told, verbose=0, callbacks=[callback])
+    with pytest.raises(NcclSyncError, match="Pass the same data to fit as to BackupAndRestore"):  # of a second fit, too
+        alone().fit(twin, verbose=0, callbacks=[watch, callback])
+    assert seen == [0]
 
 
 def test_bad_arguments():

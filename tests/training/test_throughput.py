@@ -30,6 +30,45 @@ def test_logs(capsys, monkeypatch):
     assert "waiting_for_data:" in capsys.readouterr().out
 
 
+class Unequal(keras.Model):
+    """A step on two tensors, of which an iterator does not tell that they have different numbers of rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.dense.build((None, 3))
+
+    def train_step(self, given):
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_mean(self.dense(one) ** 2) for one in given])
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("towers", [1, 2])
+def test_batches_that_run_again(towers):
+    """A batch whose tensors turn out to have different numbers of rows is measured once, and has not failed."""
+
+    def build():
+        model = Unequal()
+        model.compile("sgd")
+        return model
+
+    class Seen(Throughput):
+        def measure(self, measured):
+            seen.append((measured.failed, measured.completed))
+            super().measure(measured)
+
+    seen, of = [], tf.TensorSpec([None, 3])
+    made = tf.data.Dataset.from_generator(
+        lambda: ((X[:8, :3], X[: 4 if i else 8, :3]) for i in range(4)), output_signature=(of, of)
+    )
+    model = on_towers(build, towers)
+    model.fit(made, steps_per_epoch=4, verbose=0, callbacks=[Seen()])
+    assert seen == [(False, 1)] * 4
+    assert not model.towers.watch._watchers
+
+
 @pytest.mark.slow
 def test_slow_data_and_slow_exchanges(monkeypatch, as_on_gpus):
     """Data that comes late makes the share of waiting high, an all-reduce that takes long its own."""

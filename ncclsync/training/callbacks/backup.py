@@ -96,6 +96,7 @@ class BackupAndRestore(keras_compat.BackupMethods):
             OSError: neither the backup nor the backup before it can be read.
             ValueError: the backup is of other data or of another model, or an epoch of `fit` is no pass over `data`.
         """
+        self._expected = None
         steps = self.params.get("steps")
         if self.data is not None and steps != len(self.data):
             raise ValueError(

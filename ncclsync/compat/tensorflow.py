@@ -1113,6 +1113,14 @@ def own_sentence(error: tf.errors.OpError) -> str | None:
     return re.sub(r"\]+ \[+", " ", found[1]).rstrip("]' ").replace("\\'", "'")
 
 
+def refused_by_xla(error: BaseException) -> str:
+    """Return why XLA has not converted a function whose ops it all knows; "" if an error is another one."""
+    if not isinstance(error, tf.errors.OpError) or "tf2xla conversion failed" not in error.message:
+        return ""
+    *_, why = filter(None, map(str.strip, error.message.partition("Stack trace for op definition")[0].splitlines()))
+    return re.sub(r"^\(\d+\) \w+:\s*", "", why)
+
+
 def name_lines(error: tf.errors.OpError, calls_of: Callable[[str], str | None]) -> None:
     """Let an error name the lines of the op that failed, given its name in the trace, where TensorFlow knows none."""
     # A segment is called by an op of its name, or by Python.

@@ -76,6 +76,11 @@ class Forms:
                     tensor.set_shape([len(graph.axes.elements(tensor)) or None])
         self._of_numbers -= {name for name in self._of_numbers if graph.numbers(name) is not None}
 
+    @property
+    def are_bounded(self) -> bool:
+        """Return whether XLA knows of some lengths no more than their bounds, as of the rows that a mask leaves."""
+        return bool(self._of_numbers)
+
     def of(self, name: TensorName) -> Form:
         """Return the form in which a tensor crosses."""
         graph, spec = self._graph, self._graph.spec(name)

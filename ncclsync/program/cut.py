@@ -51,7 +51,7 @@ class Traceless(enum.Enum):
     """Say of what nothing may be left of a step that fails, at any moment of it."""
 
     WEIGHTS = "weights and slots alone, which wait for the last exchange"
-    BESIDE_WEIGHTS = "metrics and random state, too, which a process may write before all agree to write the weights"
+    BESIDE_WEIGHTS = "metrics and random state, too: a process may write these before all agree to write the weights"
     IN_ALL = "all that it writes, whenever it does: it may run again, or another process fails at any moment"
 
 
@@ -122,6 +122,8 @@ def _cut(
         ] = None
         forms = Forms(graph, jit_compile=False)
         plans = _plan_segments(graph, scheduled, target, forms)
+    if forms.are_bounded and traceless is Traceless.WEIGHTS:
+        traceless = Traceless.BESIDE_WEIGHTS  # XLA may refuse a program for a batch, which then runs again
     for improve in target.passes:
         plans = improve(plans)
     crossing = {name: forms.of(name) for plan in plans for name in plan.sources}
@@ -145,6 +147,7 @@ def _cut(
         updates=tuple(find_updates(graph).items()),
         last_meeting=scheduled.last_meeting,
         jit_compile=forms.jit_compile,
+        is_bounded=forms.are_bounded,
     )
 
 

@@ -219,6 +219,7 @@ class Program:
             earlier ones. So an error in one of these leaves the weights of all towers alone.
         updates: (name of a variable's handle, the exchange's result that its new value rests on).
         jit_compile: whether XLA compiles the segments.
+        is_bounded: whether XLA knows bounds alone of some of their lengths: cut as they are, it may refuse a batch.
         graph: that of the trace: it knows the lines of an op that fails.
     """
 
@@ -242,6 +243,7 @@ class Program:
     gradients: tuple[str, ...] = ()
     noise: TensorName | None = None
     jit_compile: bool = False
+    is_bounded: bool = False
     graph: tf.Graph | None = None
 
     @property

@@ -129,6 +129,7 @@ class Programs:
         self.trains = trains
         self.any_rows = any_rows
         self.kept: dict[Key, Program] = {}  # the one used last at the end
+        self._compiles = True
         # Versions, and specs of shards, with the line of Python that cannot be traced for them, or asks for lengths.
         self._too_open: dict[tuple[int, str], str] = {}
         self._asking: dict[tuple[int, str], str] = {}
@@ -212,6 +213,11 @@ class Programs:
             )
         return program
 
+    def compile_no_more(self) -> None:
+        """Let XLA compile no step from now on; forget the programs that it has compiled."""
+        self._compiles = False
+        self.kept.clear()
+
     def forget_other_layouts(self) -> bool:
         """Forget the programs of other layouts than the towers'; return whether there were any."""
         old = [key for key in self.kept if key.layout is not self.towers.layout]
@@ -271,7 +277,7 @@ class Programs:
         self.towers.session.check_repeatable()
         before = PythonState(self._step.model)
         source = self._step.source(ungrouped(specs))
-        if source.jit_compile and not self.towers.session.lets_xla_compile():
+        if source.jit_compile and not (self._compiles and self.towers.session.lets_xla_compile()):
             source = dataclasses.replace(source, jit_compile=False)
         built, rows = PythonState(self._step.model), _numbers_of_rows(alone)
         with stale_functions(rows.pop() if len(rows) == 1 else None) as stale:

@@ -139,10 +139,13 @@ class TowerStep:
             if len(self._functions) >= MOST_KEPT:
                 del self._functions[next(iter(self._functions))]
             self._functions[function.key] = function
+        program = function.program
 
         def repeats(error: Exception) -> bool:  # on another program, for whose call this one's figures do not stand
             if isinstance(error, tf.errors.ResourceExhaustedError):
                 return towers.options.on_oom is not None
+            if tf_compat.refused_by_xla(error):
+                return program.is_bounded and not towers.layout.meets_processes
             return kind is not OnGiven and not towers.layout.meets_processes and says_unequal(error)
 
         reporting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -163,12 +166,15 @@ class TowerStep:
                     done += 1
                 if towers.session.communicator.enqueues:
                     towers.session.failures.add(function.written, results)
-        except NcclSyncError as error:
+        except (NcclSyncError, tf.errors.InvalidArgumentError) as error:
             if not repeats(error):
                 raise
-            # Nothing of the step has run. What a batch of tensors shows by itself, an iterator's graph cannot know.
+            # Nothing of the step has run, or it was undone. What a batch of tensors shows by itself, an iterator's
+            # graph cannot know.
             batch = function.kept.batch()
             self.count(done, function.audit)
+            if why := tf_compat.refused_by_xla(error):
+                self._compile_no_more(why)
             results = self._run(OnGiven, self.marked(batch), watchers)
             with contextlib.suppress(NoBatchLeft):  # then that batch was the last one
                 results = self._run(kind, batches, watchers, steps - done - 1) if done + 1 < steps else results
@@ -187,6 +193,15 @@ class TowerStep:
         version = self.retracing[function.key.program.version]
         del function  # frees its variables on the towers
         return self._run(OnGiven, batch, (), version=version)
+
+    def _compile_no_more(self, why: str) -> None:
+        """Run steps without XLA from now on, as it has refused a part of a step: of the whole it knows more."""
+        self.towers.session.warn_once(
+            "XLA does not compile a part of this step, which is cut where towers meet: the step runs without it from "
+            f"now on. Write compile(jit_compile=False) to say so yourself, without this warning. XLA: {why}"
+        )
+        self.programs.compile_no_more()
+        self._functions.clear()
 
     def marked(self, batch: Any) -> Any:
         """Return a batch of tensors with marks, by samples while there are few ratios of rows: each takes a program."""

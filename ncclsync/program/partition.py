@@ -56,7 +56,7 @@ from ncclsync.semantics.placing import (
 )
 from ncclsync.semantics.rules import Call
 from ncclsync.semantics.scope import Lengths, Scope
-from ncclsync.semantics.unordered import ADDS_SLICES, UNORDERED, UNORDERED_ON_CPU, added_up
+from ncclsync.semantics.unordered import ADDS_SLICES, UNORDERED, UNORDERED_IF_FROZEN, UNORDERED_ON_CPU, added_up
 from ncclsync.sharding.roles import Role
 from ncclsync.sharding.shards import components_of
 
@@ -397,8 +397,11 @@ class Partition:
         if not _computes_alike(call):
             return False
         kinds = {*self._functions.op_types(call.op)}
-        adds_slices = self._on_gpus and self._functions.runs(call.op) and not kinds.isdisjoint(ADDS_SLICES)
-        return adds_slices or not kinds.isdisjoint(UNORDERED if self._on_gpus else UNORDERED_ON_CPU)
+        if not self._on_gpus:
+            return not kinds.isdisjoint(UNORDERED_ON_CPU)
+        is_frozen = call.op.type in UNORDERED_IF_FROZEN and not call.op.get_attr("is_training")
+        adds_slices = self._functions.runs(call.op) and not kinds.isdisjoint(ADDS_SLICES)
+        return is_frozen or adds_slices or not kinds.isdisjoint(UNORDERED)
 
     def _without_rule(self, call: Call) -> Made:
         """Place an op of which every tower computes all: without its rule, and without its lengths."""

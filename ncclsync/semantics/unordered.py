@@ -2,8 +2,8 @@
 
 Such a kernel's threads add to one place as they come, on GPUs by atomicAdd, also in algorithms that cuDNN chooses. What
 towers sum over their own rows does no harm: the all-reduce after it gives all of them the same bits. What they compute
-alike meets no all-reduce, and must have the same bits by itself. Source: the list in the documentation of
-`tf.config.experimental.enable_op_determinism`, under which GPUs' kernels keep an order.
+alike meets no all-reduce, and must have the same bits by itself. Source: what TensorFlow's kernels ask, or say, when
+`tf.config.experimental.enable_op_determinism` has been called, under which GPUs' kernels keep an order.
 """
 
 import tensorflow as tf
@@ -15,13 +15,20 @@ ADDS_SLICES = {"UnsortedSegmentSum": (1, 0), "ResourceScatterAdd": (1, 2), "Reso
 
 # All towers take tower 0's results of these.
 UNORDERED = names("""
-    BiasAddGrad Bincount Conv2DBackpropFilter Conv2DBackpropInput Conv3DBackpropFilterV2 Conv3DBackpropInputV2
-    CropAndResizeGradBoxes CropAndResizeGradImage CTCLossV2 DenseBincount DepthwiseConv2dNativeBackpropFilter
-    DepthwiseConv2dNativeBackpropInput Dilation2DBackpropFilter Dilation2DBackpropInput MaxPool3DGrad MaxPoolGrad
-    ResizeBicubicGrad ResizeBilinearGrad ResizeNearestNeighborGrad ScatterNd SegmentMean SegmentProd SegmentSum
-    SparseSegmentMean SparseSegmentMeanGrad SparseSegmentSqrtN SparseSegmentSqrtNGrad SparseSegmentSum
-    SparseSegmentSumGrad SparseTensorDenseMatMul TensorScatterAdd TensorScatterSub UnsortedSegmentProd
+    AdjustContrastv2 BiasAddGrad Bincount Conv2DBackpropFilter Conv2DBackpropInput Conv3DBackpropFilterV2
+    Conv3DBackpropInputV2 CropAndResizeGradBoxes CropAndResizeGradImage CTCLossV2 DenseBincount
+    DepthwiseConv2dNativeBackpropFilter DepthwiseConv2dNativeBackpropInput Dilation2DBackpropFilter
+    Dilation2DBackpropInput FakeQuantWithMinMaxVarsGradient FakeQuantWithMinMaxVarsPerChannelGradient MaxPool3DGrad
+    MaxPoolGrad MaxPoolGradV2 MaxPoolGradWithArgmax ResizeBicubicGrad ResizeBilinearGrad ResizeNearestNeighborGrad
+    ScatterNd SegmentMean SegmentProd SegmentSum SoftmaxCrossEntropyWithLogits SparseSegmentMean SparseSegmentMeanGrad
+    SparseSegmentMeanGradV2 SparseSegmentMeanWithNumSegments SparseSegmentSqrtN SparseSegmentSqrtNGrad
+    SparseSegmentSqrtNGradV2 SparseSegmentSqrtNWithNumSegments SparseSegmentSum SparseSegmentSumGrad
+    SparseSegmentSumGradV2 SparseSegmentSumWithNumSegments SparseSoftmaxCrossEntropyWithLogits SparseTensorDenseMatMul
+    TensorScatterAdd TensorScatterSub UnsortedSegmentProd
 """)
+
+# As those do, if they do not train: the gradients of a layer that is frozen.
+UNORDERED_IF_FROZEN = names("FusedBatchNormGrad FusedBatchNormGradV2 FusedBatchNormGradV3")
 
 # Ops of the CPU, where several threads run one. Only the second keeps an order with op determinism. For other ops
 # `program/ordered_threads.py` has kernels that keep an order.
@@ -48,10 +55,13 @@ def added_up(indices: tf.Tensor, slices: tf.Tensor) -> tuple[tf.Tensor, tf.Tenso
     keys = tf.sort(tf.cast(tf.reshape(indices, [-1]), tf.int64) * most + at)
     places = tf.math.floordiv(keys, most)
     sums = tf.gather(tf.reshape(slices, tf.concat([[count], width], 0)), tf.math.floormod(keys, most))
-    of_rows = tf.concat([[count], tf.ones_like(width)], 0)
 
     def masked(mask: tf.Tensor, kept: tf.Tensor) -> tf.Tensor:
-        return tf.where(tf.reshape(mask, of_rows), kept, tf.zeros([], kept.dtype))
+        if kept.shape.rank is None:
+            mask = tf.reshape(mask, tf.concat([[count], tf.ones_like(width)], 0))
+        for _ in range(mask.shape.rank or 1, kept.shape.rank or 1):
+            mask = mask[..., None]  # no reshape, whose shape XLA has to know: the count may have a bound alone
+        return tf.where(mask, kept, tf.zeros([], kept.dtype))
 
     def doubled(distance: tf.Tensor, sums: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         before = at - tf.cast(distance, tf.int64)

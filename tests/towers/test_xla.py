@@ -87,6 +87,18 @@ def sorts(x, scale):
     return x * scale + tf.sort(tf.sin(x * scale), axis=0)
 
 
+def sets_diagonals(x, scale):
+    """A small matrix of each row: the gradient finds the diagonal's shape in branches, and XLA has to know it."""
+    squares = tf.linalg.set_diag(tf.matmul(x * scale, x, transpose_a=True), tf.exp(x[:, 0] * scale))
+    return x * scale + tf.reduce_mean(squares, axis=1)[:, None]
+
+
+def finds_none(x, scale):
+    """Rows that a mask leaves, of which there is none, beside others of the batch."""
+    few = tf.boolean_mask(x[:, 0] * scale, x[:, 0, 0] > 99.0)
+    return x * scale + tf.reduce_sum(tf.matmul(few, few, transpose_b=True))
+
+
 def multiplies(x, scale):
     """A product of all rows: its gradient moves axes by numbers that rest on constants alone, and XLA has to know."""
     return x * scale + tf.reduce_prod(tf.sin(x * scale), axis=0) + tf.reduce_prod(tf.cos(x * scale) ** 0.01)
@@ -285,6 +297,26 @@ def test_tensors_cross_segments(name, towers, caplog):
     assert_towers_agree(model)
     assert "XLA" not in caplog.text
     model.towers.close()
+
+
+def test_shapes_that_branches_say(caplog):
+    """For a batch whose rows are known: for others one device's XLA refuses it."""
+    build = model_of(lambda: Function(sets_diagonals), layers.Flatten)
+    model, alone = on_towers(build, 3), build()
+    for one in (model, alone):
+        one.train_on_batch(SERIES[:8], TARGETS[:8])
+    assert_close(model.get_weights(), alone.get_weights())
+    assert program_of(model).jit_compile and "XLA" not in caplog.text
+
+
+def test_what_xla_refuses_in_parts(caplog):
+    """If it knows bounds alone of some lengths, the batch runs again without XLA, as one device runs it with XLA."""
+    build = model_of(lambda: Function(finds_none), layers.Flatten)
+    model = on_towers(build, 2)
+    assert_close(fit(model, SERIES), fit(build(), SERIES))
+    assert_towers_agree(model)
+    assert caplog.text.count("XLA does not compile a part of this step") == 1
+    assert not program_of(model).jit_compile
 
 
 COUNTED = """
